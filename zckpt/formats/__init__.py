@@ -321,7 +321,7 @@ def _inside(path: str) -> list[str]:
 
 
 def _below(path: str) -> list[str]:
-    """Checkpoints below a path, at the first level that has any; used by errors.
+    """Checkpoints below a path, at the first level that has any, for the hint of an error.
 
     Folders with weights alone count only if their level has no other checkpoint.
     """
@@ -354,8 +354,9 @@ def _levels(
 def inside_numbered(path: str, name: str | None = None) -> list[str]:
     """The checkpoints in a numbered folder, as relative paths; empty for any other folder.
 
-    Returns the first level that has any; weights alone count if that level has nothing else. `name`
-    restricts the search to one format. A folder that zckpt wrote may have any name.
+    Returns those of the first level that has any. Weights alone count if the level has nothing
+    else, and if some file outside of them has an optimizer's name. `name` restricts the search to
+    one format. A folder that zckpt wrote may have any name.
     """
     if not (numbered.is_numbered(path) or is_marked(path)) or _detects(path):
         return []
@@ -379,7 +380,7 @@ def _is_one(path: str, weak: bool, among: Iterable[Format]) -> bool:
 def _chosen(path: str, inside: Sequence[str], root: str | None) -> str:
     """The one checkpoint in a numbered folder, or the one that `root` names.
 
-    Raises AmbiguousCheckpoint.
+    Raises AmbiguousCheckpoint if there are several and `root` names none of them.
     """
     name = (root or "").partition("=")[0]
     if len(inside) > 1 and name not in inside:

@@ -141,10 +141,10 @@ def with_trainers_groups(manifest: Manifest, _options: Options) -> Manifest:
 
 
 def in_torch(manifest: Manifest, options: Options) -> Beginning:
-    """Which state (a `Beginning`) a torch program needs for parameters that were never updated.
+    """The state that a torch program needs for parameters that were never updated.
 
-    Its state dict helpers require a state of each parameter (2.13), so this is "zeros". If the step
-    is in groups (Apex's FusedAdam), it is "group".
+    Its state dict helpers require a state of each parameter (2.13), so the result is "zeros". If
+    the step is in groups (Apex's FusedAdam), it is "group": see `Beginning`.
     """
     return "group" if torch_place(manifest, options[OPTIMIZER]).where == "group" else "zeros"
 

@@ -54,7 +54,7 @@ def name_of(manifest: Manifest) -> str:
 def has_optimizer(folder: str, inside: str) -> bool:
     """Whether a file in a numbered folder, outside of the weights, has an optimizer's name.
 
-    zckpt does not read the form of such a file.
+    zckpt does not read such a file.
     """
     weights_path = os.path.join(folder, inside)
     files = sources.walk(folder, lambda path: path != weights_path and not sources.is_denied(path))

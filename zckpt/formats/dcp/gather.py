@@ -75,7 +75,7 @@ def _tells_names(path: tuple[Any, ...]) -> bool:
 
 
 def _is_state(path: tuple[Any, ...]) -> bool:
-    """Whether the value at a path is an optimizer state; a step, which is a number, is none."""
+    """Whether the value at a path is an optimizer state other than the step."""
     last = str(path[-1])
     inside = "state" in path[:-1] or last.startswith("state.")
     return inside and last.rpartition(".")[2] != "step"

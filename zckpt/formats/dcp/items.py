@@ -30,8 +30,9 @@ from .files import locate, refuse_several
 class OpenedItem(Struct, frozen=True):
     """The content of an item's file.
 
-    `value` contains inert records instead of objects and tensors. `entry` maps such a tensor record
-    to the place of its bytes. `records` are the records of all its tensors.
+    In `value`, the unpickled content, objects and tensors are replaced by records of what the file
+    says about them; no code is run. `entry` maps the record of a tensor to the place of its bytes.
+    `records` are the byte ranges of all tensors, with their checksums.
     """
 
     value: Any

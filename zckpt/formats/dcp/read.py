@@ -361,7 +361,7 @@ class _FolderReader:
     def _tensor(self, key: str, item: TensorItem, names: Iterator[str]) -> Any:
         """The leaf of a tensor, which joins all its boxes.
 
-        Returns an inert record instead for a tensor with a class of its own.
+        For a tensor of a special class, which only that class can interpret, returns its pieces.
         """
         dtype, shape = item.dtype, item.shape
         if len(item.boxes) > 1:

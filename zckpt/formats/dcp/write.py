@@ -1,4 +1,4 @@
-"""Writes any manifest as shells of a torch.distributed.checkpoint directory.
+"""Writes any manifest as a torch.distributed.checkpoint directory, without tensors' bytes.
 
 torch.distributed.checkpoint.load requires every key of the program's state dict, and it reads
 complete items. So the keys are complete for torch 2.13. Tensors are cut along their first axis for
@@ -254,8 +254,9 @@ class DcpWriter(Struct, eq=False, dict=True):
         return parts
 
     def _is_rest(self, path: TreePath) -> bool:
-        """Whether a value belongs in `meta.pt`: it is in no state dict, and the target has the
-        file.
+        """Whether a value belongs in `meta.pt`, because it is in no state dict.
+
+        False if the target has no such file.
         """
         roots = (self.dicts.model, self.dicts.optimizer)
         return self.rest is not None and not any(path[: len(each)] == each for each in roots)

@@ -117,7 +117,7 @@ class StateDictFiles(Struct, eq=False):
         return warnings
 
     def is_of_optimizer(self, path: str) -> bool:
-        """Whether a file contains only an optimizer, beside files of a model."""
+        """Whether the name of a file is an optimizer's, if there are also files of a model."""
         has_model = any(_is_of("model", key) for key in (*self.whole, *self.ranks))
         return has_model and _is_of("optim", os.path.basename(path))
 
@@ -151,9 +151,10 @@ def detect(path: str) -> list[str]:
 
 
 def detect_weak(path: str) -> list[str]:
-    """Tags for a model's weights alone (one empty tag), or for single files (their names).
+    """Tags for a model's weights alone, or for single files; they count if no format is detected.
 
-    Folders of other formats contain such files too, so this counts only if no format is detected.
+    Folders of other formats contain such files too. The result is one empty tag; for several single
+    files, it is their names.
     """
     if sources.is_file(path):
         return [""] if path.endswith(".safetensors") else []

@@ -140,7 +140,9 @@ class _Ranks:
     def _of_mesh(self, states: Mapping[int, Any], shape: tuple[int, ...]) -> list[BoxPart]:
         """The local tensor of every rank, as a box of the full tensor.
 
-        Along each axis, a box follows those of ranks with smaller mesh coordinates.
+        Along each axis, a box begins where the boxes of smaller mesh coordinates end. Raises
+        UnsupportedCheckpoint if a rank's coordinate is not stated, and for placements other than
+        Shard, _StridedShard and Replicate.
         """
         tensors: dict[int, Tensor] = {}
         positions: dict[int, list[tuple[int, ...]]] = {}
@@ -223,7 +225,7 @@ def _is_distributed(value: Any) -> bool:
 
 
 def _fields(state: Any) -> dict[str, Any]:
-    """The attributes of an inert object, from its pickled state.
+    """The attributes of a pickled object, from the state in its pickle.
 
     That is a dictionary, or a pair: `__dict__`, and a dictionary of the slots.
     """

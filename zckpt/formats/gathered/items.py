@@ -112,7 +112,10 @@ def _is_distributed(paths: Mapping[int, str]) -> bool:
 
 
 def _are_rows(paths: Mapping[int, str]) -> bool:
-    """Whether the last file has the first one's tensors, some with fewer rows: ranks' slices."""
+    """Whether the files of ranks seem to be slices of one model, by the first and the last file.
+
+    They do if both have the same tensor names, and tensors with fewer rows in the last file.
+    """
     if len(paths) < 2 or sorted(paths) != list(range(len(paths))):
         return False
     try:

@@ -348,7 +348,10 @@ _REQUIRED = object()
 
 
 def _attribute(record: Any, name: str, default: Any = _REQUIRED) -> Any:
-    """An attribute of an inert object, with or without slots; raises KeyError."""
+    """An attribute of a pickled object, from its `__dict__` or its slots.
+
+    Without the attribute, returns `default`; raises KeyError if none is given.
+    """
     state = _merged_state(record.state)
     return state[name] if default is _REQUIRED else state.get(name, default)
 

@@ -1,13 +1,14 @@
-"""Writes any manifest as complete state dicts that plain torch and trainers load, as shells.
+"""Writes any manifest as complete state dicts that plain torch and trainers load.
 
-    model.pt    for model.load_state_dict: every name, tied weights in one memory, buffers
+    model.pt    for model.load_state_dict: all names, a tied weight stored once for its names
     optim.pt    for optimizer.load_state_dict: numbers, groups complete for torch 2.13
     extra.pt    the scheduler, the program's own state, and under `zckpt` what state dicts do not
                 say: which names are aliases, frozen, buffers
 
-Groups have `param_names`, as torch >= 2.6 keeps them for named parameters, so numbers have names;
-loading ignores them. With the dialect `safetensors` the model's state is one such file, with tied
-weights once, as safetensors requires. Trainers look for files with other names:
+The files are laid out without tensors' bytes, which the copy fills in. Groups have `param_names`,
+as torch >= 2.6 keeps them for named parameters, so numbers have names; loading ignores them. With
+the dialect `safetensors` the model's state is a safetensors file, with one name for a tied weight,
+as safetensors requires. Trainers look for files with other names:
 
     safetensors, from a Trainer's directory    model.safetensors (adapter_model.safetensors with
                                                PEFT), optimizer.pt, scheduler.pt

@@ -174,7 +174,11 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         return [name for name in dict.fromkeys(order) if kept.get(name, name) == name]
 
     def _owners(self) -> dict[str, str]:
-        """Maps every name that the configuration ties to the name that is saved."""
+        """Maps second names of tied weights to the name that is saved.
+
+        The configuration states the ties. If it names no class of model (`architectures`), but has
+        `tie_word_embeddings`, the source's ties count too. Empty for an adapter.
+        """
         if self.adapter:
             return {}
         tied = ties.of_config(self.config)
@@ -190,7 +194,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
     def _are_one(self, one: str, other: str) -> bool:
         """Whether two names are one weight, or two weights with equal bytes.
 
-        DCP files store a tied weight twice.
+        DCP files store a tied weight twice, so its two names may look like two weights.
         """
         if one == other:
             return True
@@ -204,9 +208,10 @@ class PretrainedWriter(Struct, eq=False, dict=True):
     def _is_exported(self, name: str) -> bool:
         """Whether a tensor is written to the folder.
 
-        For an adapter: its own tensors, those that it trains, and those of the base model that PEFT
-        saves with it. If nothing is frozen, the files have no optimizer, and do not show what was
-        trained.
+        For an adapter: the adapter's own tensors, those of the base model that were trained, and
+        those of the base model that PEFT saves with it. AdaLoRA's `ranknum` is never saved. If no
+        parameter is frozen, the source has no optimizer and does not show what was trained; then
+        only PEFT's rules count.
         """
         if self.adapter and name.endswith(peft.RANKS):
             return False

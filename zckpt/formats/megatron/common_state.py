@@ -114,7 +114,7 @@ def with_groups(
     """Adds param groups to the common state, for runs that store them beside flat buffers.
 
     `listed` has, for each optimizer, the groups that its ranks saved; equal ones are kept once.
-    `beside` has further values of each optimizer.
+    `beside` has, for each optimizer, further values for its state, such as the loss scale.
     """
     known_optimizers = optimizers_of(common)
     states: list[dict[Any, Any]] = []

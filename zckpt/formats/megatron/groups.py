@@ -55,7 +55,10 @@ def members(
     shapes: Mapping[str, tuple[int, ...]],
     args: Mapping[str, Any],
 ) -> dict[str, int] | None:
-    """The group of every parameter, by its name and shape; None if the rule is ambiguous."""
+    """The number of every parameter's group, by the rule in this module's description.
+
+    `shapes` are by parameter name. None if the rule leads to no group, or to several.
+    """
     spread = any(group.get("is_expert_parallel") for group in groups)
     alike = by_key(
         ((bool(group.get("is_expert_parallel")), bool(decay_multiplier(group))), number)

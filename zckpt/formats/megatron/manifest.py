@@ -79,9 +79,9 @@ class Content(Struct, eq=False):
     steps: list[FileStep] = field(default_factory=list)
 
     def join(self, parts: Iterable[tuple[int, Entry]], cuts: Mapping[str, Sliced]) -> None:
-        """Joins the parts that tensor ranks hold, and adds the full tensors.
+        """Joins the parts of tensors that tensor ranks hold into entries with the full tensors.
 
-        Further copies of a tensor become replicas.
+        `parts` are pairs of a tensor rank and its part. Further copies of a tensor become replicas.
         """
         held: dict[Key, list[list[Entry]]] = {}
         for rank, part in parts:

@@ -373,7 +373,10 @@ class _Reader:
         return entry
 
     def _values(self, takes_optimizers: bool) -> dict[str, Any]:
-        """The objects of modules and ranks (`_extra_state`, `rng_state`) as inert values by key."""
+        """The objects of modules and ranks (`_extra_state`, `rng_state`), by key.
+
+        They are records of pickled objects, which are never run.
+        """
         values: dict[str, Any] = {}
         for key, item in self.table.items.items():
             if item is not None or key == ITEM:

@@ -1,19 +1,20 @@
-"""Writes a Megatron-Core manifest as shells of a Megatron-Core directory.
+"""Writes a manifest of Megatron-Core as a directory of its files, without tensors' bytes.
 
     DST/latest_checkpointed_iteration.txt
     DST/iter_0000006/metadata.json, common.pt, .metadata, __0_K.distcp
 
 The optimizer's state is `fully_reshardable`, so a run of any tp, pp, vpp and dp resumes. Every
-layer and every expert is a separate piece, because torch reads complete pieces. `common.pt` is the
-form of 0.14 to 0.18. 0.19 writes an item instead, but prefers `common.pt` if it is there (by its
-source code).
+layer and every expert is a separate piece, because torch reads complete pieces. Versions 0.14 to
+0.18 write a `common.pt`. 0.19 writes an item instead, but prefers `common.pt` if it is there (by
+its source code).
 
 Keys, axes and objects are those of the source. Which of them a run asks for depends on its
 specification, which no file has. So a source must come from Megatron-Core, directly or through a
 universal checkpoint. A source of another engine gets them from a run of Megatron-Core
 (run_template.py).
 
-Rejected alternative: files for the optimizer that is not distributed. It numbers parameters.
+Rejected alternative: the files of an optimizer that is not distributed. It knows parameters only by
+number.
 """
 
 from __future__ import annotations

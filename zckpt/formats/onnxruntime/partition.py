@@ -129,8 +129,9 @@ def weights_apart(save: Save) -> set[str]:
 def owners_of(save: Save, shapes: Shapes, apart: Collection[str]) -> tuple[Owned, set[str]]:
     """The owners of each weight by the partition rule, and the names of the trained weights.
 
-    `apart` is the result of `weights_apart`. Raises if the moments or pieces in the files
-    contradict the rule.
+    `apart` is the result of `weights_apart`. Without moments in the files, the pieces of weights
+    show which weights are trained. Raises IncompleteCheckpoint if moments are missing,
+    InconsistentCheckpoint if they contradict the rule, and MissingData if pieces are in no file.
     """
     numels = {name: prod(shape) for name, shape in shapes.items()}
     trained = {name for rank in save.ranks for name in rank.moments}
@@ -171,7 +172,11 @@ def _fits(save: Save, name: str, owned: Sequence[Share]) -> bool:
 
 
 def _check_moments(save: Save, owned: Owned) -> None:
-    """Raises if a rank has moments of elements that it does not own."""
+    """Compares the moments in each rank's file with those that the rank owns.
+
+    Raises InconsistentCheckpoint for moments of elements that it does not own, and
+    IncompleteCheckpoint if a moment is missing.
+    """
     expected: list[dict[str, Share]] = [{} for _ in save.ranks]
     for name, parts in owned.items():
         for share in parts:
@@ -205,9 +210,9 @@ def _check_moments(save: Save, owned: Owned) -> None:
 
 
 def _refuse_torch_names(save: Save) -> None:
-    """Raises MissingData for files that were saved with torch's names only.
+    """Raises MissingData for a mixed-precision run's files that have only names of torch's model.
 
-    They do not have the weights that ranks share.
+    No such file has the weights that ranks share, so they cannot be restored.
     """
     if save.dialect == "hdf5" or any(rank.halves for rank in save.ranks):
         return

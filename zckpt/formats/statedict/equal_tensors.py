@@ -40,13 +40,15 @@ def is_distinctive(leaf: Leaf) -> bool:
 def second_names(
     model: Mapping[str, Leaf], trained: Sequence[str], state: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, str], list[str]]:
-    """Finds the second names of tied weights; maps each one to its owner.
+    """Finds the second names of tied weights.
 
-    Both names have the same storage, or bytes that are not equal by chance. `trained` are the names
-    in an optimizer, `state` its state by name. A tied weight has its state under its first name, so
-    its second name is not a parameter. Before the first update a frozen copy, such as a teacher,
-    has equal bytes too. It is not an alias if the file shows that its storage is another one. The
-    second result are the names for which no file shows this.
+    Returns a dictionary from each second name to the weight's first name, and a list of second
+    names that may be frozen copies instead. `trained` are the names in an optimizer, `state` is its
+    state by name. A tied weight has its state under its first name, so a second name is one that no
+    optimizer has. It has the same storage as the first, or equal bytes that are not all the same
+    element (all zeros may be equal by chance). Before the first update a frozen copy, such as a
+    teacher, has equal bytes too: it is no second name if the file shows that its storage is another
+    one. If no file shows which storage it has, it is in the list.
     """
     owned = set(trained)
     untrained = {name: leaf for name, leaf in model.items() if name not in owned}

@@ -88,7 +88,7 @@ class Roots(Struct, frozen=True):
         return {path: models for path, models in self.fitting.items() if path not in owned}
 
     def likely(self, root: Root) -> list[str]:
-        """The optimizers that fit a root to which none is assigned, as dotted paths.
+        """The optimizers that fit the root's model, as dotted paths, if the root has none.
 
         Empty for a root with optimizers.
         """

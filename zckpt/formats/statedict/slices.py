@@ -199,7 +199,8 @@ def omit_slices(
     """Leaves out models that are one rank's slices; returns the other ones.
 
     Lists of slices are left out too. A directory of torch.distributed.checkpoint may contain one
-    rank's slice of a plain tensor, such as an EMA of `to_local()`.
+    rank's slice of a plain tensor, such as an EMA of `to_local()`. Raises InconsistentCheckpoint if
+    the model that a program trains, by its key, is such a slice.
     """
     wholes = by_key(
         (str(name), leaf)

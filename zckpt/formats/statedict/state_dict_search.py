@@ -295,7 +295,8 @@ def is_extra(key: Any) -> bool:
 def without(tree: Any, paths: set[TreePath], path: TreePath = ()) -> Any:
     """The tree without the state dicts at these paths, and without containers of nothing else.
 
-    In a list with other items, None replaces them.
+    In a list with other items, None replaces them. For the path (), the tensors at the top of the
+    tree are removed.
     """
     if () in paths and not path:
         values = {key: value for key, value in tree.items() if not isinstance(value, Leaf)}

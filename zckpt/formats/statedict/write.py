@@ -86,8 +86,9 @@ class StateDicts:
     def _put_steps_in_groups(self) -> None:
         """Writes steps into the groups, if the source's optimizer keeps them there.
 
-        Only if each group has a single step. Apex's FusedAdam restarts at 1 if its group has no
-        step.
+        This is done only if no group has several steps. Apex's FusedAdam restarts at 1 if its group
+        has no step. An optimizer that keeps steps elsewhere, but also an unused number in its
+        groups, gets this number again.
         """
         steps = steps_of_groups(self.source, len(self.groups))
         in_group = self.step_place.where == "group"

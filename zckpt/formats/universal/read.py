@@ -465,9 +465,10 @@ def _listed(path: str, name: str, entry: Mapping[str, Any]) -> Runs:
 
 
 def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
-    """Compares every sibling with the CRC-32 that the manifest states; siblings have no tensors.
+    """Compares every file that a target gets unread with the CRC-32 that the manifest states.
 
-    Called before a conversion writes anything. Raises CorruptCheckpoint.
+    These files have no tensors, so no copy of tensors would compare them. Called before a
+    conversion writes anything. Raises CorruptCheckpoint.
     """
     beside = (*manifest.files.siblings, *manifest.files.around)
     siblings = {sibling.path for sibling in beside}

@@ -194,8 +194,8 @@ def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the manifest again, with the CRC-32 of every tensor and file.
 
-    It was also written before the copy. Without it readers would not recognize the shells as a
-    checkpoint, and its size is part of the report.
+    It was also written before the copy. Without it readers would not recognize the files without
+    tensors as a checkpoint, and its size is part of the report.
     """
     document = describe(manifest, outcome.digests.get(0, {}).get)
     files = dict(outcome.files)

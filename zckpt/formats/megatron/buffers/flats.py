@@ -1,6 +1,6 @@
 """Joins optimizer states that Megatron-Core saves as flat buffers into full tensors.
 
-    [chained_N.]optimizer.distributed.dp_group_idx_G.          G = tp + size of tp * stage
+    [chained_N.]optimizer.distributed.dp_group_idx_G.          G = tensor rank + tp * stage
         gbuf_idx_B.dtype_(TYPES).bucket_idx_K.SLOT             dp_reshardable: one bucket
         param_state/shard_0_1                                  dp_zero_gather_scatter: all buffers
         optimizer/shard_0_1                                    the groups, with the step
@@ -76,7 +76,10 @@ def slicing_of(name: str, shape: Sequence[int], pieces: Sequence[TensorPiece], t
 
 
 def local_part(name: str, numel: int, dtype: str, piece: TensorPiece) -> Local:
-    """A tensor rank's part of a weight: its size, and where its first elements (a sample) lie."""
+    """A tensor rank's part of a weight, with the place of its first elements in a file.
+
+    These are a sample, which is compared with masters to find the part in a flat buffer.
+    """
     count, size = 1, SIZES[dtype]
     for axis in range(len(piece.sizes) - 1, -1, -1):
         if piece.sizes[axis] != 1 and piece.strides[axis] != count:
@@ -193,10 +196,10 @@ class FlatItems:
     ) -> list[ModelRank]:
         """The flat buffers of every model-parallel rank, chunk by chunk.
 
-        With `experts`, the number of experts in a layer, only the buffers of the experts' own
-        optimizer; without, only the others. `tp` ranks share a parameter, and `ep` ranks the
-        experts. Without `stages` or `ep`, the number of buffers determines them. Raises
-        InconsistentCheckpoint if the numbers do not fit.
+        `experts` is the number of experts in a layer: with it, the result has only the buffers of
+        the experts' own optimizer; without it, only all others. `tp` ranks share a parameter, and
+        `ep` ranks share the experts. If `stages` or `ep` is not given, it follows from the number of
+        ranks in the files. Raises InconsistentCheckpoint if the numbers do not fit.
         """
         by_group = by_key(
             (group, flats[key])

@@ -81,12 +81,12 @@ The third number is the bucket's start modulo the alignment.
 def places(
     locals_: Sequence[Local], flat: Flat, read_bytes: ReadBytes, may_lack: bool = False
 ) -> list[Places]:
-    """The ways in which parameters, in buffer order, fill a buffer exactly.
+    """The ways in which parameters, in the order of the buffer, fill a buffer exactly.
 
-    Each way has the place of every parameter. At most two are returned: with more than one the
-    bytes do not decide. If the buffer `may_lack` some parameters, only the bytes show which ones.
-    Then the first master behind a parameter is looked up among the first weights of later
-    parameters.
+    Each way has the place of every parameter, or None for a missing one. At most two ways are
+    returned: two suffice to show that the bytes do not decide. If the buffer `may_lack` some
+    parameters, only the bytes show which ones: the first master behind each parameter is looked up
+    among the first weights of the later parameters.
     """
     firsts = enumerate(locals_) if may_lack else ()
     by_first = by_key(
@@ -134,7 +134,9 @@ def places(
 def _starts(flat: Flat, state: State) -> list[tuple[int, int]]:
     """All places at which the next parameter may begin, if a buffer is filled as `state` says.
 
-    A new bucket may begin immediately. If buckets are `coalesced`, the bytes show whether it does.
+    It may begin at the next multiple of 64 elements, or begin a new bucket. If all buckets are
+    stored as one (`coalesced`), a new bucket may begin at any element; the bytes show whether one
+    does.
     """
     bucket, end, base = state
     if flat.coalesced:

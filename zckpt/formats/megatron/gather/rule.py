@@ -173,7 +173,10 @@ def joined(ranks: Sequence[Filled], whole: Mapping[str, Shape], gated: bool) -> 
 
 
 def in_boxes(runs: Runs, size: int, boxes: Sequence[Box]) -> Iterator[BoxPart]:
-    """Yields the places of a parameter's boxes in files; `runs` has the boxes one after another."""
+    """Yields where the elements of a parameter's boxes lie in files.
+
+    `runs` has the elements of all boxes, one box after another; `size` is bytes per element.
+    """
     begin = 0
     for offsets, sizes in boxes:
         end = begin + prod(sizes)
@@ -196,10 +199,11 @@ def bucket_size_of(args: Mapping[str, Any], stage: int) -> int | None:
 def layers_of_chunks(
     path: str, args: Mapping[str, Any], layers: int, stages: int, chunks: int
 ) -> list[range]:
-    """The layers of each model chunk: the first chunks of all stages, then the second ones, ...
+    """The layers of each model chunk.
 
-    As TransformerBlock builds them (get_num_layers_to_build). Raises UnsupportedCheckpoint for an
-    explicit layout, and for numbers that do not fit.
+    The chunks are in the order in which layers go through them: the first chunks of all stages,
+    then the second ones, and so on. Layers are divided as by get_num_layers_to_build. Raises
+    UnsupportedCheckpoint for an explicit layout, and for numbers that do not fit.
     """
     if args.get("pipeline_model_parallel_layout") is not None:
         raise refusal(path, "stages by --pipeline-model-parallel-layout")
