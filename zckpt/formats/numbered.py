@@ -69,7 +69,7 @@ def is_optimizers(name: str) -> bool:
 def with_files_around(
     manifest: Manifest, folder: str, inside: str, other_checkpoints: Collection[str]
 ) -> Manifest:
-    """Adds the other files of a numbered folder to the manifest of the checkpoint in it.
+    """The manifest of a checkpoint in a numbered folder, with the folder's other files.
 
     The checkpoint is in the subfolder `inside`. `other_checkpoints` are further ones; notes name
     them as left out.

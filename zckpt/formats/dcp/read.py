@@ -181,9 +181,10 @@ class _FolderReader:
         self.items_in = {path: len(items) for path, items in self.table.by_file()}
 
     def read(self, with_names: bool) -> None:
-        """Reads every item in the order of the saved state.
+        """Reads every item into the tree, in the order of the saved state.
 
-        `with_names` applies the names zckpt stated.
+        `with_names` gives tensors the names that zckpt stated in `.metadata`. Raises
+        UnsupportedCheckpoint if `.metadata` has no paths of the items.
         """
         table, saved = self.table, self.saved
         paths, planned = table.paths, table.others["planner_data"]

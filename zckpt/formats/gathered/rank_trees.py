@@ -163,7 +163,8 @@ class MergedRanks(Struct, eq=False):
         """Merges the values that several ranks have at one path.
 
         Parts of a tensor are joined, containers are merged item by item, and steps must agree. Of
-        any other value, rank 0's is kept.
+        any other value, rank 0's is kept. Raises UnsupportedCheckpoint if ranks have different
+        numbers of param groups.
         """
         values = list(by_rank.values())
         kinds = {type(value) for value in values}
@@ -220,10 +221,10 @@ class MergedRanks(Struct, eq=False):
     def _refuse_schedulers(
         self, by_rank: Mapping[int, Any], first: int, other: int, path: TreePath
     ) -> NoReturn:
-        """Raises the error for a scheduler whose state differs between two ranks.
+        """Raises InconsistentCheckpoint for a scheduler whose state differs between two ranks.
 
-        A scheduler counts with the optimizer, equally on all ranks. If steps disagree too, and the
-        user has chosen among them, rank 0's scheduler is used instead.
+        A scheduler counts with the optimizer, equally on all ranks. If the user has given a step
+        policy, this is not called: rank 0's scheduler is used.
         """
         values = [
             f"{brief(text(by_rank[rank], self.files[rank]))} in {self.files[rank].path}"
@@ -285,7 +286,8 @@ class MergedRanks(Struct, eq=False):
     def _assemble(self, by_rank: dict[int, Any], path: TreePath) -> Leaf:
         """Joins all ranks' parts of a tensor into one leaf.
 
-        Raises unless the parts cover every element, and copies of a part are equal.
+        Raises InconsistentCheckpoint if ranks have different facts about the tensor or different
+        copies of a part, and IncompleteCheckpoint if parts leave elements out.
         """
         name = dotted(path)
         for rank, value in by_rank.items():

@@ -89,7 +89,10 @@ def distributed_in(value: Any) -> Iterator[Foreign]:
 
 
 def ranks_of(value: Foreign, file: TorchFile) -> tuple[int, int | None]:
-    """The number of ranks in the record, and the rank that saved it, if stated."""
+    """The number of ranks in a tensor's record, and the rank that saved it, if stated.
+
+    Raises CorruptCheckpoint for a malformed record.
+    """
     try:
         state = value.arguments[3]
         if isinstance(state, tuple) and len(state) > 2:

@@ -135,7 +135,7 @@ def _numel(state: Mapping[str, Any]) -> int | None:
 
 
 def _shapes(tree: Any) -> Iterator[dict[str, tuple[int, ...]]]:
-    """The shapes of tensors by name, for every dictionary in a tree."""
+    """Yields, for every dictionary in a tree, the shapes of the tensors in it by name."""
     if isinstance(tree, dict):
         yield {key: value.shape for key, value in tree.items() if isinstance(value, Leaf)}
         for value in tree.values():

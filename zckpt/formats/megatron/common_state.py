@@ -44,7 +44,8 @@ SIZES_OF_RUN = {
 def read_common(table: ItemTable, files: ItemFiles) -> tuple[TorchFile, dict[Any, Any]]:
     """The file of the common state, and its content.
 
-    If there are both forms, `common.pt` is read, as Megatron-Core does.
+    If there are both `common.pt` and the item, `common.pt` is read, as Megatron-Core does. Raises
+    IncompleteCheckpoint if there is neither, and CorruptCheckpoint if the content is no dictionary.
     """
     path = os.path.join(table.folder, FILE)
     if sources.is_file(path):
@@ -111,7 +112,7 @@ def with_groups(
     listed: Sequence[Sequence[Any]],
     beside: Sequence[dict[str, Any]],
 ) -> dict[Any, Any]:
-    """Adds param groups to the common state, for runs that store them beside flat buffers.
+    """The common state with param groups that a run stores beside flat buffers.
 
     `listed` has, for each optimizer, the groups that its ranks saved; equal ones are kept once.
     `beside` has, for each optimizer, further values for its state, such as the loss scale.

@@ -355,9 +355,11 @@ class FsdpReader:
     # -- tensors
 
     def enter(self, name: str, slot: str, keys: Sequence[str]) -> Entry:
-        """Adds an entry made of the tensors under `keys`: one, or the two halves of a gated layer.
+        """Adds an entry made of the tensors under `keys`, and returns it.
 
-        The rows of the second key follow those of the first.
+        There is one key, or two for the halves of a gated layer; the rows of the second follow
+        those of the first. Raises UnsupportedCheckpoint if an item is no tensor, and
+        InconsistentCheckpoint if the halves differ in shape or type.
         """
         pieces: list[TensorPiece] = []
         shapes, dtypes, rows = set(), set(), 0

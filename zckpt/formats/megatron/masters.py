@@ -85,7 +85,7 @@ def rebuilt(manifest: Manifest) -> Manifest:
 
 
 def with_zeros(manifest: Manifest) -> Manifest:
-    """Adds zeros for the moments that `rebuilt` dropped: a run needs all moments."""
+    """The manifest with zeros for the moments that `rebuilt` dropped: a run needs all moments."""
     kept = manifest.state.get("megatron")
     lost = kept.get(LOST) if isinstance(kept, dict) else None
     names = [name for name in lost or () if name in manifest.parameters]

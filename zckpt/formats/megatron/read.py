@@ -311,7 +311,10 @@ class _Reader:
     def _parts(
         self, key: str, item: TensorItem, stacked: str, slot: str
     ) -> Iterator[tuple[str, Entry]]:
-        """Adds the parameters under a key: one per layer, and per expert in it."""
+        """Adds the entries of a key, one per layer, and per expert in it; yields names and entries.
+
+        Raises InconsistentCheckpoint if the tensor has too few axes, layers or experts.
+        """
         axes, dtype = axes_of(stacked), item.dtype
         if len(item.shape) <= axes:
             raise InconsistentCheckpoint(

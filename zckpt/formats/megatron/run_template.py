@@ -162,7 +162,8 @@ class RunTemplate(Template):
     def _check_states(self, entries: Mapping[Key, Entry]) -> None:
         """Raises unless source and run have the same optimizer states for the same weights.
 
-        Warns about missing masters.
+        UnsupportedCheckpoint is raised for a run without groups, and for states that are not F32;
+        other errors are those of `check_states`. Warns about missing masters.
         """
         like = self.run
         if like.groups is None:

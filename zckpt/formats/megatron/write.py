@@ -81,7 +81,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
     Raises before anything is written: MissingData (the source is not of Megatron-Core, or lacks a
     tensor), UnsupportedCheckpoint (layers of one key differ), InconsistentCheckpoint (parameters
-    have several steps; with `--ep 1`, experts have different hyper-parameters).
+    have several steps; with `--ep 1`, experts have different hyper-parameters), WrongOption
+    (`--group-defaults` with `--weights-only`).
     """
     if options[GROUP_DEFAULTS] and options.weights_only:
         raise WrongOption(

@@ -178,7 +178,10 @@ def _rank(
     rank = RankStates(file.path)
 
     def weight_of(name: str, key: str) -> str:
-        """The weight that `name` denotes: itself, or the weight of which it names a piece."""
+        """The weight that `name` denotes: itself, or the weight of which it names a piece.
+
+        Raises InconsistentCheckpoint if it denotes none.
+        """
         view = VIEW.fullmatch(name)
         if name in weight_names:
             return name

@@ -97,7 +97,8 @@ def weights_apart(save: Save) -> set[str]:
     """The names of weights whose fp32 values only their owners store.
 
     These are the trained weights of a mixed-precision run. Sets `save.mixed` for such a run that
-    was saved without its 16-bit copies.
+    was saved without its 16-bit copies. Raises MissingData if such a save has pieces of weights:
+    only the copies state the full shapes.
     """
     halves = {name for rank in save.ranks for name in rank.halves}
     everywhere = set.intersection(*(set(rank.weights) for rank in save.ranks))

@@ -169,7 +169,11 @@ class _Entries:
         self.lost: list[str] = []
 
     def add_sharded(self, name: str) -> None:
-        """Adds a mixed-precision weight: owners hold its master, all ranks a 16-bit copy."""
+        """Adds a mixed-precision weight: owners hold its master, all ranks a 16-bit copy.
+
+        If an owner has no part of it, its name is added to `lost` instead. Raises
+        InconsistentCheckpoint if a piece has another length than the partition rule gives.
+        """
         fragments = []
         is_cut = any(name in rank.pieces for rank in self.save.ranks)
         for share in self.owned[name]:
@@ -200,7 +204,10 @@ class _Entries:
         self._add_moments(name)
 
     def add_whole(self, name: str) -> None:
-        """Adds a weight that every rank stores: frozen, or trained in fp32."""
+        """Adds a weight that every rank stores: frozen, or trained in fp32.
+
+        Raises IncompleteCheckpoint if a rank lacks it.
+        """
         copies = []
         for rank in self.save.ranks:
             tensor = rank.weights.get(name)
@@ -257,7 +264,11 @@ class _Entries:
         self.entries[entry.key] = entry
 
     def refuse_missing(self) -> None:
-        """Raises if an owner of a weight has stored no part of it."""
+        """Raises if an owner of a weight has stored no part of it.
+
+        IncompleteCheckpoint is raised for HDF5 files. Legacy files raise MissingData, because a
+        program can save them without the weights that ranks share.
+        """
         names = ", ".join(self.lost[:8]) + (" ..." if len(self.lost) > 8 else "")
         if self.lost and self.save.dialect == "hdf5":
             raise IncompleteCheckpoint(

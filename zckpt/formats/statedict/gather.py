@@ -124,7 +124,10 @@ def _is_number(value: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _dicts(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, dict[Any, Any]]]:
-    """All dictionaries in a tree, down to `DEPTH`, except those inside of an optimizer's."""
+    """Yields all dictionaries in a tree with their paths, down to `DEPTH` keys.
+
+    Those inside of an optimizer's state dict are left out.
+    """
     if isinstance(tree, dict):
         yield path, tree
     if len(path) < DEPTH and not (isinstance(tree, dict) and _is_optimizer(tree)):

@@ -163,7 +163,10 @@ class StateDicts:
     # -- the model
 
     def weights_as_saved(self) -> Iterator[tuple[str, Any]]:
-        """The module's state, or only the adapter that PEFT saves of it."""
+        """Yields the module's weights; if only an adapter is saved, its weights.
+
+        The names of an adapter's weights are those that PEFT saves.
+        """
         for name, value in self._weights():
             if self.is_saved(name):
                 yield peft.saved_name(name) if self.adapter else name, value

@@ -91,7 +91,8 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 def _read(path: str, name: str, kept: Container[str] | None = None) -> Manifest:
     """The manifest in the file `name`; `kept` restricts it to the tensors in these slots.
 
-    Raises CorruptCheckpoint if a weight is in none of them.
+    Raises CorruptCheckpoint if a weight has no tensor in these slots, and UnsupportedCheckpoint for
+    another version of the format.
     """
     document = json.loads(_text_of(name))
     version = document["zckpt"]

@@ -38,7 +38,10 @@ from .read import shells_of
 
 
 def select(source: Manifest, options: Options) -> Manifest:
-    """The manifest to write: the source's, with the entries and dtypes that the options choose."""
+    """The manifest to write: the source's, with the entries and dtypes that the options choose.
+
+    Raises MissingData with `--weights-only` for a source without weights.
+    """
     entries: dict[Key, Entry] = {}
     for key, entry in source.entries.items():
         if entry.slot == "param":
@@ -132,9 +135,9 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 def with_defaults(source: Manifest, options: Options) -> Manifest:
-    """Adds the hyper-parameters of `--group-defaults`, if the source stores none.
+    """The source with the hyper-parameters of `--group-defaults`, if it stores none.
 
-    Elastic files and some other engines' files store none.
+    Elastic files of DeepSpeed, for example, store none.
     """
     inferred = are_inferred(source)
     if not (source.groups is None or inferred) or not options[GROUP_DEFAULTS]:

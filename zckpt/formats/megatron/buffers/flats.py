@@ -198,7 +198,7 @@ class FlatItems:
 
         `experts` is the number of experts in a layer: with it, the result has only the buffers of
         the experts' own optimizer; without it, only all others. `tp` ranks share a parameter, and
-        `ep` ranks share the experts. If `stages` or `ep` is not given, it follows from the number of
+        `ep` ranks share the experts. If `stages` or `ep` is not given, it follows from the count of
         ranks in the files. Raises InconsistentCheckpoint if the numbers do not fit.
         """
         by_group = by_key(
@@ -251,7 +251,11 @@ class FlatItems:
 
 
 def buffers_of(file: TorchFile, value: Any) -> Iterator[tuple[int, Flat]]:
-    """Yields the flat buffers in `distrib_optim.pt`, or in a `param_state` item, by number."""
+    """Yields the flat buffers in `distrib_optim.pt`, or in a `param_state` item, and their numbers.
+
+    Raises UnsupportedCheckpoint for files from before March 2024, and CorruptCheckpoint if a buffer
+    is not flat or not of float32.
+    """
     if not isinstance(value, dict):
         raise CorruptCheckpoint(
             "file-damaged",

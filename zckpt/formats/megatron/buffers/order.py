@@ -79,9 +79,9 @@ def predicts(names: Iterable[str]) -> bool:
 
 
 def orders(names: Iterable[str]) -> Iterator[list[str]]:
-    """The orders in which a model may have these parameters: one for each possible spec.
+    """Yields the orders in which a model may have these parameters: one for each possible spec.
 
-    Empty if a name is not a GPTModel's.
+    Yields none if a name is not a GPTModel's.
     """
     listed = list(names)
     all_names = frozenset(listed)

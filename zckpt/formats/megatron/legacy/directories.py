@@ -340,7 +340,9 @@ def whole_states(
 ) -> Iterator[tuple[str, Iterable[Entry]]]:
     """Yields the states of an optimizer that is not distributed, parameter by parameter.
 
-    It numbers parameters group by group, within a group in the `order` of the model.
+    It numbers parameters group by group, within a group in the `order` of the model. Raises
+    UnsupportedCheckpoint if Megatron-Core's rule does not lead to the members of the groups, and
+    InconsistentCheckpoint if groups or states do not fit the model.
     """
     file, weights = rank.file, rank.weights
     member = members(groups, {name: weights[name].shape for name in order}, args)
