@@ -135,7 +135,7 @@ class StateDictFiles(Struct, eq=False):
 
 
 def _is_of(kind: str, key: str | None) -> bool:
-    """Whether a key names a file of this kind: "model" or "optim"."""
+    """Whether a key of files, such as `model_1` or None, is of the `kind` "model" or "optim"."""
     return key is not None and _kind(key) == kind
 
 

@@ -35,11 +35,12 @@ Items = dict[str | None, dict[int, str]]
 
 
 def parts(folder: str, names: Sequence[str], of: str | None = None) -> Items:
-    """The torch.save files of items by rank, if one of the items is distributed; else empty.
+    """The torch.save files by item and rank, if one of the items is distributed; else empty.
 
     An item is distributed if its files have DTensors, or plain tensors that are rows which ranks
-    share (merging these is refused later). Other items are included if they have the same ranks.
-    All other numbered files belong to the program. If `of` names one file, only its item counts.
+    share (merging these is refused later). Other items are included if all ranks of their files are
+    ranks of this item. All other numbered files belong to the program. If `of` names one file, only
+    its item counts.
     """
     items = _by_item(folder, names, ".pt", of)
     likeliest = _likeliest(items)
@@ -56,9 +57,10 @@ def parts(folder: str, names: Sequence[str], of: str | None = None) -> Items:
 
 
 def slices(folder: str, names: Sequence[str], of: str | None = None) -> list[str]:
-    """The safetensors files of the first item whose files are slices, by rank; else empty.
+    """The safetensors files of the first item whose files may be slices, in the order of ranks.
 
-    Items with `model` in their names come first. If `of` names one file, only its item counts.
+    Empty if there is none. Items with `model` in their names come first. If `of` names one file,
+    only its item counts.
     """
     items = _by_item(folder, names, ".safetensors", of)
     return next((files for item in _likeliest(items) if (files := _slices_of(items[item]))), [])

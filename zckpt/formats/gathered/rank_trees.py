@@ -92,9 +92,10 @@ def merge(
 
 
 def refuse_missing(files: Mapping[int, TorchFile], world: int, are_shares: bool = False) -> None:
-    """Raises IncompleteCheckpoint if a rank has no file; the error names these ranks.
+    """Raises IncompleteCheckpoint if one of `world` ranks has no file; the error names these ranks.
 
-    `are_shares`: each file has the states of different parameters.
+    `are_shares` states that each file has the states of different parameters, as those of
+    ZeroRedundancyOptimizer.
     """
     folder, name = os.path.split(files[min(files)].path)
     paths = {rank: file.path for rank, file in files.items()}
@@ -196,7 +197,8 @@ class MergedRanks(Struct, eq=False):
     def _rank_0s(self, by_rank: dict[int, Any], path: TreePath) -> Any:
         """The first rank's value, compared with those of the other ranks.
 
-        Differences are collected in `different`; a scheduler that differs raises.
+        Differences are added to `different`. Without a step policy, a difference within a
+        scheduler's state is an InconsistentCheckpoint.
         """
         first, *other_ranks = by_rank
         value = leaves(self.files[first], by_rank[first])

@@ -390,7 +390,7 @@ def is_kept(engine: StateDictEngine) -> bool:
 
 
 def _dialect_of(weights: str) -> str | None:
-    """The `--dialect` whose targets name their weights file like this; None for other names."""
+    """The `--dialect` whose targets have a weights file of this name; None for other names."""
     if weights == "pytorch_model_fsdp.bin":
         return "accelerate"
     return "safetensors" if ".safetensors" in weights else None

@@ -42,7 +42,8 @@ ORDER = Foreign(Global(f"{SPECS}.ShardOrderEntry"), (0, (0,)), None, "new")
 def lay_out(source: Manifest, options: Options) -> Layout:
     """Lays out the files of `--dp` ranks.
 
-    Raises WrongOption unless the source's parameters are rows that FSDP2 cut on a mesh of one axis.
+    Raises WrongOption unless the source's parameters are rows that FSDP2 cut on a mesh of one axis,
+    and for `--dialect`, whose files are complete.
     """
     ranks, mesh = options[DP], source.run.origin.mesh
     assert ranks is not None

@@ -270,7 +270,11 @@ class PretrainedWriter(Struct, eq=False, dict=True):
             yield saved_name, (self._dtype(name, entry.dtype, entry is weight.param), entry.shape)
 
     def _dtype(self, name: str, dtype: str, is_weight: bool) -> str:
-        """The type of `--dtype`, else the module's; masters without weights are rounded to it."""
+        """The type in which a tensor is written: for a parameter, that of `--dtype`, if given.
+
+        Otherwise a weight keeps its type, and a master without a weight is rounded to the type of
+        the module. Buffers and integers keep theirs.
+        """
         if name not in self.model.parameters or dtype not in FLOATS:
             return dtype
         module = self.source.run.engine.dtype if self.source.run.engine else None

@@ -26,7 +26,7 @@ CONTEXT = "context_parallel_size"
 
 
 def is_interleaved(args: Mapping[str, Any]) -> bool:
-    """Whether a run with these arguments stores gated layers in the order described above."""
+    """Whether a run with these arguments stores gated layers as this module's description says."""
     gated = args.get("swiglu") or args.get("quick_geglu")
     return bool(args.get("use_torch_fsdp2") and gated)
 
@@ -37,9 +37,9 @@ def data_ranks(args: Mapping[str, Any]) -> int:
 
 
 def put_in_order(args: Mapping[str, Any]) -> list[Notice]:
-    """A warning that rows of gated layers lie in the files in another order than in the module.
+    """A warning that the files have rows of gated layers in another order than the module.
 
-    Empty for runs without this fault.
+    Empty for runs whose files do not; zckpt reads the rows in the module's order.
     """
     if not is_interleaved(args) or data_ranks(args) == 1:
         return []

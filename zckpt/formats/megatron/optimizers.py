@@ -74,9 +74,10 @@ def optimizers(source: Manifest, common: Mapping[Any, Any], options: Options) ->
 def _optimizer(
     groups: Sequence[Group], saved: Mapping[str, Any], first: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The state of one optimizer, with these groups.
+    """The state of one optimizer, with the given groups.
 
-    It keeps the program's own values in `saved`, and the loss scale in `first`.
+    The program's own values are taken from `saved`, this optimizer's state in the source, and the
+    loss scale from `first`, the state of the source's first optimizer.
     """
     inner = saved.get("optimizer")
     inner_values = inner if isinstance(inner, Mapping) else {}

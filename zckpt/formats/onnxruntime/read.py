@@ -53,7 +53,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
-    """Compares the bytes of every tensor that several ranks hold.
+    """Compares the copies of tensors on several ranks that `read` could not compare by checksums.
 
     Called before a conversion writes anything; `inspect` reads no tensor. Raises
     InconsistentCheckpoint for ranks that hold different copies, CorruptCheckpoint if a damaged file

@@ -199,9 +199,10 @@ def _flat(state_dict: Mapping[Any, Any]) -> dict[str, dict[Any, Any]]:
 def _model(
     candidates: Mapping[TreePath, dict[str, Saved]], trained: Sequence[str]
 ) -> dict[str, Saved] | None:
-    """Finds the model's state dict: the only one with all trained names, else by usual keys.
+    """Finds the model's state dict among the candidates.
 
-    None if the files do not show which one it is.
+    It is the only one with all trained names. If none or several have them, a usual key such as
+    `model` decides. None if the files do not show which one it is.
     """
     complete = [path for path, weights in candidates.items() if weights.keys() >= set(trained)]
     if trained and len(complete) == 1:

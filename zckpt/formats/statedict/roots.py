@@ -250,7 +250,8 @@ def _has_shapes(model: Mapping[Any, Any], optimizer: OptimizerState) -> bool:
 def _by_words(optimizer: TreePath, models: Sequence[TreePath]) -> list[TreePath]:
     """The models whose keys have the same words as an optimizer's key.
 
-    Without one, those whose words begin like them: `g` and `generator`.
+    If there is none, those whose words match with one abbreviated: `g` of `optimizer_g` and
+    `generator`.
     """
     words = _words(optimizer)
     equal = [path for path in models if _words(path) == words]

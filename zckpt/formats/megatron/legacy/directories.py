@@ -142,7 +142,10 @@ class LegacyReader:
                 self._keep(rank, key, [rank.file.value["rng_state"]])
 
     def _experts(self, rank: RankDirectory, model: Mapping[str, Any]) -> int:
-        """The number of experts that a rank has in each layer; 0 if each rank has all of them."""
+        """The number of experts that a rank has in each layer; 0 if each rank has all of them.
+
+        Raises UnsupportedCheckpoint if a rank has its experts in one module.
+        """
         names = [name for name in model if EXPERTS in name and not OF_GROUPED.fullmatch(name)]
         names = names if self.ep > 1 else []
         numbers = [LOCAL_EXPERT.search(name) for name in names]
@@ -272,7 +275,9 @@ class LegacyReader:
     ) -> Iterator[tuple[str, Iterable[Entry]]]:
         """Yields the states of the parameters `own_names` from a rank's flat buffers.
 
-        `number` is the number of the optimizer.
+        `number` is the optimizer's place in the lists of the files. Raises IncompleteCheckpoint if
+        the file of the states is lost, and InconsistentCheckpoint or CorruptCheckpoint if it does
+        not fit the model's file.
         """
         path = os.path.join(rank.folder, STATES_FILE)
         if not sources.is_file(path):
