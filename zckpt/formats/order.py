@@ -32,7 +32,7 @@ ONE_NUMBER = re.compile(r"[^0-9]*[A-Za-z][^A-Za-z0-9]*([0-9]+)[^0-9]*|([0-9]+)")
 class Standing(Struct, frozen=True):
     """A checkpoint's path, in a list that is sorted by age.
 
-    `is_timed` if only the times of its files determine its place.
+    `is_timed` states whether only the times of its files determine where it stands in the list.
     """
 
     path: str

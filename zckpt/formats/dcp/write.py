@@ -446,7 +446,7 @@ def _box(shape: tuple[int, ...], start: int, rows: int) -> ItemBox:
 
 
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
-    """Writes the CRC-32 of every record into the zip directory of its item."""
+    """Writes the CRC-32 of every tensor's bytes into the zip directory of its item."""
     for folder in filter(has_items, folders(root.path)):
         seal_items(root, folder, crcs_of(outcome))
     seal_rest(root, manifest, outcome)

@@ -70,7 +70,7 @@ class DistributedTensor(Struct, frozen=True):
 
 
 def is_distributed(value: Any) -> bool:
-    """Whether a value is the record of a ShardedTensor or a DTensor, not of another class."""
+    """Whether a value is the pickled record of a ShardedTensor or a DTensor."""
     return class_of(value).rpartition(".")[2] in ("DTensor", "ShardedTensor")
 
 
@@ -265,9 +265,10 @@ class DeviceMesh(Struct, frozen=True):
 
     @property
     def writer(self) -> int | None:
-        """The rank that saved the record, if it states one.
+        """The rank that saved the mesh's record; None if the record does not show it.
 
-        Older torch states only a coordinate.
+        Newer torch states the rank. Older torch states its coordinate in the mesh, which only one
+        rank has.
         """
         rank = _attribute(self.record, "_rank", None)
         if type(rank) is int:

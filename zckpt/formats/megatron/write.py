@@ -114,7 +114,10 @@ def _lay_out(source: Manifest, options: Options, types: Mapping[str, str]) -> La
 
 
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
-    """Writes the CRC-32 of every record into the zip directory of its item, or of `common.pt`."""
+    """Writes the CRC-32 of every tensor's bytes where zip files state it.
+
+    That is the zip directory of the tensor's item, or of `common.pt`.
+    """
     folder, crcs = manifest.root, crcs_of(outcome)
     seal_items(root, folder, crcs)
     common = os.path.join(folder, FILE)

@@ -1,4 +1,4 @@
-"""The contents of one save, rank by rank, with the same records for legacy and HDF5 files."""
+"""The contents of one save, rank by rank; legacy and HDF5 files are read into the same classes."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
-    """Writes the CRC-32 of every record into the legacy files' zip directories."""
+    """Writes the CRC-32 of every tensor's bytes into the zip directories of legacy files."""
     if manifest.run.origin.dialect != "hdf5":  # HDF5 files have no checksums
         seal_records(root, manifest, outcome)
 

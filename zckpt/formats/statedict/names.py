@@ -66,7 +66,8 @@ def _names_of_numbers(
 ) -> dict[int, str]:
     """The name of each number: as the files state it, else by `match`.
 
-    Files state names in zckpt's own record, or in `param_names` (torch 2.6).
+    Files state names in what zckpt wrote beside the state dicts, or in `param_names` of the groups
+    (torch 2.6).
     """
     numbers = [number for members in optimizer.members for number in members]
     if saved.record is not None and len(saved.record.get("numbers", ())) == len(numbers):

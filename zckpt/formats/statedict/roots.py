@@ -56,7 +56,7 @@ class Root(Struct, frozen=True):
 
 
 class Roots(Struct, frozen=True):
-    """All roots of a checkpoint.
+    """All roots of a checkpoint: its models, each with its optimizers.
 
     `fitting` maps each optimizer to the models that have its names or shapes.
     """
@@ -70,7 +70,7 @@ class Roots(Struct, frozen=True):
         weights: Mapping[TreePath, Mapping[Any, Any]],
         optimizers: Mapping[TreePath, OptimizerState],
     ) -> Roots:
-        """These roots, and one more for each dictionary of weights without an optimizer."""
+        """These roots, and one more for each dictionary of weights that has no optimizer."""
         roots_of_weights = (Root(dotted(path), path) for path in weights)
         fitting = {
             place: [
@@ -83,7 +83,7 @@ class Roots(Struct, frozen=True):
 
     @property
     def unclear(self) -> Mapping[TreePath, Sequence[TreePath]]:
-        """The optimizers that are assigned to no root, with the models that fit each one."""
+        """The optimizers that are assigned to no model, with the models that fit each one."""
         owned = {path for root in self.roots for path in root.optimizers}
         return {path: models for path, models in self.fitting.items() if path not in owned}
 
@@ -121,7 +121,7 @@ class Roots(Struct, frozen=True):
         return paths_of_roots | {*self.unclear}
 
     def asked(self, request: str, weights_only: bool) -> Root:
-        """The root that `--root` names, as MODEL or MODEL=OPTIMIZER, with at most one optimizer.
+        """The model that `--root` names, as MODEL or MODEL=OPTIMIZER, with at most one optimizer.
 
         Raises WrongOption for an unknown name, and AmbiguousCheckpoint if no file shows which
         optimizer is meant.

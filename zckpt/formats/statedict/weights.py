@@ -20,7 +20,10 @@ from .tree import Leaf, number_of
 
 
 def weights_of(path: str) -> tuple[dict[str, Leaf], list[Record]]:
-    """The tensors of one safetensors file, and a record without a checksum for each."""
+    """The tensors of one safetensors file by name, and the byte ranges of their elements.
+
+    These are records without a checksum, because safetensors files state none.
+    """
     tensors = safefile.read(path)
     leaves = {
         stored.name: Leaf(

@@ -66,7 +66,10 @@ def expert_of(name: str) -> int | None:
 
 
 def is_before(name: str) -> bool:
-    """Whether a parameter comes before the layers: only a pipeline's first stage has it."""
+    """Whether a parameter comes before the layers, as the embedding does.
+
+    A pipeline's first stage has it; with multi-token prediction the last one has a copy.
+    """
     return name.startswith("embedding.")
 
 
