@@ -34,15 +34,15 @@ class Target(Protocol):
     def file(self) -> int: ...
 
     def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
-        """The CRC-32s of `data`, which begins at byte `start` of the file, that are needed."""
+        """The CRC-32s that this file needs of `data`, its bytes from `start` on."""
 
 
 class Assembler(Struct, frozen=True, eq=False):
     """Assembles chunks, for one thread.
 
-    `numbers` maps the identity of each pair that is hashed to its number. `checking` has the pairs
-    whose bytes are hashed to check the records of the source. `hashed_first` has the numbers of the
-    pairs whose elements are hashed before they are cast.
+    Pairs are given by their `id`. `numbers` maps each pair that is hashed to its index. `checking`
+    has the pairs whose bytes are hashed to check the records of the source. `hashed_first` has the
+    indices of the pairs whose elements are hashed before they are cast.
     """
 
     reader: ElementReader

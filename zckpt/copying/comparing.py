@@ -96,10 +96,10 @@ class MasterRow:
         return Buffers(self._memory // 3, elements <= FEW)
 
     def first(self, part: MasterPart, reader: ElementReader, buffers: Buffers) -> int | None:
-        """Compares a part; returns the first element at which a master does not round.
+        """Compares a part; returns its first element at which the master does not round.
 
-        None if there is none, or if an earlier element of the region is known to differ. The bytes
-        that are read here are not hashed for any checksum.
+        None if there is none, or if an earlier element of this master in the same region is known
+        to differ. The bytes that are read here are not hashed for any checksum.
         """
         views = []
         assert part.match.b is not None
@@ -115,9 +115,10 @@ class MasterRow:
         return measure_difference(a, a_dtype, b, b_dtype, part.start, is_rounded).first
 
     def compared(self, part: MasterPart, first: int | None) -> Region | None:
-        """Counts a part as compared, with the first element that differs; None if none does.
+        """Counts a part as compared; `first` is its first element that differs, or None.
 
-        Returns the part's region, with all that differ in it, once its last part is counted.
+        Returns the part's region, with the first difference of every match in it, if this was the
+        region's last part; otherwise None.
         """
         region = self._regions[part.region]
         if first is not None:
@@ -134,7 +135,7 @@ class MasterRow:
 
 
 def differing(passed: Sequence[Passed]) -> Mapping[int, int]:
-    """Maps the number of each match that differs in a region to its first element that differs."""
+    """Maps the index of each match that differs in a region to its first element that differs."""
     return {number: first for (kind, number, first), *_ in passed if kind == DIFFERS}
 
 

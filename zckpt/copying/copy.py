@@ -365,9 +365,10 @@ def _is_in_order(fragments: Fragments) -> bool:
 
 
 def _flats_cut_otherwise(pairs: Iterable[Pair]) -> Iterator[Extent]:
-    """The flat buffers of the source whose tensors lie in flat buffers of the target, too.
+    """The source's flat buffers with tensors that the target also keeps in flat buffers.
 
-    One slice of the source may be read for two ranks of the target, and its padding for none.
+    The ranks of the target cut such tensors elsewhere: the same bytes of a flat buffer may be read
+    for two of them, and its padding for none.
     """
     # by the identity of the flat buffers: the slices that extend into most of them
     longest: dict[int, Slices] = {}

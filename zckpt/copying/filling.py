@@ -142,7 +142,10 @@ class TargetFile(Struct, eq=False, dict=True):
             yield offset, stop, None
 
     def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
-        """The CRC-32s of the bytes `data` at `start`: of each record's part, then for the file."""
+        """The CRC-32s of `data`, the bytes of the file from `start` on.
+
+        Yields one for the part of each record in these bytes, then one of all of them.
+        """
         crc, stop = 0, start + len(data)
         for first, last, place in self.edges(start, stop):
             part_crc = crc32(data[first - start : last - start])

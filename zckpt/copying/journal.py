@@ -256,7 +256,10 @@ class Journal:
 
 
 def not_continued(folder: str, reason: str) -> TargetExists:
-    """The error for a target that was begun by a run with another identity; `reason` says which."""
+    """The error for a target that was begun by a run with another identity.
+
+    `reason` says what differs: it continues the message after "it was begun with".
+    """
     return TargetExists(
         "target-not-resumable",
         f"{folder} cannot be continued: it was begun with {reason}",
@@ -326,8 +329,8 @@ def set_mark(
     """Marks a directory that will become `target` below `above` with the identity of its run.
 
     The mark is an extended attribute. If the filesystem has none, or Python cannot set one (macOS),
-    it is a hidden file beside the target. There is none if something else is at that path, or
-    cannot be removed. Without `beside` no such file is written, and the result is False.
+    it is a hidden file beside the target; nothing is written if something that cannot be removed is
+    at the path of this file. Without `beside` no such file is written, and the result is False.
     """
     try:
         os.setxattr(folder.file, MARK, _text(identity.mark()))

@@ -343,10 +343,11 @@ class Staging:
             self.warnings.append(warning("target-not-synced", message, file=self.partial))
 
     def _is_worth_keeping(self) -> bool:
-        """Whether an interrupted run keeps `.partial`, because it wrote for some time.
+        """Whether an interrupted run leaves `.partial` to be continued, instead of removing it.
 
-        A run that continues another one, or that others share, always does. No run does on a
-        filesystem without locks.
+        It does if it has worked for more than WORTH_KEEPING seconds, continues an earlier run, or
+        shares the target with other processes. No run does on a filesystem without locks, or
+        without an identity by which a later run could recognize it.
         """
         if not self.has_locks:
             return False

@@ -263,7 +263,10 @@ def free_space(target: str) -> int:
 
 
 def free_for(target: str, resume: bool) -> int:
-    """The free bytes for `target`; with `resume`, plus those of its unfinished files."""
+    """The bytes that `target` may take: those that are free on its filesystem.
+
+    With `resume`, also those that its unfinished files already take.
+    """
     begun = allocated(f"{os.path.abspath(target)}.partial") if resume else 0
     return free_space(target) + begun
 

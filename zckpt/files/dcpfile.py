@@ -297,7 +297,7 @@ class _Columns:
         self._numbers: dict[int, int] = {}
 
     def _number(self, of_rows: int, key: str) -> int:
-        """Converts the number of a shape in the pickle's rows to its number in the columns."""
+        """Converts the index of a shape in `rows.shapes` to its index in `shapes`."""
         number = self._numbers.get(of_rows)
         if number is None:
             number = self.shapes.number(_numbers(self.rows.shapes[of_rows], key))
@@ -331,7 +331,10 @@ class _Columns:
         return places.in_order()
 
     def _stated(self, storage: Mapping[Any, Any]) -> Iterator[tuple[str, int, str, int, int]]:
-        """For each item: its key, the number of its offsets or -1, its file, offset and length."""
+        """For each item: its key, the index of its offsets in the table's shapes, and its place.
+
+        The index is -1 if the item has no offsets. The place is a file, an offset and a length.
+        """
         for index, info in storage.items():
             if type(index) is Run:
                 for key, number, name, offset, length in self.rows.places(index):

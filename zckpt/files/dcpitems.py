@@ -4,7 +4,8 @@ An item is a file of torch.save inside of its file, or a tensor of the safetenso
 `.metadata` states where the item begins; this module reads its bytes.
 
     item of one tensor    [ head: pickle | data | padding, directory: place, length and CRC-32 ]
-                                         704 in all genuine files here (torch 2.13, Megatron-Core)
+                                         the data begin at byte 704 of the item in all genuine
+                                         files that were examined (torch 2.13, Megatron-Core)
 
 Opening an item costs more than torch's complete reading of its description. Items of one kind have
 the same form. So a few of each kind are opened, and the places of the others are planned. Before
@@ -338,7 +339,11 @@ class _Forms:
     def note(
         self, file: TorchFile, key: str, dtype: str, sizes: tuple[int, ...], location: ItemLocation
     ) -> bool:
-        """Learns from an item that was opened; returns whether it is a plain tensor."""
+        """Learns from an item that was opened; returns whether it is a plain tensor.
+
+        A plain tensor has the stated type and shape, is row-major, and fills its only storage.
+        Items of its kind are planned only as long as all opened ones are plain.
+        """
         tensor, records = file.value, [*file.records.values()]
         kind, length = (kind_of(key), dtype), prod(sizes) * SIZES[dtype]
         is_plain = (
@@ -415,7 +420,10 @@ class _Outline(Struct, frozen=True):
         return bytes(blank)
 
     def crc(self, file: int, location: ItemLocation) -> int | None:
-        """The CRC-32 that another item states; None if its other bytes differ."""
+        """The CRC-32 that the item at `location` states for its data.
+
+        None if the item has other bytes, besides its data and checksums, than this outline.
+        """
         head, tail = self.bytes_of(file, location.offset, location.length)
         if self.blank(head, 0) != self.head or self.blank(tail, self.behind) != self.tail:
             return None

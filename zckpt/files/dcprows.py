@@ -47,10 +47,10 @@ _INTEGERS = _form(_INT)
 
 
 class _Forms:
-    """The patterns of all forms, for pickles that number values with the instruction `number`.
+    """The patterns of all forms: the bytes by which a pickle writes a box, an index or a place.
 
-    In protocol 4, pickle numbers all values that it may refer to (MEMOIZE). zckpt's own writer
-    numbers none.
+    `number` is the opcode that follows each value to which the pickle may refer later: MEMOIZE in
+    protocol 4, which gives the value a number. In pickles of zckpt's own writer it is empty.
     """
 
     def __init__(self, number: bytes) -> None:
@@ -111,9 +111,9 @@ class Run(Struct, frozen=True, eq=False):
 class Rows:
     """The columns of one pickle, and the forms that fill them.
 
-    `shapes` are all different offsets and sizes. `box_offsets` and `box_sizes` refer to them by
-    number, for each box. `names` are all different keys and files. For each place, `place_keys` and
-    `place_files` refer to them by number, `place_offsets` refers to `shapes`, and `offsets` and
+    `shapes` are all different offsets and sizes. For each box, `box_offsets` and `box_sizes` are
+    indices in `shapes`. `names` are all different keys and files. For each place, `place_keys` and
+    `place_files` are indices in `names`, `place_offsets` is an index in `shapes`, and `offsets` and
     `lengths` are bytes in the file.
     """
 
@@ -151,12 +151,15 @@ class Rows:
         return None if form is None else form(data, position, memo)
 
     def _count(self, count: int) -> None:
-        """Counts values that have a number in the pickle, but cannot be recalled by it."""
+        """Counts values to which the pickle gave memo numbers, but which `recall` does not find."""
         if self.is_numbered:
             self.skipped += count
 
     def recall(self, number: int) -> Any:
-        """A value of a form, by the number that the pickle gave it; raises Unusual."""
+        """The value within a form to which the pickle gave this memo number.
+
+        Raises Unusual if no value that `Rows` remembers has the number.
+        """
         if (place := _place(self._recalled, number)) is not None:
             value = self._values[place]
             return self.shapes[value] if value >= 0 else self.names[-1 - value]
@@ -175,12 +178,12 @@ class Rows:
     # -- columns
 
     def boxes(self, run: Run) -> Iterator[tuple[int, int]]:
-        """Yields, for the boxes in a run, the numbers of their offsets and of their sizes."""
+        """Yields, for each box in a run, the indices in `shapes` of its offsets and its sizes."""
         rows = slice(run.start, run.stop)
         yield from zip(self.box_offsets[rows], self.box_sizes[rows], strict=True)
 
     def places(self, run: Run) -> Iterator[tuple[str, int, str, int, int]]:
-        """Yields, for the places in a run: key, number of the offsets, file, offset, length."""
+        """Yields each place in a run: key, index of offsets in `shapes`, file, offset, length."""
         names = self.names
         for row in range(run.start, run.stop):
             key, file = names[self.place_keys[row]], names[self.place_files[row]]
@@ -197,7 +200,10 @@ class Rows:
             target.append(item)
 
     def set_items(self, target: dict[Any, Any], flat: list[Any]) -> list[Any]:
-        """Puts places into a dictionary, as one run of the columns; returns the other items."""
+        """Adds the places among the pairs in `flat` to the columns, and returns all other items.
+
+        `flat` has a key and its value in turn. One `Run` of rows in `target` stands for all places.
+        """
         start, number_of = len(self.offsets), self._number_of
         rest: list[Any] = []
         for key, info in zip(flat[::2], flat[1::2], strict=False):
@@ -339,10 +345,10 @@ class Rows:
         ref: bytes,
         memo: dict[int, Any],
     ) -> int | None:
-        """The number in `shapes` of a shape that a pickle writes in one of three ways.
+        """The index in `shapes` of a shape that a pickle writes in one of three ways.
 
-        It is a new torch.Size with the tuple `text`, a `plain` tuple, or a reference. None for a
-        reference to any other value.
+        It is a new torch.Size with the tuple `text`, a `plain` tuple, or a reference to one that
+        was written before. None for a reference to any other value.
         """
         if plain is not None:
             known = self._known_shapes.get(b"t" + plain)
@@ -372,9 +378,10 @@ class Rows:
         text: bytes | None,
         plain: bytes | None,
     ) -> None:
-        """Follows the numbers that the pickle gives to a shape's tuples and to its torch.Size.
+        """Counts the memo numbers that the pickle gives to a shape's tuples and its torch.Size.
 
-        The empty tuple has no number.
+        The last of them is remembered, so that `recall` finds the shape. The empty tuple has no
+        number.
         """
         if not self.is_numbered:
             return
@@ -414,7 +421,7 @@ class Rows:
 
 
 def _place(numbers: array[int], number: int) -> int | None:
-    """The position of a number in a sorted column; None if it is not there."""
+    """The index of a number in a sorted column; None if the column does not contain it."""
     place = bisect_left(numbers, number)
     return place if place < len(numbers) and numbers[place] == number else None
 

@@ -115,7 +115,10 @@ def seal_items(root: Folder, folder: str, crcs: Mapping[str, Mapping[int, int]])
 
 
 def _places(file: int, item: Extent, data: Collection[int]) -> list[int]:
-    """The bytes at which an item states CRC-32s: two for each record that begins at `data`."""
+    """The offsets of the CRC-32 fields in an item: two for each record.
+
+    `data` are the offsets at which the data of these records begin.
+    """
     members = {member.offset: member for member in read_directory(file, item).values()}
     return [place for start in data for place in checksums_of(members[start])]
 

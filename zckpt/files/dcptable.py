@@ -43,21 +43,21 @@ class ItemBox(Struct, frozen=True):
 
 
 class Shapes:
-    """Offsets and sizes, each stored once and identified by its number."""
+    """Offsets and sizes of boxes: each tuple is stored once, and identified by its index."""
 
     def __init__(self) -> None:
         self.values: list[tuple[int, ...]] = []
         self._numbers: dict[tuple[int, ...], int] = {}
 
     def number(self, values: tuple[int, ...]) -> int:
-        """The number of these offsets or sizes; they are added if they are new."""
+        """The index of these offsets or sizes in `values`; they are added if they are new."""
         number = self._numbers.setdefault(values, len(self.values))
         if number == len(self.values):
             self.values.append(values)
         return number
 
     def known(self, values: tuple[int, ...]) -> int | None:
-        """The number of these offsets or sizes; None if they were not added."""
+        """The index of these offsets or sizes in `values`; None if they were never added."""
         return self._numbers.get(values)
 
 
@@ -143,8 +143,9 @@ class ItemLocation(Struct, frozen=True):
 class Places(Mapping[ItemKey, ItemLocation]):
     """The location of each item.
 
-    Rows are in the order of keys, as numbered in `key_numbers`, and offsets. `paths` are the files.
-    For each row, `files` has the number of a file, and `offsets` and `lengths` the bytes in it.
+    Rows are sorted by key, in the order of `key_numbers`, and then by the offsets of boxes. For
+    each row, `files` has the index of its file in `paths`, and `offsets` and `lengths` the bytes in
+    this file.
     """
 
     def __init__(self, shapes: Shapes, keys: dict[str, int], paths: list[str]) -> None:
@@ -219,7 +220,7 @@ class EnteredPlaces:
         self._offsets, self._lengths = array("q"), array("q")
 
     def enter(self, key: str, offsets: int, path: str, offset: int, length: int) -> None:
-        """Adds an item's place; `offsets` is the number of its offsets in `shapes`, or -1."""
+        """Adds an item's place; `offsets` is the index of its offsets in `shapes`, or -1."""
         self._of_keys.append(self._keys.setdefault(key, len(self._keys)))
         self._of_offsets.append(offsets)
         self._files.append(self._paths.setdefault(path, len(self._paths)))

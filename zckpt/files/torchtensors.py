@@ -21,7 +21,10 @@ MAX_AXES = 64  # torch's own limit
 
 
 class Storage(Struct, frozen=True):
-    """`length` bytes of the file, named by `key`; a view begins `start` bytes into them."""
+    """A storage of `length` bytes, which the file names by `key`.
+
+    If the pickle names only a view of a storage, the view begins at byte `start` of it.
+    """
 
     key: str
     dtype: str
@@ -56,7 +59,10 @@ class Tensor(Struct, frozen=True):
 
     @property
     def place(self) -> tuple[str, int]:
-        """Where the bytes begin: equal for tensors that share memory (tied weights)."""
+        """The storage's key, and the byte of the storage at which the tensor begins.
+
+        Both are equal for tensors that share memory, such as tied weights.
+        """
         return self.storage.key, self.storage.start + self.offset * SIZES[self.dtype]
 
     def part(self, start: int, stop: int) -> Tensor:

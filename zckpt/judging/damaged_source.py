@@ -163,9 +163,9 @@ def _fault(found: Found, error: ZckptError | OSError, kind: str, file: str | Non
 
 
 def _omitted() -> Report:
-    """A warning for the report that, because a file is missing, more could not be read.
+    """A warning for the report: the rest was not read, because of the missing files above it.
 
-    It is no fault.
+    It does not count as a fault.
     """
     left = warning("not-compared", "the rest was not read, because of the missing files above")
     return line_of(left, kind="warning", fault=False)

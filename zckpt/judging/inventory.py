@@ -170,8 +170,8 @@ def files_below(path: str) -> Iterator[str]:
 def _beside(manifest: Manifest, required: Mapping[str, needs.Need]) -> Iterable[Row]:
     """Yields the rows of files beside the engine's, with the state of each as its bytes show it.
 
-    A file that this user may not open is examined only if it is needed. A file without a role is
-    not examined, since its ending may not state its form.
+    A file that this user may not open is examined only if resuming needs it. A file without a role
+    counts as `ok` without being examined, since its ending may not tell what it contains.
     """
     roles_read = {role for role, need in required.items() if need.damaged in needs.LOST}
     files = manifest.files

@@ -54,7 +54,10 @@ def refuse_engine(engine: Any, source: str, load_optimizer_states: bool) -> None
 
 
 def unsupported(source: str, message: str) -> WrongOption:
-    """Returns the error for such an engine; its hint is to let `auto_resume` write a copy first."""
+    """Returns the error for an engine that cannot load files from memory; `message` says why.
+
+    Its hint is to let `auto_resume` write a copy first.
+    """
     lines = (
         f"path = zckpt.auto_resume({literal(source)})",
         'engine.load_checkpoint(path.report["load_dir"], tag=path.tag)',

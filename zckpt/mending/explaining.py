@@ -70,7 +70,10 @@ class Place(Struct, frozen=True):
         return self.by is not None and (self.by != "chance" or accepts_chance)
 
     def element(self) -> tuple[Entry, int, Extent] | None:
-        """If one byte of a tensor is corrected: its entry, the element's number, and its bytes."""
+        """The corrected element: its entry, its row-major index, and its bytes.
+
+        None unless exactly one byte is corrected, and that byte lies in a tensor.
+        """
         if len(self.corrections) != 1 or len(self.corrections[0].after) != 1:
             return None
         return element_at(self.contents, self.corrections[0].offset)
@@ -191,7 +194,10 @@ def flipped_back(extent: Extent, byte: int, bit: int) -> Correction:
 
 
 def element_at(contents: Contents, offset: int) -> tuple[Entry, int, Extent] | None:
-    """The element that has the byte at `offset` of the file: its entry, number, and bytes."""
+    """The element that contains byte `offset` of the file: its entry, index, and bytes.
+
+    None if no tensor in `contents` contains the byte.
+    """
     for entry, fragment in contents:
         extent, size = fragment.extent, SIZES[entry.dtype]
         if extent.offset <= offset < extent.offset + extent.length:
@@ -219,10 +225,10 @@ def values(entry: Entry, extent: Extent, correction: Correction) -> tuple[Value,
 def _outside(
     bits: list[tuple[int, int]], damage: Damage, contents: Contents
 ) -> list[tuple[int, int]]:
-    """Leaves out the bits that lie in tensors with a checksum of their own, which is right.
+    """Leaves out bits in tensors whose own checksums are right: they were not flipped.
 
-    If the damaged record is a whole file whose tensors have checksums too, `contents` are the
-    tensors whose checksums are right. All other records keep all `bits`.
+    This is for a record that is a whole file, if its tensors have checksums too: `contents` are
+    then the tensors with right checksums. All other records keep all `bits`.
     """
     extent = damage.record.extent
     if not any(entry.digest is not None for entry, own in contents if own.extent != extent):

@@ -222,7 +222,11 @@ def _whole(manifest: Manifest, lost: dict[str, str], older: Manifest | None) -> 
 def _same(
     manifest: Manifest, entry: Entry, lost: dict[str, str], older: Manifest | None
 ) -> Entry | None:
-    """The entry with the elements of a tensor that is left elsewhere; None if it is the master."""
+    """The entry from which the elements of a lost tensor can be copied.
+
+    It is a copy on another rank, or for a frozen parameter the tensor of an older checkpoint. None
+    if there is neither, as for a weight whose values only its master still has.
+    """
     copies = [copy for copy in manifest.replicas if copy.key == entry.key]
     own = next((copy for copy in copies if _is_whole(copy, lost)), None)
     if own is not None:
@@ -237,7 +241,11 @@ def _is_whole(entry: Entry, lost: dict[str, str]) -> bool:
 
 
 def _left(manifest: Manifest, entry: Entry, is_left: Left) -> tuple[State, str]:
-    """What is left of the lost elements of a tensor, and the reason as the report words it."""
+    """Whether values for the lost elements of `entry` are left, and the report's words for why.
+
+    The first result is `elsewhere`, `made-up` or `gone`: see the module. `is_left`, given the key
+    of a tensor, returns where its elements are still found, or None.
+    """
     if (where := is_left(entry.key)) is not None:
         return "elsewhere", where
     weight, master = ((entry.parameter, slot) for slot in ("param", "master"))

@@ -333,7 +333,10 @@ def _files(manifest: Manifest, source: str, base: str) -> SiblingList:
 
 
 def _as_read(manifest: Manifest, siblings: Sequence[Sibling]) -> list[Sibling]:
-    """Spells the paths as the reader's records do, which may be relative."""
+    """Replaces absolute paths of files by the paths under which the reader read the same files.
+
+    These may be relative, as the user typed them. Files that the reader did not read keep theirs.
+    """
     read = {record.extent.file for record in manifest.files.records}
     paths = {os.path.abspath(path): path for path in (*read, *manifest.files.paths)}
     return [replace(item, path=paths.get(item.path, item.path)) for item in siblings]

@@ -111,9 +111,11 @@ class Witnesses:
         return None
 
     def _sets(self, contents: Contents) -> Iterator[tuple[str, dict[int, Entry]]]:
-        """Yields sources of other bytes: what to call one, and by `id` of an entry the one like it.
+        """Yields the sources from which bytes of the entries in `contents` could be taken.
 
-        These are the copies on other ranks, one rank after another, and then the older checkpoint.
+        They are the copies on other ranks, one rank after another, and then the older checkpoint.
+        Each comes as its name for the report, and a dictionary that maps the `id` of an entry to
+        the entry of that source with the same key.
         """
         copies = {
             id(entry): [own for own in self._copies.get(entry.key, ()) if own is not entry]

@@ -41,7 +41,10 @@ LIMIT = 1 << 28  # bytes of a directory
 
 
 class _Member(Struct, frozen=True):
-    """An entry of a zip's directory: its `place` and `size` in there, and what it states."""
+    """An entry of a zip's directory: its offset `place` in the directory, its `size` in bytes.
+
+    The other fields are what it states about a member: `header` is the offset of the local header.
+    """
 
     place: int
     size: int
@@ -194,7 +197,10 @@ class _Zip:
             raise _Wrong((self.start, self.tail))
 
     def near(self, place: int) -> list[int]:
-        """The numbers of the members that have a byte of the file, and of those before them."""
+        """The indices of members whose headers, data or directory entry contain byte `place`.
+
+        Each index comes after that of the member before it.
+        """
         numbers = []
         for number, member in enumerate(self.members):
             entry = self.start + member.place
@@ -266,12 +272,19 @@ class _Zip:
         return int(header + LOCAL + name + extra)
 
     def _next(self, number: int) -> int:
-        """Where the next member begins in the file, or the directory after the last one."""
+        """The offset in the file at which member `number` ends.
+
+        The next member begins there; after the last member, the directory.
+        """
         following = self.members[number + 1 : number + 2]
         return self.begin + following[0].header if following else self.start
 
     def _wrong(self, number: int) -> _Wrong:
-        """Returns the error with the bytes that state facts about a member or where it ends."""
+        """Returns the error about a member whose facts contradict each other.
+
+        Its ranges are all bytes that may be wrong: the member's local header, descriptor and
+        directory entry, and the next directory entry, which states where the next member begins.
+        """
         member = self.members[number]
         header, entry = self.begin + member.header, self.start + member.place
         stop = self._offset(member) + member.length

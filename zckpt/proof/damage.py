@@ -146,7 +146,8 @@ def not_zero(outcome: ComparisonOutcome, manifest: Manifest) -> list[Notice]:
 def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[Notice]:
     """Notices about records that state different CRCs although all tensors in them are equal.
 
-    The files of other grids have records of other tensors at the same places.
+    Records are compared if they have the same file name, offset, length and tensors. In runs with
+    other numbers of ranks, records at the same place may hold other tensors: these are left out.
     """
     records_of_b = {
         (os.path.relpath(record.extent.file, b.root), record.extent.offset, record.extent.length):

@@ -34,9 +34,9 @@ SECOND_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq"}
 class Total(Struct, eq=False):
     """One tensor's statistics so far.
 
-    Parts are added in the order of elements, whichever thread was first, which makes the last
-    digits the same every time. `counts` count magnitudes by exponent. They may be added in any
-    order, so only a tensor in progress has a complete histogram.
+    The statistics of parts are added in the order of elements, whichever thread was first: so the
+    last digits are the same every time. Histograms of parts are added in any order. When all are
+    added, `counts` gets the counts by exponent, and the array of the histogram is dropped.
     """
 
     numel: int
@@ -113,7 +113,8 @@ class Measuring(Struct, eq=False, dict=True):
     def add(self, name: str, item: ReadRequest, elements: memoryview, dtype: str) -> None:
         """Adds the statistics of `elements` to those of the tensor `name`.
 
-        They are the elements of the request, or numbers derived from them, one for each.
+        `elements` are the elements that `item` requested, or numbers derived from them: one for
+        each element.
         """
         part = measure(elements, dtype, histogram=self.histograms)
         with self.lock:

@@ -331,6 +331,9 @@ def _dictionary(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_parameter(parameters_by_state: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """Inverts a dictionary: for each parameter, the keys of its states, with unknown values."""
+    """Maps each parameter to its states, given the parameters by key of a state.
+
+    A proof has no values of states: True stands for each value.
+    """
     keys = by_key((name, key) for key, names in parameters_by_state.items() for name in names)
     return {name: dict.fromkeys(own, True) for name, own in keys.items()}

@@ -141,9 +141,11 @@ class _Comparison:
         return any(item.name in OF_TRAINER for item in files) or _has_within(client_state, state)
 
     def _without_states(self, a: Report, b: Report) -> tuple[Report, Report]:
-        """Drops the states of parameters from both states, unless both sides have the same engine.
+        """Drops keys with states of parameters (`OF_PARAMETERS`) from the states of both sides.
 
-        `values.missing_states` reports those that only one side has.
+        A key stays only if both sides have it and have the same engine. States that one side lacks
+        are reported by `values.missing_states`. For a key of numbers that belong to no parameter
+        and that one side lacks, that side gets an empty dictionary, so each number has a line.
         """
         kept = OF_PARAMETERS.intersection(a, b) if self.same_engine else set()
         left = OF_PARAMETERS - kept

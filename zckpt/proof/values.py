@@ -66,11 +66,11 @@ def steps(a: Manifest, b: Manifest) -> list[Report]:
 def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
     """Lines and notices about the place of the step, if the two checkpoints differ in it.
 
-    The result is a line if neither side names its optimizer. An optimizer reads its step from one
-    place, and begins at 1 if there is none; another optimizer, which the user has named, may read
-    another place: then it is a notice. The type is compared if neither side names its optimizer:
-    the optimizers of each engine accept a number in their own type. In files of the same engine and
-    stage, an optimizer counts either in each state or only in a group's last state.
+    An optimizer reads its step from one place, and begins at 1 if there is none. So another place,
+    or another type of the number, is a difference (a line) if neither side names its optimizer. If
+    a side names one (a configuration or the user did), that optimizer may read another place: then
+    it is a notice, and types are not compared. In files of the same engine and stage, it is also a
+    line if one side counts in each state and the other only in a group's last state.
     """
     ours, theirs = step_place(a), step_place(b)
     if ours is None or theirs is None:
@@ -221,9 +221,9 @@ def with_trained_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
 def forms(a: Manifest, b: Manifest) -> list[Report]:
     """A line if one checkpoint was saved without its frozen weights and the other was not.
 
-    Both sides must state it, as DeepSpeed does. Its `frozen_param_fragments` is None in a save
-    without frozen parameters. An empty dictionary instead states that the model has none, and an
-    engine whose model has some stops. Otherwise no value differs: both engines load what is there.
+    Empty unless both sides state it, as DeepSpeed does by `frozen_param_fragments`. None there
+    means that frozen parameters were left out of the save: the engine does not ask for them. A
+    dictionary has all frozen parameters: the engine stops if it lacks one that the model has.
     """
     statements = [
         side.run.engine.excludes_frozen if isinstance(side.run.engine, FlatBufferEngine) else None
@@ -270,8 +270,8 @@ def groups(a: Manifest, b: Manifest) -> list[Report]:
 def without_empty_groups(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Notice]]:
     """Drops groups without parameters, if only one of the engines can have such; adds notices.
 
-    DeepSpeed removes them from the optimizer. Flat keys of torch are below parameters, so they
-    cannot express them.
+    DeepSpeed removes such groups from the optimizer. The flat keys of torch (`layout` "flat") name
+    a parameter in each key, so they have no place for a group without one.
     """
     has_empty = [
         isinstance(side.run.engine, StateDictEngine) and side.run.engine.layout != "flat"
@@ -327,10 +327,11 @@ def hypers_of_one_side(a: Manifest, b: Manifest) -> list[Notice]:
 
 
 def _groups_of_experts(a: Manifest, b: Manifest) -> list[Report]:
-    """The lines of `groups` for experts that are spread over different numbers of ranks.
+    """The lines of `groups` if experts are spread over different numbers of ranks in `a` and `b`.
 
-    The names of groups of experts contain that number, and such groups are split where one rank has
-    too many elements. So groups are compared that have a parameter in common.
+    The names of groups of experts contain that number, and the engine splits such a group if one
+    rank has too many elements of it. So a group of `a` is compared with each group of `b` that has
+    a parameter in common with it, and the names of groups of experts are not compared.
     """
     assert a.groups is not None
     assert b.groups is not None

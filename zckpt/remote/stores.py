@@ -300,7 +300,11 @@ def store_of(url: Url) -> Store:
 
 
 def _profile() -> dict[str, Any]:
-    """Credentials and region for S3 from profiles and `aws sso login`, which boto3 reads."""
+    """Options for an S3 store: credentials and region as boto3 finds them.
+
+    boto3 also reads profiles and the results of `aws sso login`. Empty if the environment has keys,
+    without boto3, and if boto3 finds no credentials.
+    """
     if any(map(os.environ.get, OWN_KEYS)) or not find_spec("boto3"):
         return {}
     import boto3

@@ -234,7 +234,10 @@ def _tried(
 
 
 def _dialect_of(decision: api.Decision) -> str | None:
-    """The dialect that the target needs so that the trainer finds its files; or None."""
+    """The value of `--dialect` that the target needs so that the trainer finds its files; or None.
+
+    The dialect is the program whose names of files and keys a format writes.
+    """
     options = decision.format.options or ()
     dialects = {choice for each in options if each.name == "dialect" for choice in each.choices}
     musts = (each.subject for each in decision.layout.warnings if each.code == MUST_SET)

@@ -385,9 +385,10 @@ class Resuming(Struct, dict=True):
         self._remove(target)
 
     def _finish(self, candidate: Candidate, plan: Words, report: Words | None) -> Words | None:
-        """Locks a written target and removes old ones; None if it is a target of another job.
+        """Locks the directory that was written, removes old ones, and returns what was done.
 
-        Without the `report` of a copy, the names are written first.
+        `report` is that of the copy; None if no copy is written: then the directory of names is
+        written here first. The result is None if another job's target is at that path.
         """
         if report is None:
             report = self._written(candidate, plan, {"names": self._note(candidate)})

@@ -255,7 +255,11 @@ def _newest_first(paths: Iterable[str]) -> dict[str, Notices]:
 
 
 def _in_folders(run: str) -> list[Candidate]:
-    """The checkpoints that are folders or files, from the first level below the run with any."""
+    """The checkpoints that are folders or files below a run.
+
+    They are those in the run's folder; if there are none, those one level deeper, and so on, down
+    to DEPTH levels.
+    """
     level = [run]
     for _ in range(DEPTH):
         inside = {folder: _names(folder) for folder in level}
@@ -379,7 +383,10 @@ def _names(folder: str) -> list[str]:
 
 
 def _tags_of_same_shape(run: str, tags: Iterable[str]) -> list[str]:
-    """Folders whose names differ from those of tags in their numbers alone."""
+    """The names of folders in `run` that equal one of `tags`, or differ from it only in numbers.
+
+    A tag without a number is not considered.
+    """
     shapes = {_shape(tag) for tag in tags if _shape(tag) != tag}
     names = (name for name in _names(run) if sources.is_folder(os.path.join(run, name)))
     return [name for name in names if _shape(name) in shapes]

@@ -319,9 +319,10 @@ def _without_copied(manifest: Manifest, layout: Layout, source: Manifest) -> Man
 
 
 def _for_few(manifest: Manifest, options: Options) -> Options:
-    """The options, with FEW data-parallel ranks in place of more.
+    """The options with `--dp FEW` in place of a larger `--dp`, to try out a target with few files.
 
-    They are returned unchanged if a target of FEW ranks could have other states of the optimizer.
+    They are returned unchanged if such a target could have other states of the optimizer: if `--dp`
+    is the source's number of ranks, or if layers have experts.
     """
     dp = options[DP]
     if dp is None or dp <= FEW or dp == manifest.dp or layers_of(manifest.run.engine):
@@ -331,10 +332,10 @@ def _for_few(manifest: Manifest, options: Options) -> Options:
 
 
 def _there(target: str, run: Identity, gives_way: bool) -> str:
-    """The key that a report has for a complete target at the path; "" if there is no such target.
+    """The key of the report that tells of a complete target at the path; "" if there is none.
 
-    It is `already_complete`, or for the target of another run `is_of_another`, if this run
-    `gives_way`. Otherwise raises TargetExists for the target of another run.
+    The key is `already_complete` for a target of this run. A target of another run raises
+    TargetExists; but if this run `gives_way`, the key `is_of_another` is returned instead.
     """
     try:
         return "already_complete" if targets.is_complete(target, run) else ""
@@ -408,9 +409,10 @@ def _filled(
 
 
 def _has_digests(layout: Layout) -> convert.HasDigests:
-    """Decides for `convert` whether the CRC-32 of each tensor is needed.
+    """Returns the function by which `convert` decides whether it computes each tensor's CRC-32.
 
-    It is for the files of some targets, and to detect an optimizer before its first step.
+    It must if the target's files contain these, or if the shells show that the optimizer may not
+    have made its first step.
     """
     return lambda shells: layout.has_digests or steps.may_be_unstepped(shells)
 

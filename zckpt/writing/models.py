@@ -158,7 +158,11 @@ def _joined(
     lines: Sequence[Sequence[Notice]],
     of_source: Callable[[Manifest], Sequence[Notice]],
 ) -> list[Notice]:
-    """The notices that the reader made about all models, and those of the writers about each."""
+    """The notices about all models, without duplicates: the reader's, then the writers'.
+
+    `lines` has the notices about each of the `parts`, and `of_source` gives those of them that the
+    reader made. A writer's notice gets the name of its model in front.
+    """
     lines_of_writer = [
         replace(line, message=f"{name}: {line.message}")
         for name, part, said in zip(whole.roots, parts, lines, strict=True)

@@ -293,7 +293,11 @@ class _RunsGroups:
         return its.renamed(self.owners) if fits and its else stages
 
     def _state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The source's state, with the lists of names in the optimizer's groups as in the run."""
+        """The source's state, with `optimizer.members` of the run: the names listed in each group.
+
+        They are indices into the source's list of the module's names. Without such lists in the
+        run, or if the source lacks a name, the state has none.
+        """
         optimizer = dict(state.get("optimizer") or {})
         listed_before = optimizer.pop("members", None)
         theirs = (self.run.state.get("optimizer") or {}).get("members")

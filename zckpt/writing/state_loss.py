@@ -82,7 +82,8 @@ def unable_to_step(manifest: Manifest, options: Options) -> list[Notice]:
 def _numbers(manifest: Manifest) -> dict[str, Any]:
     """Maps keys to the optimizer's numbers that belong to no parameter.
 
-    Those inside of its `state` have keys such as `state.n`.
+    The key of a number `n` inside of the optimizer's dictionary `state` is `state.n`; the key of a
+    number beside that dictionary is its own.
     """
     numbers: dict[str, Any] = {}
     for rank in manifest.each:

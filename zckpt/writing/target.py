@@ -89,10 +89,10 @@ def has_plain_names(format: Format, manifest: Manifest, options: Options) -> boo
 
 
 def _is_in_order(manifest: Manifest) -> bool:
-    """Whether --param-names was applied by the reader, and not to the complete manifest.
+    """Whether the reader has put parameters in the order of --param-names already.
 
-    That is so without ZeRO, if model ranks have separate names or if there are layers with experts:
-    the option then lists the names of one rank.
+    That is so in stage 0 if the manifest keeps model ranks apart, or if there are layers with
+    experts: the option then lists the names of one rank, not those of the complete model.
     """
     is_apart = bool(manifest.ranks) or bool(layers_of(manifest.run.engine))
     return is_apart and manifest.run.origin.zero_stage == 0

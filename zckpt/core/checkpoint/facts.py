@@ -302,7 +302,7 @@ class TensorParallel(Struct, frozen=True):
 
 
 class _Rules(Struct, frozen=True):
-    """The form of a `TensorParallel` in JSON, in which placements are rules."""
+    """A `TensorParallel` as JSON: `rules` has each placement as its text, such as `0:2x`."""
 
     rules: Mapping[str, str]
     vocabulary: Mapping[str, Vocabulary]
@@ -356,7 +356,10 @@ def with_facts(
 
 
 class Facts(NamedTuple):
-    """What the key `state` of a manifest's JSON contains, apart by fields of a manifest."""
+    """The contents of the key `state` in a manifest's JSON, as `facts_of` divides them.
+
+    `state` is the program's own state; the other fields are facts that zckpt has added to it.
+    """
 
     state: dict[str, Any]
     engine: Engine | None
@@ -402,9 +405,9 @@ def facts_of(state: Mapping[str, Any]) -> Facts:
 
 
 def _document(record: Struct, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """A record as JSON. If `names` are given, it has only these fields.
+    """Converts a record to JSON; if `names` are given, only these fields.
 
-    Optional fields with their default are left out.
+    Fields are left out that have their default, or are None and optional.
     """
     document = {}
     for item in fields(record):

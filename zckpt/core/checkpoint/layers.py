@@ -13,7 +13,7 @@ LAYER = re.compile(r"(?:(?P<stack>.*?)\.)?(?P<number>\d+)\.(?P<kind>.+)")
 class Places(Struct, frozen=True):
     """For each parameter, the row of its layer and the column of its kind in a table of the model.
 
-    `of` maps a parameter to the numbers of its row and its column. Rows and columns are in the
+    `of` maps a parameter to the indices of its row and its column. Rows and columns are in the
     order of the model.
     """
 

@@ -144,9 +144,10 @@ def _missing_in(group: list[_States]) -> Iterator[tuple[_States, set[str]]]:
 def _missing(keys: frozenset[str], like: _Kinds, every: _Kinds) -> set[str]:
     """The keys that a parameter with the states `keys` has lost, by comparison with others.
 
-    At least half of the parameters in `like` must have such a key; these are the parameters of the
-    group with as many axes. If it is the only one of its kind, all others in `every`, the complete
-    group, must have the key.
+    `like` counts the parameters of its group with as many axes, `every` all those of the group. A
+    key counts as lost if at least half of the parameters in `like` have it. If no other parameter
+    has as many axes, all others of the group must have the key. In both cases some of those that
+    have the key must also have all of `keys`.
     """
     alone = len(like.counts) == 1 and like.counts[keys] == 1
     # the only parameter with this number of axes: all others must have the key

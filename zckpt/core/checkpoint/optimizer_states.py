@@ -184,7 +184,10 @@ def unsupported(
 
 
 def estimates(groups: Sequence[Mapping[Any, Any]]) -> list[StateRow]:
-    """Makes rows of the values of all ranks, given by group and hyper-parameter."""
+    """Makes a row for each hyper-parameter that every rank estimates for itself.
+
+    `groups` has a dictionary for each group: it maps a hyper-parameter to the values of all ranks.
+    """
     return [
         StateRow(key, "estimate", value=value, group=number)
         for number, group in enumerate(groups)

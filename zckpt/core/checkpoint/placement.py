@@ -65,31 +65,31 @@ class Placement(Struct, frozen=True):
 
     @property
     def plain(self) -> Placement:
-        """The same cut without padding rows: a simple cut, in place of a padded vocabulary."""
+        """This placement; for a padded vocabulary `Cut(0)`, which counts padding as other rows."""
         return self
 
     @property
     def row_parts(self) -> object:
-        """A value that is equal for two rules that cut rows into the same sub-parameters.
+        """The sub-parameters into which the rule cuts rows, as a value that can be compared.
 
-        The rules of a layer's weight and of its bias must have the same one. None if the rule says
-        nothing about rows.
+        It must be equal for a layer's weight and its bias. None if the rule does not cut rows.
         """
         return None
 
     @property
     def fused(self) -> int:
-        """The number of equal parts, fused into one tensor, into which rows are cut.
+        """The number of layers of equal width that the rule assumes to be fused along the rows.
 
-        0 if the rule leaves that open.
+        1 for the rule `0`, 2 for `0:2x`. 0 if it assumes no number: it does not cut rows, states
+        widths, or is `0:1x`, with which a user states that the rows are cut as one.
         """
         return 0
 
     @property
     def is_by_outputs(self) -> bool:
-        """Whether the rows of a weight are the outputs of its layer.
+        """Whether the rows of a weight are taken to be the outputs of its layer, as in `nn.Linear`.
 
-        A layer may state otherwise; that counts more.
+        False for the rule `1:1x`, which states that the rows are the inputs, and for boxes.
         """
         return True
 
@@ -266,7 +266,7 @@ def of_rule(text: str) -> Placement | None:
 
 
 def from_text(text: str) -> Placement:
-    """The placement whose text a file contains, even if the text is no rule."""
+    """The placement that a text in a file means: `Boxes(text)` if the text is no rule."""
     return of_rule(text) or Boxes(text)
 
 

@@ -67,10 +67,10 @@ class Slicing(Struct, frozen=True):
         return max(map(len, self._holders().values()), default=1)
 
     def chosen(self, copy: int) -> list[Piece]:
-        """One piece for each box of the complete tensor.
+        """One piece for each different box of the complete tensor that the pieces hold.
 
-        If several ranks hold the box, the piece is that of rank number `copy` among them, or of the
-        last.
+        If several ranks hold the box, `copy` is the index, among them, of the rank whose piece is
+        chosen; the last one if there are fewer.
         """
         return [ranks[min(copy, len(ranks) - 1)] for ranks in self._holders().values()]
 
@@ -129,7 +129,7 @@ def joined(
     """The fragments of the complete tensor, from those of its slices; `size` is bytes per element.
 
     An item of `slices` is None if that slice is empty. If several ranks hold the same elements,
-    `copy` is the number of the one whose elements are used.
+    `copy` is the index, among these ranks, of the one whose elements are used.
     """
     by_rank = by_key((piece.rank, piece) for piece in slicing.chosen(copy))
     parts: list[Box] = []

@@ -273,9 +273,10 @@ def with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
 
 
 def of_numbers(source: Manifest, target: Manifest) -> list[State]:
-    """States whose keys are texts now, and may have been numbers in the program that saved them.
+    """States that contain dictionaries whose keys are texts now, but may have been numbers.
 
-    If `source` has only texts, `target` cannot get the right keys. Empty if this does not apply.
+    torch.distributed.checkpoint turns all keys into texts. A target whose keys keep their types
+    cannot get the right ones. Empty unless `source` has only texts as keys and `target` has not.
     """
     if not has_texts_alone(source) or has_texts_alone(target):
         return []

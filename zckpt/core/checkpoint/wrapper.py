@@ -16,9 +16,10 @@ from .manifest import Manifest
 
 
 def wrapped(manifest: Manifest) -> dict[str, Any]:
-    """The values around the optimizer's state dict that contain tensors: `around.slow`.
+    """The values that lie around the optimizer's state dict and contain tensors.
 
-    No state of a parameter has such a key. Random states are left out: they belong to the program.
+    The key of a value is its name with the prefix `around.`, such as `around.slow`: no state of a
+    parameter has such a key. Random states are left out: they belong to the program.
     """
     values = _find(manifest)[1]
     return {

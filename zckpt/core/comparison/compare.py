@@ -368,7 +368,7 @@ def _bytes_of(parts: Sequence[_MatchPart]) -> int:
 
 
 def _by_slot(matches: Sequence[Match]) -> list[int]:
-    """The numbers of all matches, slot by slot: tensors of one slot are neighbors in the files."""
+    """The indices of all matches, slot by slot: tensors of one slot are neighbors in the files."""
     slots: dict[str, int] = {}
     for item in matches:
         slots.setdefault(item.a.slot, len(slots))

@@ -157,7 +157,7 @@ class Rounding:
     def refuse(self, differing: Mapping[int, int]) -> None:
         """Raises the errors of `check` for differing masters, unless differences are accepted.
 
-        `differing` maps the number of a match to the first element that differs.
+        `differing` maps the index of a match to the first element that differs.
         """
         hint, accepted = self._about
         if differing and not accepted:
@@ -166,7 +166,7 @@ class Rounding:
     def conclude(self, differing: Mapping[int, int]) -> list[Notice]:
         """Reports all masters that differ, after the comparison: warns, or raises as `check`.
 
-        `differing` maps the number of a match to the first element that differs.
+        `differing` maps the index of a match to the first element that differs.
         """
         return _told(self._manifest, self._wrong(differing, copies=True), *self._about)
 

@@ -209,9 +209,10 @@ def of_copies(a: Entry, b: Entry) -> Match:
 
 
 def _names_in(a: Manifest, b: Manifest) -> dict[str, str]:
-    """Maps the names of tied weights to those under which `a` stores them.
+    """Maps names of tied weights to the names that they have in `a`.
 
-    The keys are the aliases in `a`, and names of `b` that `a` does not have.
+    The keys are the aliases in `a`, which are mapped to the names under which `a` stores them; and
+    names under which `b` stores a weight that `a` has only under an alias of `b`.
     """
     second = {
         first: alias

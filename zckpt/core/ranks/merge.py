@@ -202,9 +202,10 @@ def _parameters(
 def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
     """Gives the groups of all ranks one numbering; returns the manifests and the groups.
 
-    A rank may have dropped groups of which it has no parameter. Its groups are then a subset of all
-    groups, in the same order, and are recognized by their hyper-parameters. Raises
-    UnsupportedCheckpoint if several groups fit. Raises InconsistentCheckpoint if no group fits.
+    The groups are those of the rank that has most. A rank may have dropped groups of which it has
+    no parameter: its groups are then a subset of all groups, in the same order, and are recognized
+    by their hyper-parameters. Raises UnsupportedCheckpoint if several subsets fit, and
+    InconsistentCheckpoint if none does. Without groups on some rank, nothing is changed.
     """
     groups: list[dict[str, Any]] = max((list(m.groups or ()) for m in ranks), key=len)
     every = [to_json(group) for group in groups]
@@ -237,7 +238,11 @@ def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
 
 
 def _places(some: Sequence[Any], groups: Sequence[Any]) -> list[int]:
-    """The position of each group of `some` in `groups`, in one order; -1 for a strange group."""
+    """For each group of `some`, the index of an equal one in `groups`.
+
+    Each group is looked for only after the one before it, since both lists have one order. -1 for a
+    group that is not found there.
+    """
     rest = iter(enumerate(groups))
     return [next((place for place, group in rest if group == own), -1) for own in some]
 

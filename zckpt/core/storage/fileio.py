@@ -140,7 +140,10 @@ def crc_of(extents: Iterable[Extent], crc: int = 0) -> int:
 
 
 def files_per_thread(threads: int) -> int:
-    """The number of files that each of `jobs` threads may keep open, within the process's limit."""
+    """The number of files that each of several threads may keep open.
+
+    It leaves some of the process's limit for other files. The soft limit is raised, up to 8192.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < min(hard, 8192):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))

@@ -94,7 +94,11 @@ class Folder(Struct, eq=False):
         return cls(path, os.open(path, flags))
 
     def own_folder(self, path: str) -> Folder:
-        """Opens a directory below that is ours, and in which everything must be ours."""
+        """Opens a directory below, as a `Folder` in which every file must belong to its owner.
+
+        The owner is the user that new files there belong to. Raises TargetExists if the directory
+        itself belongs to another user, or if this process may not write there.
+        """
         try:
             folder = self.inner(path)
             folder.top = self.top or path

@@ -94,9 +94,9 @@ class Fragment(Struct, frozen=True):
     stride: int = 0
 
     def element_at(self, offset: int, size: int) -> int:
-        """The number of the element whose first byte is at an offset of the file.
+        """The row-major index, in the tensor, of the element that contains a byte of the file.
 
-        `size` is bytes per element.
+        `offset` is that of the byte in the file; `size` is bytes per element.
         """
         run, within = divmod(offset - self.extent.offset, self.extent.length // self.count)
         return self.start + run * self.stride + within // size

@@ -185,7 +185,10 @@ MOST = 64
 
 
 def every(*axes: range) -> Iterator[Numbers]:
-    """All combinations of numbers on these axes, made lazily: a damaged range may be huge."""
+    """Yields all combinations of one number from each range, such as (stage, tensor rank).
+
+    They are made one by one, because a range that a damaged file states may be huge.
+    """
     if not axes:
         yield ()
     else:
@@ -197,8 +200,8 @@ def gaps(
 ) -> list[Row]:
     """A row for each of the first MOST files that are missing: `wanted`, but not in `there`.
 
-    `there` maps numbers of ranks to paths. The missing names have the form of `example`, or of the
-    first file in `there`.
+    `there` maps the numbers in the names of existing files to their paths, and `wanted` are such
+    numbers. A missing name is made from `example`, or else from the first name in `there`.
     """
     missing = [*islice((numbers for numbers in wanted if numbers not in there), MOST)]
     example = example or there[min(there)]

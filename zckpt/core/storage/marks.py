@@ -30,7 +30,10 @@ TORN = re.compile(rb"(?s)(\0.*)?|[0-9a-f]{0,8} ?|[0-9a-f]{8} \{.*")
 
 
 def is_journal(name: str) -> bool:
-    """Whether a file of this name is the journal of a run or process, or a probe to be removed."""
+    """Whether a file of this name is the journal of a run or a process, or a probe.
+
+    A probe is an empty file by which `Folder` finds the owner of new files; a kill may leave it.
+    """
     return JOURNALS.fullmatch(name) is not None
 
 

@@ -156,7 +156,10 @@ class RecordChecker:
         return numbers[first : bisect_left(starts, end)]
 
     def passed_before(self, number: int, start: int, stop: int, crc: int) -> None:
-        """Counts bytes [start, stop) of a record that are not at hand, given their CRC-32."""
+        """Counts bytes [start, stop) of record `number` by their CRC-32, without the bytes.
+
+        An earlier run, or another process, has read them and computed it.
+        """
         record = self._records[number]
         extent = record.extent
         with self._lock:

@@ -196,8 +196,8 @@ def named(error: OSError, path: str) -> OSError:
 def open_file(path: str, fingerprints: Fingerprints | None = None) -> int:
     """Opens a source file; the caller closes the descriptor.
 
-    Raises CorruptCheckpoint unless it is a regular file. Raises SourceChanged if `fingerprints`
-    have another one for it. An OSError has the path.
+    Raises CorruptCheckpoint unless it is a regular file. Raises SourceChanged if it differs from
+    its fingerprint in `fingerprints`. An OSError names the path.
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

@@ -195,7 +195,7 @@ def _unsupported(unsupported: Sequence[Nameless]) -> list[Report]:
 class _Findings(Struct, frozen=True):
     """The results that one process sends to the others.
 
-    Differences are by place in `matches`; CRCs by place, side and range.
+    Differences are by the index of their match; CRCs by this index, side (0 or 1) and range.
     """
 
     differences: dict[int, Difference]

@@ -198,9 +198,9 @@ class Block(Struct, frozen=True):
 
 
 class Bucket(Struct, frozen=True):
-    """What one all-gather returns: a matrix with `width` elements of each of `rows` ranks.
+    """The result of one all-gather: a matrix with a row of `width` elements for each rank.
 
-    With `apart` nothing is gathered, and every process has only its own row.
+    With `apart` nothing is gathered: each process reads and compares its own rows alone.
     """
 
     dtype: str

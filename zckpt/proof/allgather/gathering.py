@@ -41,7 +41,7 @@ class Flight(Struct, eq=False):
 
 
 class Gathering:
-    """The work of one process, and its findings: differences and CRCs by place in `matches`."""
+    """The work of one process, and its findings: differences and CRCs by index in `matches`."""
 
     def __init__(
         self,

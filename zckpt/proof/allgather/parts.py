@@ -101,7 +101,10 @@ def _place(extent: Extent) -> tuple[str, int]:
 
 
 def first_extent(part: Joined | Whole) -> Extent | None:
-    """The extent whose first byte is that of a tensor's first element; None if there is none."""
+    """The extent that begins with a tensor's first element.
+
+    None if no box does, as for an empty tensor.
+    """
     if isinstance(part, Whole):
         return part.extent
     return next(

@@ -32,7 +32,7 @@ READ = 8 << 20  # bytes that one thread reads at a time
 
 
 class BlockMatch(Struct, frozen=True):
-    """A block, and a match of its tensor by its number `place`.
+    """A block, and a match of its tensor: the one at index `place` of the list of matches.
 
     The other checkpoint's elements are read to byte `at` of a buffer.
     """
