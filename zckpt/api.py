@@ -100,10 +100,11 @@ def _split(words: Mapping[str, Any], **more: Any) -> tuple[Reading, Running, Tar
 
 
 def _of_ranks(words: Mapping[str, Any], is_resharded: bool = True) -> dict[str, bool]:
-    """The options for reading a source whose model ranks may stay as they are.
+    """Options for reading a source, by which `reshard` may leave its model ranks as they are.
 
-    Without --tp and --groups-from, `reshard` reads model ranks apart. With --tp, it also reads how
-    ranks slice the tensors.
+    `ranks_apart`: the ranks' manifests are not joined, because neither --tp nor --groups-from is
+    given. `with_slicings`: the reader must say how tensor ranks slice parameters, because --tp
+    makes new ones. Both are False for `convert`.
     """
     tp = words.get("tp")
     cuts = tp is not None and (tp > 1 or words.get("vocab_size") is not None)

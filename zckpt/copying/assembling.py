@@ -189,14 +189,17 @@ class Assembler(Struct, frozen=True, eq=False):
 
 
 def _passed_runs(key: Key, entry: Entry, piece: TargetPiece, runs: memoryview, stop: int) -> Passed:
-    """What a piece's runs add to the CRC-32 of `entry`; the last run ends at element `stop`."""
+    """The share of a piece's runs in the CRC-32 of `entry`, whose `key` it gets.
+
+    `runs` are the bytes of the runs, one after the other. The last run ends at element `stop`.
+    """
     size = SIZES[entry.dtype]
     crc = crc_of_runs(runs, (piece.stop - piece.start) * size, piece.stride * size)
     return key, stop * size - len(runs), stop * size, crc
 
 
 def _parts(pieces: Iterable[TargetPiece]) -> Iterator[TargetPiece]:
-    """Yields the pieces, but the single runs of a piece whose runs are far from each other."""
+    """Yields the pieces to read; a piece whose runs are far apart is replaced by these runs."""
     for piece in pieces:
         far = piece.count > 1 and piece.stride * SIZES[piece.pair.source.dtype] >= SMALL
         if far:

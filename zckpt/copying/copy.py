@@ -169,9 +169,9 @@ class _Copy(Struct, eq=False, dict=True):
         return taken
 
     def _count(self, passed: Iterable[Passed]) -> None:
-        """Adds the CRC-32s of a region to those of tensors, files and records of the target.
+        """Adds the CRC-32s of a region's parts to those of the target's tensors, files and records.
 
-        The checker has those of source records already.
+        CRC-32s of source records are left out: the checker has them already.
         """
         with self.lock:
             crcs_of_targets = (part for part in passed if part[0][0] not in (CHECKED, DIFFERS))
@@ -333,17 +333,17 @@ class _Copy(Struct, eq=False, dict=True):
 
 
 def scattered(pairs: Sequence[Pair]) -> set[int]:
-    """The numbers of the pairs whose target is cut along an inner axis, not along the first."""
+    """The indices of the pairs whose target tensor is cut along another axis than the first."""
     return {number for number, pair in enumerate(pairs) if not _is_in_order(pair.target.fragments)}
 
 
 def counted(pairs: Sequence[Pair], checker: RecordChecker) -> set[int]:
-    """Selects, by identity, the pairs whose bytes are hashed to check the records of the source.
+    """The `id`s of the pairs whose bytes are hashed to check the records of the source.
 
     The bytes of a source entry may be in several pairs: only one of them is selected. An entry is
-    identified by its fragments, since each model rank may have an entry of that name. Records of
-    tensors that all targets cut along inner axes are read once more in the end: `checker` requires
-    them.
+    identified by its fragments, since each model rank may have an entry of that name. If all pairs
+    of an entry have target tensors that are cut along inner axes, none is selected: `checker` is
+    told to read the entry's records once more in the end.
     """
     first: dict[int, int] = {}
     cut = scattered(pairs)

@@ -67,7 +67,7 @@ def _text(value: Any) -> bytes:
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """In words, what an earlier run had other than this one; None if they are the same run.
+    """Says in words in what an earlier run differs from this one; None if they are the same run.
 
     Both arguments are documents of identities, or both are marks.
     """

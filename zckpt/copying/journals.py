@@ -181,9 +181,10 @@ class ProcessJournal(Journal):
 
 
 def regions_of(folder: Folder, part: str, length: int, crc: int) -> list[Region]:
-    """Reads the regions in another process's journal, of which it has synced `length` bytes.
+    """The regions in the first `length` bytes of another process's journal.
 
-    `crc` is the CRC-32 of these bytes.
+    `part` names the journal. The other process has synced these bytes, and sent their number and
+    their CRC-32, `crc`. Raises ProcessLost if they do not appear in time.
     """
     return regions_in(lines_in(_shown(folder, f"{JOURNAL}-{part}", length, crc)))
 

@@ -85,9 +85,10 @@ class Sharing:
         """Raises if this process must not write any more. It is called before every write."""
 
     def regions_of_others(self, journal: Journal) -> Iterable[Region] | None:
-        """The regions that others have written; None if another process will complete the target.
+        """The regions that other processes have written, for the process that completes the target.
 
-        It is called after this process has written its portions.
+        None if another process will complete it. It is called after this process has written its
+        portions.
         """
         return ()
 
@@ -100,9 +101,9 @@ ALONE = Sharing()
 
 @contextmanager
 def ended(sharing: Sharing) -> Iterator[None]:
-    """At the end of the block, calls `sharing.end`, so that all processes leave it together.
+    """Calls `sharing.end` at the end of the block, so that all processes leave it together.
 
-    If the block raises an error, it is not called.
+    If the block raises an error, `sharing.end` is not called.
     """
     yield
     sharing.end()

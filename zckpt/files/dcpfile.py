@@ -252,7 +252,11 @@ def _with_box(item: TensorItem | None, box: ItemBox) -> TensorItem:
 
 
 def _item(key: str, record: Any, most: int, columns: _Columns) -> TensorItem | None:
-    """Reads the description of an item; `most` is the number of boxes that it may have."""
+    """Reads the description of a tensor, and adds its boxes to `columns`.
+
+    None if the item is no tensor. `most` is the number of boxes that it may have. Raises
+    CorruptCheckpoint.
+    """
     fields = attributes(record)
     if not fields:  # BytesStorageMetadata
         return None

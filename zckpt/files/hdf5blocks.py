@@ -45,9 +45,10 @@ class FileBlock(Struct, frozen=True):
 
 
 class Blocks(Struct, eq=False, dict=True):
-    """Every block of a file, if the file is of the old kind.
+    """Collects the blocks of a file of the old kind, and checks that they agree.
 
-    Every method raises CorruptCheckpoint, OSError.
+    A block is a range of bytes with one owner, such as a header or the data of a dataset. For files
+    of the new kind, groups and datasets are ignored. Methods raise CorruptCheckpoint and OSError.
     """
 
     path: str

@@ -77,10 +77,10 @@ class _Writer(Struct, eq=False):
         self.write(replacement)
 
     def again(self, value: Repeated) -> None:
-        """Writes a repeated value.
+        """Writes a value that occurs many times.
 
-        The first time, its texts and globals are numbered. After that they are references, so its
-        bytes stay the same.
+        The first time, its texts and globals get numbers in the memo. The second time they are
+        references to these numbers: these bytes are remembered, and written every further time.
         """
         opcodes = self.repeated.get(id(value))
         if opcodes is None and id(value) in self.repeated:
@@ -96,9 +96,11 @@ class _Writer(Struct, eq=False):
         self.write(value.value)
 
     def record(self, value: Record) -> None:
-        """Writes a record. The first one of a form numbers its class and names.
+        """Writes a record, whose form is its class and the names of its attributes.
 
-        After that the bytes between values are known.
+        The first record of a form is written like any object, so that the memo has numbers for the
+        class and the names. After that, the bytes between the values of a record are always equal,
+        and are remembered.
         """
         function, names = value.form
         form_opcodes = self.forms.get(id(value.form))

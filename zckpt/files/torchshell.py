@@ -145,9 +145,10 @@ def _storage(tensor: Tensor) -> Persistent:
 
 
 class _Zip(Struct, frozen=True):
-    """A zip of `size` bytes: `parts` are its bytes between the holes, by offset.
+    """A zip of `size` bytes, laid out for files that differ only in the name of the folder.
 
-    The name of the folder belongs between the pieces of each part.
+    `parts` are its bytes between the holes: pairs of an offset and a list of pieces. The bytes of
+    a file are the pieces of a part, joined by the file's folder name.
     """
 
     size: int
@@ -193,10 +194,10 @@ def _zip(folder: int, members: Sequence[Member]) -> _Zip:
 
 
 def _part(parts: list[tuple[int, list[bytearray]]], offset: int, stop: int) -> list[bytearray]:
-    """The list of pieces to which bytes from `offset` on are appended.
+    """The list of pieces to which the caller appends bytes that begin at `offset`.
 
-    It is that of the last part, unless there is a hole between `stop`, its end, and `offset`: then
-    a new part begins.
+    It is that of the last part, which ends at `stop`. If there is a hole between `stop` and
+    `offset`, a new part is added to `parts` first.
     """
     if stop < offset:
         parts.append((offset, [bytearray()]))

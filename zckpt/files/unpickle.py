@@ -392,9 +392,9 @@ _KEYED = frozenset(
 
 
 def _nested(part: Any) -> int:
-    """The number of values in those items of `part` that are tuples or other keys with items.
+    """The number of values inside those items of `part` that are keys with items, such as tuples.
 
-    `part` lists what may become keys, or pairs of a key and a value.
+    `part` lists values that may become keys of a dictionary, or keys and their values in turn.
     """
     return sum([_parts_of_key(item) for item in part if type(item) in _KEYS]) if part else 0
 

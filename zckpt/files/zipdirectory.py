@@ -151,9 +151,10 @@ def zips_in(file: int, within: Extent) -> list[Extent]:
 
 
 def _members_as(parsed: _Known, zip_: _Zip) -> dict[str, ZipMember] | None:
-    """The members of a zip whose directory differs from a known one only in the folder's name.
+    """The members of a zip whose directory equals a parsed one, except for the folder's name.
 
-    None if it differs elsewhere, or if data begin elsewhere.
+    So it need not be parsed. None if the directories differ in anything else, or if the data of a
+    member begin at another offset.
     """
     folder = zip_.folder
     if parsed.directory.replace(parsed.folder, folder) != zip_.directory:

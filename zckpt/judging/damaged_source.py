@@ -202,7 +202,7 @@ def kept(entry: Entry, lost: dict[str, str]) -> tuple[Entry, tuple[tuple[int, in
 def _most_stated(found: Found, error: InconsistentCheckpoint) -> str:
     """The step that most places state, as a value of --step-policy.
 
-    Adds a fault for each other place.
+    Adds a fault for every file that states another step, one for each such step.
     """
     found.stated = error.steps
     (most, _), *_ = Counter(step for _, step in error.steps).most_common()

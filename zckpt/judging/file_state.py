@@ -72,9 +72,9 @@ def _state_of_tensors(file: BinaryIO, size: int) -> State:
 
 
 def _state_of_torch(file: BinaryIO, size: int) -> State:
-    """The state of a file of torch.save: a zip whose members may have CRC-32s, or an old pickle.
+    """The state of a file of torch.save: a zip, or a pickle from before torch 1.6.
 
-    Before torch 1.6, torch.save wrote a pickle.
+    Members of a small zip are compared with their CRC-32s, if it states any.
     """
     head = file.read(len(OLD))
     if not head.startswith(b"PK\3\4"):

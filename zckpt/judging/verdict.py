@@ -93,7 +93,10 @@ class Verdict(Struct, frozen=True):
 
     @property
     def whole(self) -> tuple[Notice, ...]:
-        """The reasons why the checkpoint is not complete; empty if it is."""
+        """Why the checkpoint is not whole: missing and damaged files that resuming needs.
+
+        Empty if the checkpoint is whole.
+        """
         return (*self.missing, *self.damaged)
 
     @property
@@ -206,7 +209,7 @@ def with_warnings(manifest: Manifest) -> Manifest:
 def step_of(manifest: Manifest) -> int | float | None:
     """The number of completed updates; for Megatron-Core the iteration in the folder's name.
 
-    If the files of the engine state none, the Trainer's counter is used.
+    If the engine's files state none, it is the counter of the Trainer; None without one.
     """
     iteration = str(manifest.run.origin.tag).rpartition("_")[2]
     if formats.named(manifest.format).to_load and iteration.isdecimal():

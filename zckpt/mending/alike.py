@@ -30,10 +30,11 @@ HEADER, ENTRY = 30, 46  # bytes in front of a name, in a member's header and in 
 
 
 class Alike(Struct, frozen=True):
-    """A lost file, by its `name` below the checkpoint, that is made again from the file `other`.
+    """A lost file that can be restored as a copy of another rank's file.
 
-    `renaming` are the corrections that put the lost file's name into the copied zip; `ranks` is the
-    number of other ranks that have the same file.
+    `name` is its path below the checkpoint, and `other` the path of the file to copy. `renaming`
+    are the corrections that put the lost file's name into the copied zip; `ranks` is the number of
+    other ranks, which all have the same file.
     """
 
     name: str

@@ -170,15 +170,19 @@ TWICE = "a second place in the zip"
 
 
 def _in_container(damage: Damage, contents: Contents = ()) -> Place:
-    """Returns the place of a damaged zip member, with the bytes that were there before if known."""
+    """Explains the damage of a zip member by its checksum alone, without other tensors.
+
+    If that is not possible, looks whether the CRC-32 in the zip's directory is what is damaged.
+    """
     place = explained(damage, contents, Witnesses(None))
     return place if place.by else _with_directory(place)
 
 
 def _again(place: Place, contents: Contents, witnesses: Witnesses) -> Place:
-    """Explains a place once more, now that its tensors are known and other bytes can be asked.
+    """Explains a damaged record once more, now that its tensors (`contents`) are known.
 
-    A place that a checksum or other bytes explained already keeps its corrections.
+    So other bytes, the `witnesses`, can confirm or contradict a correction. A record that its
+    checksum or other bytes explained already keeps its corrections.
     """
     if not contents or place.by in ("checksum", "witness"):
         return replace(place, contents=contents)

@@ -54,11 +54,11 @@ class Loss(Struct, frozen=True):
 class Losses(Struct, frozen=True):
     """What a checkpoint lost with its files.
 
-    `faults` has a line of the report for each lost file, and `lines` those about its tensors. Each
-    of these has the keys of a notice, the `state`, and for each tensor how many elements it lost of
-    how many. `manifest` describes the files that are left; it is None if they cannot be read alone.
-    `lost` are the tensors' losses. If all lost files could be made again, `remade` are the entries
-    of the list of mended bytes for them.
+    `faults` and `lines` are for the report. `faults` has a line for each lost file. `lines` are
+    about the tensors in them: each has the keys of a notice, a `state`, and for each tensor the
+    number of elements that it lost, and of all its elements. `lost` has these losses as records.
+    `manifest` describes the files that are left; it is None if they cannot be read alone. If all
+    lost files could be written again, `remade` are their entries in the list of mended bytes.
     """
 
     manifest: Manifest | None = None
@@ -145,7 +145,10 @@ def _restored(path: str, own: Alike, found: Found) -> Report:
 
 
 def _each_once(found: Found) -> list[Report]:
-    """Returns one line of the report for each lost file, with the keys of a notice alone."""
+    """Returns the faults of lost files as lines of the report, without duplicates.
+
+    Of several faults with the same code and file, the first is kept, with the keys of a notice.
+    """
     by_file = by_key(((line["code"], line["file"]), line) for line in found.faults if line["fault"])
     fields = Notice.__struct_fields__
     return [{key: first[key] for key in fields} for first, *_ in by_file.values()]

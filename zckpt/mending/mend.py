@@ -224,11 +224,12 @@ def _refuse(
     lacking: Sequence[str],
     accept_chance: bool,
 ) -> None:
-    """Raises unless all that a loader needs can be restored, and the user accepts any doubt.
+    """Raises an error unless all that a loader needs can be restored.
 
-    Raises CorruptCheckpoint for bytes that cannot be restored or need the user's consent, the error
-    of the reader for lost files, IncompleteCheckpoint for all else that keeps the checkpoint from
-    loading, and MissingData if nothing is damaged.
+    Raises CorruptCheckpoint for bytes that cannot be restored, or that may be restored wrongly
+    unless the user accepts the chance (`accept_chance`); the error of the reader for lost files;
+    IncompleteCheckpoint for all else that keeps the checkpoint from loading; and MissingData if
+    nothing is damaged.
     """
     places, judged = diagnosis.places, diagnosis.judged
     needed = [place for place in places if diagnosis.is_needed(place)]

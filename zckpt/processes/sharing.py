@@ -147,10 +147,10 @@ class Processes(Group, Sharing, Pool):
     def continues(self, target: str) -> bool:
         """Whether this launch had begun the target before its processes were restarted.
 
-        If so, they continue it. Remains of another run are not touched without --resume. The agents
-        of torchrun count restarts separately; so a restart is also recognized by a target that was
-        begun and is not complete. If nothing is there, this call notes that the launch begins the
-        target now.
+        If so, they continue it; rank 0 alone asks, and the result is False in other ranks. Remains
+        of another run are not touched without --resume. The agents of torchrun count restarts
+        separately; so a restart is also recognized by a target that this launch began and that is
+        not complete. If nothing is there, this call notes that the launch begins the target now.
         """
         path = os.path.abspath(target)
         key, is_unfinished = f"begun/{path!a}", os.path.lexists(f"{path}.partial")

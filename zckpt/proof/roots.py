@@ -82,9 +82,10 @@ def refuse_several(proven: Manifest, manifest: Manifest) -> None:
 
 
 def _own_part(key: str, value: Any, front: str) -> Any:
-    """The value of a key of the state, without what belongs to other models.
+    """The value of a key of the state, reduced to one model of several.
 
-    `front` is the name's prefix.
+    `front` is the prefix of this model's names. Names with another prefix are left out, and the
+    others lose it. Only the keys `module` and `module_extra` contain such names.
     """
     if key == "module":
         return [name.removeprefix(front) for name in value if name.startswith(front)]

@@ -202,9 +202,10 @@ def verify_proof(
 
 
 def _of_first_rank(manifest: Manifest) -> list[Notice]:
-    """A notice that replicas with different values on each rank are not compared, if there are any.
+    """A notice about tensors of which each rank has its own values, such as random states.
 
-    A proof has one checksum for each name: that of the first rank.
+    Those of ranks after the first are not compared: a proof has one checksum for each name, that
+    of the first rank. Empty if there are none.
     """
     names = dict.fromkeys(
         entry.name

@@ -252,9 +252,10 @@ class _Comparison:
             self.lines.append({"key": path, "a": a, "b": b})
 
     def _one_sided(self, path: str, a: Any, b: Any) -> None:
-        """Files a value that only one side has under differences, or under what is not compared.
+        """Adds a value that only one side has to the differences, or to what is not compared.
 
-        An empty dictionary is no value.
+        It is not compared if it depends on how a checkpoint was saved, or if files like those of
+        the other side have no place for it. An empty dictionary counts as no value.
         """
         side, other = ("a", "b") if b in _NOTHING else ("b", "a")
         if a in _NOTHING and b in _NOTHING:
@@ -370,7 +371,10 @@ def _weights(manifest: Manifest) -> set[str]:
 
 
 def _names(manifest: Manifest) -> dict[str, str]:
-    """Maps each name of the module to its kind: an alias, a buffer, or a name without a tensor."""
+    """Maps each name that the module lists to its kind, as the report words it.
+
+    A kind is an alias (`a second name of fc1.weight`), a buffer, or just a name of the module.
+    """
     names = dict.fromkeys(map(str, manifest.state.get("module") or ()), "a name of the module")
     names |= dict.fromkeys(manifest.buffers, "a buffer")
     for owner, parameter in manifest.parameters.items():

@@ -303,12 +303,11 @@ def without_empty_groups(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, 
 
 
 def hypers_of_one_side(a: Manifest, b: Manifest) -> list[Notice]:
-    """Notices about hyper-parameters that only one of two checkpoints has.
+    """Notices about hyper-parameters that only one of two checkpoints has in its groups.
 
     They are no differences, because the versions and classes of an optimizer have different ones.
-    For different engines there are no notices: their optimizers have other hyper-parameters anyway.
-    If neither side names its optimizer, no engine has added any to the groups, and there are
-    notices.
+    There are no notices if the engines differ and a side names its optimizer: such an engine has
+    hyper-parameters of its own anyway.
     """
     is_named = a.optimizer is not None or b.optimizer is not None
     if a.groups is None or b.groups is None or (is_named and engine_name(a) != engine_name(b)):

@@ -165,10 +165,10 @@ def diff(
 
 
 def _is_missing_masters(narrow: Manifest, wide: Manifest, names: Iterable[str]) -> bool:
-    """Whether the optimizer of `wide` updates a weight that `narrow` has only rounded.
+    """Whether `narrow` lacks a master: it has only rounded a weight that `wide` still trains.
 
-    `names` are the names of these weights in `narrow`. A weight that no optimizer updates has no
-    master.
+    `names` are the weights that `narrow` has only as rounded values. Weights that no optimizer
+    updates have no master that could be missing.
     """
     shared, rounded = values.shared_parameters(narrow, wide), {*names}
     return any(theirs.trainable for name, _, theirs in shared if name in rounded)

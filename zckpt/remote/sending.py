@@ -117,7 +117,11 @@ def send(path: str, url: Url, run: str, words: Mapping[str, Any]) -> dict[str, A
 
 
 class _Sending(Struct, dict=True):
-    """A target that is being sent; `again` counts files that had to be read from the store."""
+    """A target that is being sent from `path` to `url` by the run with the mark `run`.
+
+    With `read_back`, files are read again from a store that states no checksum of its own; `again`
+    counts them. `notes` are for the report.
+    """
 
     store: Store
     url: Url

@@ -191,10 +191,11 @@ def _answer(problems: Sequence[Notice], is_known: bool) -> bool | None:
 
 
 def _failed(error: ZckptError | OSError, question: str, row: Report) -> Report:
-    """The keys to change in a row after an error.
+    """The keys to change in the row of a checkpoint after an error.
 
-    `question` is the key that was being answered, such as "whole". It becomes False if the error
-    shows that the checkpoint is broken, and None (unknown) for an error of the disk or permissions.
+    `question` is the key whose value was being found out, such as "whole". Its value becomes False
+    if the error shows that the checkpoint is broken, and None (unknown) for any other error, such
+    as one of the disk. An InconsistentCheckpoint changes the key "of_one_save" instead.
     """
     notices = error.notices if isinstance(error, ZckptError) else [notice_of(error)]
     is_answer = isinstance(error, BROKEN) and not isinstance(error, NO_ANSWER)

@@ -131,7 +131,10 @@ class Resuming(Struct, dict=True):
         return None, said([] if is_there else [note("no-checkpoint", message, file=self.run)])
 
     def _none_is_whole(self, left: list[Words]) -> ZckptError:
-        """The error if all checkpoints were skipped; `left` has the newest first."""
+        """The error if all checkpoints of a run were skipped.
+
+        `left` has a dictionary for each, the newest first, with `path`, `kind` and `reason`.
+        """
         newest, count = left[0], counted(len(left), "checkpoint")
         if newest["kind"] == UNSUPPORTED:
             return again(UnsupportedCheckpoint, newest["reason"])
@@ -375,7 +378,10 @@ class Resuming(Struct, dict=True):
         return is_gone
 
     def _missing(self, target: str) -> Report | None:
-        """The first fault of a directory that was complete before, or None."""
+        """The first problem of a resharded copy that was complete when it was written, or None.
+
+        It is a line of the report. Files may have been lost since.
+        """
         own = judged(alone(target), {})
         return line_of(own.problems[0]) if own.problems else None
 
@@ -407,6 +413,6 @@ class Resuming(Struct, dict=True):
 
 
 def _of(candidate: Words) -> str:
-    """What is wrong with a checkpoint, with the path in front if the message lacks it."""
+    """The message about why a checkpoint was skipped, with its path in front if it lacks it."""
     path, message = candidate["path"], str(candidate["reason"]["message"])
     return message if message.startswith(path) else f"{path}: {message}"

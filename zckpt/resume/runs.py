@@ -238,7 +238,10 @@ def _set_back(run: str, pointed: str, newest: str) -> Notice:
 
 
 def _newest_first(paths: Iterable[str]) -> dict[str, Notices]:
-    """The checkpoints, the newest first, with a warning if only file times show the order."""
+    """Maps the paths of checkpoints, the newest first, to warnings.
+
+    A checkpoint has a warning if only the times of its files show its place in the order.
+    """
     order = formats.by_age(paths)[::-1]
     notes: dict[str, Notices] = {standing.path: () for standing in order}
     for standing, older in zip(order, [*order[1:], None], strict=True):
@@ -294,7 +297,11 @@ def _checkpoints(folder: str, names: Iterable[str]) -> list[str]:
 
 
 def _ordered(paths: Iterable[str]) -> list[Candidate]:
-    """The checkpoints, the newest first; one that a link or a file names as the last goes first."""
+    """The checkpoints, the newest first, except that the current one comes before all others.
+
+    It is the one to which a link such as `latest` leads, or which a file of the program names.
+    Without either, the newest one is the current one.
+    """
     notes = _newest_first(paths)
     links = {
         os.path.join(folder, sources.beside(os.path.join(folder, link)) or link)

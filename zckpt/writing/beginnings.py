@@ -158,10 +158,11 @@ MOST_UPDATES = 10_000
 
 
 def _larger(beta1: float, beta2: float) -> str:
-    """The end of a warning: how many times the learning rate Adam's first updates are, at most.
+    """The end of a warning: Adam's first updates are up to so many times the learning rate.
 
-    It is for moments that begin with zeros at a late step. With equal gradients, the moments after
-    n updates are 1 - beta ** n of their final value.
+    That is the case if moments begin with zeros at a late step, at which Adam no longer corrects
+    them. With equal gradients, the moments after n updates are 1 - beta ** n of their final value.
+    "" for betas outside of [0, 1).
     """
     if not 0 <= beta1 < 1 or not 0 < beta2 < 1:
         return ""

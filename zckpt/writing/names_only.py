@@ -21,7 +21,10 @@ from ..training.needs import ROLES, WEIGHTS
 
 
 def names_only(layout: Layout, format: Format, source: Manifest, document: bytes) -> Layout:
-    """The layout of a target with empty files of ranks, and with the note `document`."""
+    """Changes a layout: the files of ranks become empty, and the note `document` is added.
+
+    Files beside them that hold weights are left out, with a notice for each.
+    """
     omitted = [name for name, _ in layout.siblings if _has_weights(name)]
 
     def shells() -> Iterator[Shell]:

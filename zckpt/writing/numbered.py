@@ -44,11 +44,12 @@ def as_run(manifest: Manifest) -> Manifest:
 def in_its_folder(
     layout: Layout, source: Manifest, format: Format, target: str, options: Options
 ) -> Layout:
-    """Puts the files of a layout into a subfolder, if the source was in one of a numbered folder.
+    """Gives a target the form of a numbered folder, if the source was in a subfolder of one.
 
-    A target of the same format and kind gets this subfolder, too. Another target gets the files
-    around the source beside its own. Other layouts are unchanged. A warning is added if the
-    target's name has no number.
+    `layout` is unchanged for other sources. A target of the same format and kind gets the same
+    subfolder for its files, and the files around the source beside it; a warning is added if the
+    target's name has no number. A target of another format or with tags has its files and those
+    around the source in one folder. With weights alone, the files around the source are left out.
     """
     inside, around = source.run.origin.inside, source.files.around
     if format.is_neutral or not inside:

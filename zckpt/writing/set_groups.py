@@ -117,7 +117,8 @@ def about_files(names: Sequence[str]) -> list[Notice]:
 def _about_schedules(manifest: Manifest, options: Options) -> list[Notice]:
     """Warnings about schedulers that will replace the new rates after the first update.
 
-    A checkpoint has no place for the rates that such a scheduler sets.
+    Such a scheduler takes its rates from the ds_config or the program, not from its state in the
+    checkpoint. Other warnings name further hyper-parameters and lists that the rates depend on.
     """
     first_rank, engine, config = manifest.each[0], manifest.run.engine, options[CONFIG]
     if config is None and isinstance(engine, FlatBufferEngine):

@@ -27,8 +27,9 @@ HINT = (
 def refuse_holes(manifest: Manifest, reader: str) -> None:
     """Raises UnsupportedCheckpoint if a tensor of the manifest lacks elements, or has some twice.
 
-    Replicas, and the ranks and models that are not joined, are checked too. The error blames the
-    `reader`, named in the message: readers themselves check what files state about their pieces.
+    Replicas, and the manifests of ranks and models that are not joined, are checked too. `reader`
+    is the format's name: the error says that its reader is wrong, because readers themselves have
+    checked what the files state about the pieces of tensors.
     """
     wrong = [entry.name for entry in uncovered(_tensors(manifest))]
     if wrong:

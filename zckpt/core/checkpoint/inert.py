@@ -290,10 +290,10 @@ def require_tree(
 
 
 def _cut(value: Any, outer: Collection[int]) -> None:
-    """Replaces references to `outer` objects inside of `value` by ITSELF.
+    """Replaces references from a value to an object around it by ITSELF.
 
-    `outer` has the ids of the objects around `value`. Raises CorruptCheckpoint for a reference that
-    cannot be replaced.
+    `outer` has the ids of all containers and objects around `value`. Raises CorruptCheckpoint for a
+    reference to a container around it, or in a value that cannot be changed, such as a tuple.
     """
     pairs: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):

@@ -371,9 +371,10 @@ class Manifest(Struct, frozen=True):
 
     @property
     def with_models(self) -> "tuple[Manifest, ...]":
-        """The model ranks and the models of the tensor ranks; without ranks, this manifest alone.
+        """All manifests in `ranks` and `models`; without ranks, this manifest alone.
 
-        Tensors in files of layers are in the models only, and in no rank.
+        `models` has, for each tensor rank, the model that its pipeline stages form. Tensors in
+        files of layers are in the models only, and in no rank.
         """
         return (*self.ranks, *self.models) if self.ranks else (self,)
 

@@ -83,7 +83,10 @@ class States(Struct, frozen=True, dict=True):
         return self.where(lambda row: row.form not in forms)
 
     def numbers(self, form: Form) -> dict[Any, Any]:
-        """Maps keys to the values of the rows of a form that belongs to no parameter."""
+        """Maps keys to values, for the rows of a form whose values belong to no parameter.
+
+        `form` is `among` or `beside`.
+        """
         return {row.key: row.value for row in self.of_form(form)}
 
     @cached_property
@@ -100,9 +103,10 @@ class States(Struct, frozen=True, dict=True):
         return self._by_parameter("other")
 
     def by_rank(self, groups: int) -> list[dict[Any, Any]]:
-        """For each group, the hyper-parameters that ranks estimated, each with all ranks' values.
+        """For each group, a dictionary from estimated hyper-parameters to the values of all ranks.
 
-        The list has at least `groups` items, and is empty if there are no estimates.
+        The list is empty if there are no estimates. Otherwise it has `groups` items, or more if an
+        estimate belongs to a later group.
         """
         rows = self.of_form("estimate")
         last = max((row.group or 0 for row in rows), default=-1)

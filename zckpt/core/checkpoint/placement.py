@@ -94,7 +94,10 @@ class Placement(Struct, frozen=True):
         return True
 
     def agree(self, are_weights: bool) -> bool:
-        """Whether ranks with the same elements, of weights or states, need equal bytes."""
+        """Whether the bytes of elements that several ranks hold must be equal on all of them.
+
+        `are_weights` is False for states of the optimizer.
+        """
         return True
 
     @property

@@ -197,7 +197,10 @@ def untouched(manifest: Manifest) -> list[str]:
 
 
 def harmless(state: State, manifest: Manifest) -> str:
-    """The reason why a target may lack the state, in words; empty if it may not."""
+    """The reason why the training loses nothing if a target lacks the state; "" if it does.
+
+    The state is None, or the optimizer computes it afresh.
+    """
     if state.form == "none":
         return "it is None"
     shown_by = AFRESH.get(state.key, frozenset())
@@ -332,7 +335,10 @@ def require_known(keys: Collection[str], manifests: Sequence[Manifest]) -> None:
 
 
 def as_unsupported(manifest: Manifest, reason: str) -> Manifest:
-    """Marks the states of the forms `other` and `partition` as not read, with this reason."""
+    """Turns the states of the forms `other` and `partition` into states that are not read.
+
+    `reason` says why no target gets them. Their tensors leave the entries, and are only compared.
+    """
     apart = manifest.states.of_form("other", "partition")
     if not apart:
         return manifest

@@ -52,9 +52,10 @@ def unlisted(manifest: Manifest) -> list[Notice]:
 
 
 def _may_be_share(manifest: Manifest) -> bool:
-    """Whether the files could hold just one rank's share of the optimizer, without showing it.
+    """Whether a file may hold only one rank's share of the optimizer, although it does not say so.
 
-    That is so for one file of torch.save whose optimizer identifies its parameters by number.
+    It may if it is one file of torch.save for the complete model, saved by one rank as far as it
+    states, and its optimizer identifies parameters by number.
     """
     engine = manifest.run.engine
     is_whole = isinstance(engine, StateDictEngine) and engine.whole

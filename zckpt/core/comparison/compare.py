@@ -242,7 +242,7 @@ class _Comparison(Struct, eq=False, dict=True):
     ) -> bool:
         """Compares all parts, and measures the differences.
 
-        Returns True only if the bytes of all parts were compared, and are equal.
+        Returns True only if the bytes of all parts are equal, and so no part was measured.
         """
         match = parts[0].match
         a, a_dtype, b, b_dtype = buffers.alike(match, a, b)

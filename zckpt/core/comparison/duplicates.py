@@ -72,12 +72,12 @@ def check_duplicates(manifest: Manifest) -> list[Notice]:
 
 
 def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) -> list[Notice]:
-    """Warns about equal files of one tensor each, if these tensors cannot be equal by nature.
+    """Warns about two equal files of one tensor each, if these tensors should differ.
 
-    They are two kinds of values (a weight and a moment), or belong to two parameters whose other
-    states differ. There is no warning for constant weights, such as those of norms, for rounded
-    weights, and for moments that are zero. Complete records are compared, including the padding
-    after a tensor of one element.
+    They should if they are values of two kinds (a weight and a moment), or if they are one state of
+    two parameters of which another state differs. There is no warning for constant weights, such as
+    those of norms, for rounded weights, and for moments that are zero. `pairs` are the files whose
+    complete records are equal, including the padding after a tensor of one element.
     """
     tensors = by_key(
         (file, entry)

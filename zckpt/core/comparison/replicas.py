@@ -266,6 +266,6 @@ def _moments(ranks: Sequence[Manifest]) -> dict[str, list[list[Entry]]]:
 
 
 def _are_equal(slices: Sequence[Entry]) -> bool:
-    """Whether all slices begin with the same numbers, and these are not all zero."""
+    """Whether the first SAMPLE elements of all slices are equal, and not all zero."""
     first, *rest = (head(entry, SAMPLE) for entry in slices)
     return any(first) and all(first == other for other in rest)

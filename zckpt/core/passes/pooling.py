@@ -23,7 +23,10 @@ class Pass(Protocol):
         """Carries out the blocks that are assigned to this process."""
 
     def tasks_by_name(self) -> Any:
-        """A description of all tasks; processes compare it to detect that tasks differ."""
+        """A value of JSON that describes all tasks of the pass.
+
+        Processes compare it, to detect that they have not listed the same tasks.
+        """
         ...
 
     def findings(self) -> Any:

@@ -108,7 +108,10 @@ def reading(
 
 
 def in_turns(groups: Iterator[Iterator[Task]], most: int) -> Iterator[Task]:
-    """Takes one task from each group in turn, from at most `most` groups at a time."""
+    """Yields one task from each of `most` groups in turn, until all tasks were yielded.
+
+    When a group has no more tasks, the next one takes its place.
+    """
     active: deque[Iterator[Task]] = deque(islice(groups, most))
     while active:
         group = active.popleft()

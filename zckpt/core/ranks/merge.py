@@ -292,9 +292,10 @@ def with_steps(manifest: Manifest, steps: Mapping[str, Step]) -> Manifest:
 def united(ranks: Sequence[Manifest]) -> Manifest:
     """The first rank's manifest, with files, layout, steps and notices of all ranks.
 
-    It needs no table of an axis. Tensors and parameters remain those of the first rank. If ranks
-    differ in an optimizer's number that belongs to no parameter, that number becomes an unsupported
-    state. Raises InconsistentCheckpoint if counters or loss scales differ, as in mixed saves.
+    It merges all that does not depend on how the ranks share tensors: tensors and parameters remain
+    those of the first rank. If ranks differ in an optimizer's number that belongs to no parameter,
+    that number becomes an unsupported state. Raises InconsistentCheckpoint if counters or loss
+    scales differ, as in mixed saves.
     """
     first = ranks[0]
     for other in ranks[1:]:
@@ -326,7 +327,8 @@ def _together(of_each: Iterable[Iterable[T]]) -> tuple[T, ...]:
 def _states(ranks: Sequence[Manifest], word: str) -> list[StateRow]:
     """The rows of all ranks for states of the forms `other` and `unsupported`.
 
-    The names of tensors in an unsupported state begin with their rank, so that they never collide.
+    `word` is the word for a rank. The names of tensors in an unsupported state get it with the
+    rank's number in front, such as `tensor rank 1: NAME`, so that names of several ranks differ.
     """
     values_by_name = {name: own for rank in ranks for name, own in rank.states.other_values.items()}
     rows = of_parameters("other", values_by_name)
@@ -382,9 +384,11 @@ def _file_of(manifest: Manifest) -> str:
 
 
 def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]], list[Notice]]:
-    """Values of the state in which a rank differs from the first one, by file name; and notices.
+    """Maps names of ranks' files to the values of their state that differ from the first rank's.
 
-    A tensor in the client state always gets a notice: it may be a rank's random state.
+    Also returns notices about values that are left out of the merged state. A tensor in a further
+    rank's client state gets one even if it is equal, because it may be the rank's random state;
+    not if both ranks' states were read from the same file.
     """
     differing = {name: values for each in ranks for name, values in each.files.of_ranks.items()}
     keys = (*ranks[0].files.rank_keys, *OF_RANKS)

@@ -130,12 +130,18 @@ class Scattered(Struct, eq=False):
         self.add_runs(stop - start, stop, crc)
 
     def add_runs(self, count: int, stop: int, crc: int) -> None:
-        """Adds `count` bytes in runs that end at `stop`; `crc` is from `crc_of_runs`."""
+        """Adds several runs of bytes at once, with the result `crc` of `crc_of_runs` for them.
+
+        `count` is the number of bytes in all runs, `stop` the byte at which the last one ends.
+        """
         self.seen += count
         self._sum ^= combine(crc, 0, self.length - stop)
 
     def parts(self) -> list[tuple[int, int, int]]:
-        """What all pieces so far have added to the CRC, as arguments of `add`."""
+        """All pieces so far as a list of one piece: arguments for `add` of another `Scattered`.
+
+        Its last value is the sum of the pieces' shares in the CRC.
+        """
         return [(self.length - self.seen, self.length, self._sum)]
 
     @property
@@ -145,10 +151,10 @@ class Scattered(Struct, eq=False):
 
 
 def crc_of_runs(data: memoryview, length: int, stride: int) -> int:
-    """What equal runs add to the CRC-32 of bytes that hold one run every `stride` bytes.
+    """The share of runs of equal length in the CRC-32 of bytes with a run every `stride` bytes.
 
     `data` holds the runs alone, `length` bytes each, without the bytes between them.
-    `Scattered.add_runs` adds the result to the CRC.
+    `Scattered.add_runs` adds the result to the CRC of all bytes.
     """
     crc = 0
     for start in range(0, len(data), length):

@@ -307,7 +307,10 @@ class Box(Fragments):
 
     @property
     def reach(self) -> Extent:
-        """The bytes from the first element in the file to the last; they may exceed `extent`."""
+        """The bytes from the box's first element in the file to its last.
+
+        In a damaged checkpoint they may exceed `extent`.
+        """
         if not prod(self.sizes):
             return self.extent.part(0, 0)
         pairs = zip(self.sizes, self.strides, strict=True)

@@ -37,10 +37,11 @@ Numbers = tuple[int, ...]
 class Role(Struct, frozen=True):
     """The purpose of files whose names have one form, such as `model`, `optimizer` or `scheduler`.
 
-    `names` matches the names, including folders. Each unnamed group is the number of one of the
-    `axes`; an empty group is 0. A first group `stem` is a text that the program chose. Files with
-    different numbers of a `fixed` axis (a layer's) are not alike. A program writes the `is_last`
-    file after all ranks have written theirs.
+    `names` is a pattern that matches the names, including folders. Its unnamed groups match the
+    numbers of the `axes`, in this order; an empty group stands for 0. A named group `stem`, if
+    there is one, matches a text that the program chose. If `fixed` names an axis (that of layers),
+    files with different numbers on it have different contents, and none can stand in for another.
+    If `is_last`, a program writes the file after all ranks have written theirs.
     """
 
     name: str
@@ -133,7 +134,10 @@ def any_of(roles: Iterable[Role]) -> re.Pattern[str]:
 
 
 def _places(path: str) -> list[int]:
-    """The positions in a path at which a name, perhaps with folders, can begin."""
+    """The positions in a path at which the name of a file can begin: 0, and after each slash.
+
+    Some roles have names that include folders.
+    """
     if "/" not in path:  # there may be 50,000 of them
         return [0]
     return [0, *(at.end() for at in re.finditer("/", path))]
@@ -282,9 +286,10 @@ class SavedName(Struct, frozen=True):
 
     @property
     def is_other(self) -> bool:
-        """Whether the file was saved as that of another rank.
+        """Whether the file was saved as that of another rank: its name and saved name disagree.
 
-        An axis that only one of the two names has is not compared.
+        A number that only one of the two names contains is not compared. False if the file states
+        no saved name.
         """
         if self.saved_name is None:
             return False

@@ -336,7 +336,7 @@ def is_folder(path: str) -> bool:
 
 
 def size(path: str) -> int:
-    """The bytes of a file. Its fingerprint is noted, as if the file were opened."""
+    """The size of a file in bytes. Its fingerprint is noted, as if the file were opened."""
     now = os.stat(path)
     note(path, now)
     return now.st_size

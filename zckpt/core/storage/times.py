@@ -42,7 +42,7 @@ def odd_times(times: Mapping[str, int], last: int | None) -> OddTimes:
 
 
 def _together(times: Iterable[int]) -> list[list[int]]:
-    """Groups the sorted times: a pause longer than APART begins a new group."""
+    """Sorts the times, and groups those at most APART after the one before; both in nanoseconds."""
     groups: list[list[int]] = []
     for time in sorted(times):
         if not groups or time - groups[-1][-1] > APART:

@@ -177,7 +177,11 @@ class Gathering:
         self.crcs.setdefault((item.place, side), []).append((start, stop, crc))
 
     def _hash(self, a: torch.Tensor, item: BlockMatch) -> None:
-        """Computes the CRC-32s of a gathered block whose bytes the other checkpoint lacks."""
+        """Computes the CRC-32s of a gathered block.
+
+        It is called for tensors that the other checkpoint does not have bit for bit, so that its
+        CRC-32s are not those of the gathered ones.
+        """
         for lines, (start, stop) in zip(_lines(a, item.block), item.block.runs(), strict=True):
             self._keep(item, 0, start, stop, crc32(bytes_of(lines)))
 

@@ -28,9 +28,10 @@ from .buckets import Cut, Spread, kind_of, side_by_side
 
 
 def alone(entry: Entry) -> Named:
-    """Makes the record of a tensor that its files contain without any cut over ranks.
+    """Makes the record of a tensor that is not cut over ranks, from the entry of a manifest.
 
-    It has one part for each run of bytes, in order, or is a `Whole` if its elements have strides.
+    If its elements have strides in one file, it is a `Whole`. Otherwise it is a `Partitioned` whose
+    parts are the runs of bytes that hold the elements, in order.
     """
     fragments = entry.fragments
     if isinstance(fragments, Box):  # the only box, so it is the complete tensor
@@ -157,9 +158,10 @@ def keys_of(part: Named) -> list[Key]:
 
 
 def cut_over(part: Named, size: int) -> Iterator[Cut]:
-    """The parts of a record that `size` processes compare in buckets.
+    """Divides a record into parts that fit into buckets, which `size` processes compare.
 
-    Boxes whose elements have strides are left out.
+    A tensor of boxes becomes one part for each group of boxes that lie side by side; a tensor in
+    one file is cut over the processes. Elements with strides are left out: see `strided`.
     """
     if isinstance(part, Joined):
         boxes = tuple(box for box in part.parts if box.strides is None)

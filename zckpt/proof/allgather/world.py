@@ -66,7 +66,10 @@ def join_world(asked: str | None) -> World:
 
 
 def _stated(*names: str, default: int) -> int:
-    """The number in the first of these environment variables that is set."""
+    """The number in the first of these environment variables that is set.
+
+    `default` if none is set, or if its value is no number.
+    """
     text = next((os.environ[name] for name in names if name in os.environ), "")
     return int(text) if text.isdecimal() else default
 
