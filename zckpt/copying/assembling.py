@@ -164,9 +164,10 @@ class Assembler(Struct, frozen=True, eq=False):
         view: memoryview,
         crcs: Mapping[tuple[int, int], int],
     ) -> list[Passed]:
-        """The CRC-32s of a chunk's bytes: for tensors with a digest, for records, and for the file.
+        """The CRC-32s of a chunk's bytes: of parts of tensors, of records and of the file.
 
-        `crcs` are CRC-32s that are known already, by bytes [begin, end) of `view`.
+        Tensors are hashed only if their pair is in `numbers`. `crcs` maps bytes [begin, end) of
+        `view` to CRC-32s that are known already.
         """
         passed: list[Passed] = []
         begin = chunk.offset

@@ -439,7 +439,10 @@ def _number(data: bytes, place: int) -> int:
 
 
 class _Planned(Struct, eq=False):
-    """The CRC-32 of a planned item, which is opened when the object is called."""
+    """A function that opens a planned item, and returns the CRC-32 that it states for its data.
+
+    The item is opened at the first call only.
+    """
 
     files: ItemFiles
     location: ItemLocation
@@ -553,7 +556,10 @@ class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
 
 
 class _OfBox(Struct, frozen=True):
-    """The CRC-32 of a box's item, which is opened when the object is called."""
+    """A function that opens the item of a planned box, and returns the CRC-32 that it states.
+
+    `place` is the index of the box in `planned`.
+    """
 
     planned: PlannedBoxes
     place: int

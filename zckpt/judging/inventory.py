@@ -140,7 +140,10 @@ def of_folder(folder: str, wrong: Mapping[str, State]) -> list[Row]:
 
 
 def states_in(error: ZckptError | OSError) -> dict[str, State]:
-    """Maps the paths of the files that an error names to their states."""
+    """Maps the paths of the files that an error names to their states, such as `missing`.
+
+    Folders are left out, and files that the error does not call wrong.
+    """
     if isinstance(error, IncompleteCheckpoint) and error.paths:
         return dict.fromkeys(error.paths, "missing")
     files = {os.fspath(error.filename): ""} if isinstance(error, OSError) and error.filename else {}

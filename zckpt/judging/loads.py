@@ -33,7 +33,10 @@ def obstacles(manifest: Manifest, words: Mapping[str, Any]) -> list[Notice]:
 
 
 def missing_of(manifest: Manifest, to: str, words: Mapping[str, Any]) -> list[Notice]:
-    """What the program of the format `to` loads and the checkpoint lacks, even if converted."""
+    """Notices about values that the program of the format `to` needs and the checkpoint lacks.
+
+    A conversion to that format could not add them. `words` are options of the conversion.
+    """
     find = formats.named(to).functions.missing
     return find(manifest, options_of(of_target(words))) if find else []
 

@@ -74,7 +74,8 @@ class Witnesses:
     def says(self, contents: Contents, offset: int, bit: int) -> Said:
         """Compares a weight with its master: do they agree with this bit flipped, or as it is?
 
-        `offset` is that of the byte in the record's file.
+        The bit is in the byte at `offset` of the record's file. The neighbors of the element must
+        agree; if they do not, or if no weight and master hold the byte, the result is neither.
         """
         for entry, fragment in contents:
             match, extent = self._pairs.get(id(entry)), fragment.extent

@@ -258,9 +258,10 @@ class _Zip:
             raise self._wrong(number)
 
     def _flags(self, member: _Member) -> int:
-        """The flags that a member must have: those of the first one.
+        """The flags that a member must have: those of the first member.
 
-        torch writes no descriptor behind a member without bytes, so its flag for that is off.
+        torch writes no descriptor behind a member without bytes, so the flag that announces a
+        descriptor is off there.
         """
         flags = self.members[0].flags
         return flags if member.length else flags & ~DESCRIBED

@@ -124,9 +124,10 @@ class _Comparison:
             self._compare_second_names()
 
     def _are_other_schedulers(self, a: Any, b: Any) -> bool:
-        """Whether the two schedulers cannot be compared: they are of two kinds.
+        """Whether the states of schedulers cannot be compared, so that they are no difference.
 
-        Also if one side has its scheduler in a trainer's file, or in the client state.
+        They are of two kinds (DeepSpeed's own and torch's), or only one side has one in its state,
+        and the other may keep its own elsewhere: in a trainer's file or in the client state.
         """
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             return (COUNTER in a) != (COUNTER in b)

@@ -38,8 +38,8 @@ def rest(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Report], li
     """Removes the unsupported states that both checkpoints have, and reports on them.
 
     Returns both manifests without them, lines about those that differ, and notices about the
-    others. A state that differs only in the bytes of its tensors has no line here: `pairs` matches
-    them.
+    others. If states differ only in the bytes of their tensors, that is no line here: the tensors
+    are compared with those of other states, as `pairs` matches them.
     """
     shared = _shared(a, b)
     lines, notes = [], []

@@ -204,9 +204,10 @@ def trainable(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def with_trained_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
-    """Marks parameters as frozen in both manifests, if one says so and one never updated them.
+    """Marks a parameter as frozen in both manifests if it counts as trained in only one of them.
 
-    DeepSpeed leaves them out of its groups; state dicts do not state whether they are frozen.
+    This is done only if a state dict has no trace of an update of the parameter: such files do not
+    state whether it is frozen. Other engines do: DeepSpeed leaves it out of its groups.
     """
     sides = [side for side in (a, b) if isinstance(side.run.engine, StateDictEngine)]
     untouched_of = {name for side in sides for name in untouched(side)}

@@ -164,7 +164,10 @@ class File(Struct, eq=False, dict=True):
         return data[start - begin : stop - begin]
 
     def _extended(self, first: int, last: int) -> int:
-        """The last block to request: after blocks that were read in sequence, more and more."""
+        """The last block to request: `last`, or a later one if blocks are read in sequence.
+
+        With each request that follows the one before it, more blocks are read ahead, up to AHEAD.
+        """
         follows = _blocks.get((self._number, DATA, first - 1)) is not None
         self._ahead = min(2 * self._ahead + 1, AHEAD) if follows else 0
         return min(last + self._ahead, (self.stored_object.size - 1) // DATA)
@@ -331,9 +334,11 @@ def _folders(key: str) -> Iterator[str]:
 def _finished(
     store: Store, url: Url, objects: Mapping[str, StoredObject]
 ) -> dict[str, StoredObject]:
-    """The objects, without targets below the URL that a run has not completely sent.
+    """The objects, without those of unfinished targets below the URL.
 
-    Raises IncompleteCheckpoint if the URL itself belongs to such a target.
+    A target is unfinished if its note lists files that are not there, or cannot be parsed. The note
+    of a finished one is left out. Raises IncompleteCheckpoint if the URL itself belongs to an
+    unfinished target.
     """
     kept = dict(objects)
     below = [each for key, each in objects.items() if os.path.basename(key) == UNFINISHED]

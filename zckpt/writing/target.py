@@ -80,8 +80,9 @@ def named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
 def has_plain_names(format: Format, manifest: Manifest, options: Options) -> bool:
     """Whether wrappers' words, such as `_orig_mod`, are removed from the target's names.
 
-    Weights alone and complete files are loaded into a plain model. But a run that itself saves such
-    files loads the names that it saved. So does a user whose --rename adds the words.
+    They are for a target that is loaded into a plain model: for weights alone, and for formats of
+    complete files. They stay if the source has the target's format, because that run loads the
+    names that it saved, and if the user adds such words with --rename.
     """
     is_same = format.name == manifest.format and not format.is_neutral
     adds_words = any(plain(f"{new}.") != f"{new}." for _, new in options[RENAME])

@@ -197,9 +197,9 @@ def untouched(manifest: Manifest) -> list[str]:
 
 
 def harmless(state: State, manifest: Manifest) -> str:
-    """The reason why the training loses nothing if a target lacks the state; "" if it does.
+    """The reason why a target may lack the state without harm; "" if that would do harm.
 
-    The state is None, or the optimizer computes it afresh.
+    The reasons: the state is None, or the optimizer computes it afresh.
     """
     if state.form == "none":
         return "it is None"

@@ -277,7 +277,7 @@ def _part(entry: Entry, ranges: Iterable[tuple[int, int]]) -> Entry:
 
 
 def first_difference(result: Result) -> list[Extent]:
-    """For each entry, the extent of the fragment that holds the first differing element."""
+    """The extents of the fragments that hold the first differing element: one for each entry."""
     first = (result.difference and result.difference.first) or 0
     entries = (entry for entry in (result.match.a, result.match.b) if entry is not None)
     parts = (entry.fragments.overlapping(first, first + 1) for entry in entries)

@@ -69,9 +69,10 @@ class CopyOutcome(Struct, eq=False):
     `digests` maps the position of a model rank to a dictionary, which maps the keys of the target's
     entries to their CRC-32s, as far as these were requested. `files` maps paths to sizes and
     CRC-32s. `records` maps the extents of records in the target's files to CRC-32s. `differing`
-    maps the index of a master that differs from its weight to the first such element. `tensors` is
-    the number of all tensors. `counts` says how many records of the source were checked. A record
-    stays unchecked if it was saved without a CRC, or if only a small part of it was read.
+    maps the index of a compared master that differs from its weight to the first such element.
+    `tensors` is the number of all tensors. `counts` says how many records of the source were
+    checked. A record stays unchecked if it was saved without a CRC, or if only a small part of it
+    was read.
     """
 
     digests: dict[int, dict[Key, int]] = field(default_factory=dict)

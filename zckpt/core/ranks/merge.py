@@ -351,8 +351,8 @@ def _counters(manifest: Manifest) -> object:
 def _of_optimizer(manifest: Manifest) -> object:
     """What ranks must state alike about the optimizer, such as the loss scale, as JSON.
 
-    It has no values of single parameters, which differ by stage, and no numbers that belong to no
-    parameter.
+    States of single parameters are left out, because stages have different parameters. So are
+    numbers that belong to no parameter, which `_of_first` compares.
     """
     kept = manifest.states.of_form("partition", "estimate")
     state = with_states(manifest.state, States(tuple(kept)), len(manifest.groups or ()))

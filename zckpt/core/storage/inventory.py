@@ -302,10 +302,10 @@ class SavedName(Struct, frozen=True):
 def saved_names(
     roles: Sequence[Role], folders: Mapping[str, str | None], beside: Iterable[str] = ()
 ) -> list[SavedName]:
-    """The names of all files of a checkpoint that have one of these roles.
+    """The name and the saved name of each file that has one of these roles.
 
-    `folders` maps a path to the folder in its zip, or to None for a file that is no zip. `beside`
-    are names of further files in the same directory.
+    `folders` maps the path of a file to the name of the folder in its zip, or to None for a file
+    that is no zip. `beside` are names of further files in the same directory.
     """
     stems = {os.path.splitext(os.path.basename(name))[0] for name in (*folders, *beside)}
     names = []

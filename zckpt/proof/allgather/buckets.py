@@ -130,9 +130,10 @@ Cut = Partitioned | Joined | Beside
 
 
 class Segment(Struct, frozen=True):
-    """Elements [start, stop) of every rank's part; in each row of a bucket they begin at `at`.
+    """Elements [start, stop) of every rank's part of `part`: a range of columns in a bucket.
 
-    A part may have fewer of them than others: see `own_range`.
+    In each row of the bucket they begin at column `at`. The part of a rank may be shorter: its own
+    range is that of `own_range`.
     """
 
     part: Cut
@@ -144,10 +145,10 @@ class Segment(Struct, frozen=True):
 class Block(Struct, frozen=True):
     """`rows` x `columns` elements of a tensor in a bucket, beginning at (`row`, `column`).
 
-    Row i of the block holds `columns` elements of the tensor, beginning at start + i * stride. The
-    rows lie in as many rows of the bucket. Those of boxes lie elsewhere: `pieces` are (row, column,
-    columns) of the bucket, each with `columns` elements of every row of the block, without gaps.
-    The pieces side by side are the block.
+    Row i of the block holds `columns` elements of the tensor, beginning at start + i * stride.
+    Without `pieces`, each row of the block lies in a row of the bucket. With `pieces`, for boxes
+    that lie side by side, the columns of the block are divided: a piece (row, column, columns) is
+    the place in the bucket of so many columns of all rows of the block, one row after the other.
     """
 
     member: FlatMember

@@ -179,8 +179,8 @@ class Gathering:
     def _hash(self, a: torch.Tensor, item: BlockMatch) -> None:
         """Computes the CRC-32s of a gathered block.
 
-        It is called for tensors that the other checkpoint does not have bit for bit, so that its
-        CRC-32s are not those of the gathered ones.
+        A block that equals that of the other checkpoint, bit for bit, does not need this: the
+        CRC-32s of the other one are taken.
         """
         for lines, (start, stop) in zip(_lines(a, item.block), item.block.runs(), strict=True):
             self._keep(item, 0, start, stop, crc32(bytes_of(lines)))
