@@ -245,10 +245,10 @@ def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[Notice
 
 
 def _in_other_order(manifest: Manifest, reading: Reading) -> list[Notice]:
-    """Warns if --param-names has another order than files that name the parameters themselves.
+    """Warns that the order of --param-names has no effect, because files name the parameters.
 
-    A reader that needs names has used those of the option, in its order. Only pipeline stages have
-    an order of their own.
+    If the files have no names, the reader has used the names of the option, in its order. With
+    several pipeline stages the orders are not compared, because each stage has its own.
     """
     if manifest.run.origin.pp not in (None, 1):
         return []
@@ -331,7 +331,11 @@ def read_both(
 def read_other(
     path: str | os.PathLike[str], first: Manifest, reading: Reading
 ) -> tuple[Manifest, Manifest, list[Notice]]:
-    """Reads a second checkpoint like `read_both`; `first` was read, and its weights keep names."""
+    """Reads a second checkpoint to compare it with `first`, and gives it the names of `first`.
+
+    Returns both manifests, and notices about wrappers' words that only one of them has in its
+    names. The names of weights in `first` do not change.
+    """
     other = _read_second(path, first, reading)
     same = called_as(other, names_of(first))
     _need_shared(first, same)

@@ -160,10 +160,10 @@ class PartJournal(Journal):
 
 
 class ProcessJournal(Journal):
-    """The journal of one process of a run that another process leads and locks.
+    """The journal of one process of a run; another process, the leader, holds the lock.
 
-    `begun` are length and CRC-32 of the leader's journal when the others join. `regions` and
-    `chunk` are read from it.
+    `begun` are the length and the CRC-32 that the leader's journal had when this process joined.
+    `regions` and `chunk` are read from these bytes of it.
     """
 
     def __init__(

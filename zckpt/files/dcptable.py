@@ -4,7 +4,7 @@ A checkpoint of many ranks has millions of boxes, and an object for each takes h
 boxes and places are columns of numbers. The objects for a tensor's boxes, and for the place of one,
 are made when they are read:
 
-    boxes     offsets, sizes                              each the number of a tuple (`Shapes`)
+    boxes     offsets, sizes                              each the index of a tuple in `Shapes`
     places    key and offsets as one number, in order; file, offset, length
 """
 

@@ -2,7 +2,8 @@
 
 `verify`, `report`, `check` and `auto-resume` use it.
 
-    whole        all files exist and are readable without which resuming fails, or starts afresh
+    whole        the files that resuming needs exist and are readable: without one of them it
+                 fails, or begins something afresh
     of one save  files do not contradict each other about steps, ranks and names
     intact       checksums, numbers and replicas, which need all bytes: `proof.verify`
     loads here   sizes, stage, engine and model: loads.py

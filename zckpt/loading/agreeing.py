@@ -24,7 +24,7 @@ class Agreement:
     """Combines the checksums of what all ranks read of `source`; `checker` has those of this rank.
 
     `checking` has the `id`s of the pairs (a source's tensor and the target's) whose bytes this rank
-    counts. If `is_sparing` is True, no checksum is compared.
+    hashes to check records. If `is_sparing` is True, no checksum is compared.
     """
 
     def __init__(

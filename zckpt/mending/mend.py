@@ -372,7 +372,7 @@ def _moved(manifest: Manifest, base: str, target: str) -> tuple[str, str]:
 
 
 def _empty(path: str) -> Manifest:
-    """Returns a manifest without entries, as the copy is written by files, not by tensors."""
+    """Returns a manifest without entries: the copy consists of files that are copied completely."""
     return Manifest(root=path, format="", run=Run(), entries={}, parameters={})
 
 

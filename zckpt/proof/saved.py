@@ -219,7 +219,8 @@ def _of_first_rank(manifest: Manifest) -> list[Notice]:
 def _refuse_other_types(matches: Sequence[Match], a: Manifest, b: Manifest) -> None:
     """Raises MissingData for tensors whose types differ: a proof has only their checksums.
 
-    A weight of which both have the exact values is not refused: those are compared.
+    A weight that one side has in a narrower type is not refused if that side also has the exact
+    values, in a master: these are compared.
     """
     rounded, buffers = only_rounded(matches, a, b), {*a.buffers, *b.buffers}
     other_types = [

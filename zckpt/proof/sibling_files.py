@@ -69,9 +69,9 @@ def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
 
 
 def _sizes(a: int, b: int) -> dict[str, str]:
-    """The sizes of two files that differ, in words.
+    """The sizes in bytes of two files whose contents differ, as words for the report.
 
-    If they are equal, they are "9 bytes" and "9 other bytes".
+    If both sizes are equal, the words are "9 bytes" and "9 other bytes".
     """
     return {"a": f"{a} bytes", "b": f"{b} other bytes" if a == b else f"{b} bytes"}
 

@@ -301,7 +301,10 @@ def _listed(store: Store, url: Url) -> dict[str, StoredObject]:
 
 
 def _beside(store: Store, url: Url) -> list[StoredObject]:
-    """The objects beside the URL, except those that may not be listed or have a strange name."""
+    """The objects beside the URL whose keys can be the paths of files.
+
+    Empty if this user may not list them. An object at the key of a folder is left out.
+    """
     beside = _seen(lambda: store.directly_in(url.key.rpartition("/")[0])) or []
     keys = {each.key for each in beside}
     return [

@@ -85,8 +85,8 @@ class Asked(Struct, frozen=True):
     def unused(self, to: str) -> list[Notice]:
         """Warnings about options that do not apply to the format `to`, such as a ZeRO stage.
 
-        Sizes get no warning, since files that are not divided by ranks fit any sizes. zckpt's
-        universal format gets none at all, since it is first written for an engine.
+        Sizes get no warning, since files that are not divided by ranks fit any sizes. For zckpt's
+        universal format there are no warnings: no engine loads it before it is converted.
         """
         other_words = {name: word for name, word in self.words.items() if name not in SIZES_OF_RUN}
         words = {} if formats.named(to).is_neutral else other_words

@@ -356,7 +356,7 @@ def _without_buffers(options: Options, format: Format) -> Options:
 
 
 def _called(command: str, to: str) -> str:
-    """The target's format as an error names it: the user may not have typed --to."""
+    """What an error calls the target's format: `--to FORMAT` only if the user had to type that."""
     if command == "reshard":
         return f"{to}, the format that reshard keeps"
     if to == "universal":

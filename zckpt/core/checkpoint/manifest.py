@@ -108,12 +108,12 @@ def sizes_from_json(value: Any) -> tuple[int, ...]:
 
 
 def texts_from_json(value: Any) -> tuple[str, ...]:
-    """Names or sentences; raises ValueError for anything but a list of texts."""
+    """Converts a list of texts, such as names, to a tuple; raises ValueError for other values."""
     return convert(value, tuple[str, ...])
 
 
 def step_from_json(value: Any) -> float | int | None:
-    """A step; raises TypeError for a value that is neither a finite number nor null."""
+    """Returns a value that can be a step, a finite number or None; raises TypeError for others."""
     if value is not None and not is_step(value):
         raise TypeError(f"steps are not numbers: {brief(value)}")
     step: float | int | None = value

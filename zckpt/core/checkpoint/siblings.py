@@ -82,17 +82,21 @@ def _blobs(folder: str) -> Iterator[str]:
 
 
 def links_out(paths: Iterable[str], omitted: Iterable[Notice], root: str) -> list[Notice]:
-    """A warning about files that links place outside of the directory `root`; raises OSError.
+    """A warning about files below `root` that really lie outside of it, because of links.
 
     `paths` are the files that were read, and `omitted` notices about files that were left out.
     Blobs of a hub's cache count as outside here. Files that the user has named are not listed.
+    Empty if there are none. Raises OSError.
     """
     inside, below = real_path(root), os.path.join(os.path.abspath(root), "")
     leading = dict[str, str]()
 
     @cache
     def place_of(folder: str) -> tuple[str, bool, set[str]]:
-        """For a folder: its real path, whether its files stay inside, and its links."""
+        """The real path of a folder, whether that is inside of `root`, and its links' names.
+
+        A folder that the user named outside of `root` counts as inside.
+        """
         if not os.path.join(os.path.abspath(folder), "").startswith(below):
             return "", True, set()
         real = real_path(folder)

@@ -95,9 +95,10 @@ class State(Struct, frozen=True):
 
 
 def states_of(manifest: Manifest) -> dict[str, State]:
-    """Maps keys to states. If a state has several forms, the one that is last in FORMS is given.
+    """Maps the keys of all optimizer states to `State` records.
 
-    If model ranks are not joined, the states of all ranks are listed by the ranks' parameter names.
+    If different parameters have a state in different forms, the record has the form that is last in
+    FORMS. If model ranks are not joined, the states of all ranks are merged by key.
     """
     if manifest.ranks:
         return _united(states_of(rank).values() for rank in manifest.ranks)

@@ -221,8 +221,8 @@ class _Comparison(Struct, eq=False, dict=True):
     def _hash(self, side: _Side, crcs_of_equal: Mapping[int, int]) -> dict[int, int]:
         """Adds the CRC-32s of the tensor parts that one side has read to those of their tensors.
 
-        Returns the CRC-32s by the position of the elements in the buffer. `crcs_of_equal` has the
-        CRC-32s of the other side, which are reused if the bytes are equal.
+        Returns the CRC-32s by the element of the buffer at which a part begins. `crcs_of_equal` are
+        those of the other side if the bytes of both sides are equal: they are not computed again.
         """
         crcs: dict[int, int] = {}
         for item in side.requests:

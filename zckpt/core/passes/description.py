@@ -172,7 +172,7 @@ MOST_COMPARED = 5000
 
 
 def _near(pattern: str, names: Sequence[str]) -> str:
-    """A hint for a glob that matches no name: a similar name, or the form of names."""
+    """A hint for a glob that matches no name: similar names, or how names are formed."""
     owners = list(dict.fromkeys(name.rpartition("/")[0] for name in names))
     if any(fnmatchcase(owner, pattern) for owner in owners):
         return f"Did you mean {pattern + '/*'!r}? Names are parameter/slot"
