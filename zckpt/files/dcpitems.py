@@ -483,7 +483,7 @@ class _Planned(Struct, eq=False):
 class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
     """The boxes of a tensor, each with its data in an item that is not opened.
 
-    For each box, three numbers are stored: its number in `boxes`, the row of its place, and the
+    For each box, three numbers are stored: its index in `boxes`, the row of its place, and the
     byte of the item at which its data begin. All else is made when it is read.
     """
 

@@ -88,7 +88,10 @@ def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:
 def engine_differences(
     manifest: Manifest, other: Manifest, to: str, words: Mapping[str, Any]
 ) -> list[Notice]:
-    """The differences between the engines of checkpoint and run, for files of one format."""
+    """The differences between the engines of the checkpoint and of the run `other`.
+
+    Empty unless both have files of the format `to`, and this format compares engines.
+    """
     find = formats.named(to).functions.unlike
     if find is None or not to == manifest.format == other.run.origin.format:
         return []

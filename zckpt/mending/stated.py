@@ -36,9 +36,9 @@ MOST = 1 << 30  # bytes of a file that is read whole
 
 
 def place_in(path: str) -> Place | None:
-    """Returns the damage of such a file, and the bytes it had before.
+    """Returns the damage of a file whose checksum no reader can check, and its bytes before it.
 
-    Returns None if the file is undamaged, or if no checksum of it is stated.
+    Returns None if the file is undamaged, or if no checksum of it is stated: see the module.
     """
     with suppress(ZckptError, OSError, ValueError):
         if os.path.basename(path) == MANIFEST:

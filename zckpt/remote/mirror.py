@@ -4,7 +4,8 @@
 
 The objects below the URL are listed, and those beside it. A file's metadata is read in blocks,
 which are cached. Those of its neighbors are requested together with the first ones, in parallel,
-because each request takes as long as many bytes. Large parts of tensors are requested as they are.
+because a request takes as long as the transfer of many bytes. Large parts of tensors are requested
+as they are.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ NO_STATES = States()
 
 
 def of_parameters(form: Form, values: Mapping[str, Mapping[Any, Any]]) -> list[StateRow]:
-    """Makes rows of one form from values by parameter, then by key."""
+    """Makes rows of one form; `values` maps a parameter to a dictionary from keys to values."""
     return [
         StateRow(key, form, (name,), value)
         for name, states_of_parameter in values.items()

@@ -1,4 +1,4 @@
-"""Compares the replicas that ranks hold of one tensor, and checks that slices are slices.
+"""Compares the replicas that ranks hold of one tensor, and checks that slices are not replicas.
 
 This happens before a conversion writes anything. What may be done if replicas differ depends on the
 axis whose ranks hold them (`AXES`). Some drift by nature. For others the user has to choose one

@@ -27,8 +27,8 @@ def odd_times(times: Mapping[str, int], last: int | None) -> OddTimes:
     """Finds files whose times show that they were not written with the others.
 
     `times` maps names to nanoseconds. `last` is the time of the file that the program writes after
-    all others, if there is one. No file is reported unless more than half of the files were written
-    together, and not after that last file.
+    all others, if there is one. Files are reported only if more than half of all files were written
+    together, and these do not all have later times than that last file.
     """
     every = [*times.values()] if last is None else [*times.values(), last]
     most = max(_together(every), key=len, default=[])
