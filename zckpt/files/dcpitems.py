@@ -439,10 +439,7 @@ def _number(data: bytes, place: int) -> int:
 
 
 class _Planned(Struct, eq=False):
-    """A function that opens a planned item, and returns the CRC-32 that it states for its data.
-
-    The item is opened at the first call only.
-    """
+    """A function that opens a planned item once, and returns the CRC-32 stated for its data."""
 
     files: ItemFiles
     location: ItemLocation
@@ -556,10 +553,7 @@ class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
 
 
 class _OfBox(Struct, frozen=True):
-    """A function that opens the item of a planned box, and returns the CRC-32 that it states.
-
-    `place` is the index of the box in `planned`.
-    """
+    """A function that opens the item of box `place`, and returns the CRC-32 that it states."""
 
     planned: PlannedBoxes
     place: int
