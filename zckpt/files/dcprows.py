@@ -223,7 +223,7 @@ class Rows:
         return [*rest, *flat[len(flat) & ~1 :]]
 
     def _as_object(self, value: Any) -> Any:
-        """The record that the unpickler would have made instead of a row."""
+        """Turns a row into the object that the unpickler would have made; keeps other values."""
         if type(value) is IndexRow:
             offsets = {} if value.offsets < 0 else {"offset": self.shapes[value.offsets]}
             return Foreign.instance(INDEX, fqn=value.key, **offsets)

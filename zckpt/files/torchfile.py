@@ -136,7 +136,8 @@ class TorchFile:
     def of(cls, record: Record, dtype: str, shape: tuple[int, ...]) -> TorchFile:
         """Makes a TorchFile for one row-major tensor in `record`, without opening the file.
 
-        It is used for a lost file, which cannot be read, and for items that were planned.
+        It is used if the file is lost, and if the place of an item's data was computed from items
+        of the same form that were opened before.
         """
         file, extent = cls.__new__(cls), record.extent
         file.path, file.saved_as, file.size = extent.file, None, extent.length

@@ -57,7 +57,7 @@ class About(Struct, frozen=True):
 
 
 def about(manifest: Manifest) -> About:
-    """The facts stated beside a checkpoint that was read, and in its own configuration."""
+    """What a checkpoint that was read, and the files beside it, state about model and training."""
     stated_about = _of_files(manifest.files.siblings)
     state = manifest.state.get("client_state")
     if stated_about.epoch is None and isinstance(state, Mapping) and lightning.is_in(manifest):

@@ -118,7 +118,7 @@ class WeightPart(Struct, frozen=True, eq=False):
 
     @property
     def cost(self) -> int:
-        """Bytes of memory."""
+        """The bytes of memory that this part takes: `size`, rounded up to full pages."""
         return in_pages(self.size)
 
 

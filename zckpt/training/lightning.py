@@ -39,9 +39,10 @@ class Keys(Struct, frozen=True):
     file: str
 
     def numbered_as(self, optimizer: tuple[Any, ...] | None) -> Keys:
-        """These keys for another optimizer, whose number is in the last item of `optimizer`.
+        """These keys with the number of another optimizer, whose own keys are `optimizer`.
 
-        Unchanged if that item contains no number, or if `optimizer` is None.
+        The number is at the end of the last key. Unchanged if there is none, or if `optimizer` is
+        None.
         """
         number = NUMBER.search(str(optimizer[-1])) if optimizer else None
         if number is None:

@@ -207,7 +207,10 @@ KEYS = (OTHER, PARTITIONS, AMONG, BESIDE, BY_RANK)
 
 
 def with_states(state: Mapping[str, Any], states: States, groups: int) -> dict[str, Any]:
-    """Adds the states under `optimizer` to the state of a manifest that has this many `groups`."""
+    """Returns a manifest's `state` with `states` added under its key `optimizer`.
+
+    `groups` is the number of the manifest's parameter groups.
+    """
     parts: dict[tuple[Part | None, tuple[str, ...]], dict[Any, Any]] = {}
     for row in states.of_form("partition"):
         parts.setdefault((row.part, row.parameters), {})[row.key] = row.value

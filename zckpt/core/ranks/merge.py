@@ -145,8 +145,8 @@ def tensor(key: Key, held: Sequence[Sequence[Entry]], table: Table, root: str) -
 def _held(every: Sequence[Manifest], first: Manifest) -> dict[Key, list[list[Entry]]]:
     """Maps a tensor's key to a list with an item per rank: the rank's entry, then its replicas.
 
-    Tensors of the program's state are included if the first rank has them in the same type and
-    shape.
+    A tensor of the program's state is included for a rank only if the first rank has one with the
+    same key, type and shape.
     """
     held: dict[Key, list[list[Entry]]] = {}
     for number, rank in enumerate(every):

@@ -276,8 +276,8 @@ NAME_MAX = 255
 class SavedName(Struct, frozen=True):
     """The name of a rank's file, and the name under which torch.save wrote it, both parsed.
 
-    `saved_name` is None if the file states no name of this form. A name of another form is known
-    only if a file beside it has that name.
+    `saved_name` is None if the file states no name, or one that no role matches. A saved name whose
+    role or stem differs from the present name's is ignored unless a file beside it has that name.
     """
 
     row: Row

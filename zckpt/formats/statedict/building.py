@@ -452,7 +452,7 @@ class ManifestBuilder:
 
 
 def _is_missing(value: Any) -> bool:
-    """Whether a value was a number in a lost file."""
+    """Whether a value is a number that cannot be read because its file is lost."""
     return isinstance(value, Leaf) and value.number is missing_number and is_number(value, Leaf)
 
 
