@@ -166,7 +166,6 @@ def test_files_of_options_may_be_urls(
     assert (missing.code, bucket.url("no.json") in missing.err) == (2, True), missing.err
 
 
-@pytest.mark.engines
 def test_an_engine_of_another_size_loads_a_url(bucket: Bucket, tmp_path: Path) -> None:
     needs("deepspeed")
     case = CASES["z3_dp2_bf16"]
