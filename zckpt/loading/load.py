@@ -1,4 +1,4 @@
-"""How does an engine load a checkpoint of another size without files of its size on disk?
+"""Loads a checkpoint of another size into an engine, without files of the engine's size on disk.
 
 1. each rank reads the metadata of the source, and writes the target's shells for itself
 2. rank 0 reads what `reshard` reads before its first byte; an error ends the load in all ranks
@@ -75,7 +75,7 @@ def load(
     refuse_engine(engine, source, given["load_optimizer_states"])
     words = words_for(engine, words)
     launch = joined() or Launch(0, 1)
-    own: Exception | None = None
+    failure: Exception | None = None
     told: Told | None = None
     result: tuple[str | None, Any] = None, None
     try:
@@ -88,12 +88,12 @@ def load(
             except Told as error:  # all ranks have it, and leave the block together
                 told = error
             except Exception as error:
-                own = error
+                failure = error
                 raise
     except ZckptError as error:  # others have failed first, and this rank may have its own error
-        if own is None or own is error:
+        if failure is None or failure is error:
             raise
-        raise own from None
+        raise failure from None
     if told is not None:
         with api.telling():
             raise told.error
@@ -201,15 +201,15 @@ class Load(Struct, eq=False, dict=True):
         agreement = Agreement(self.ranks, self.source, self.files.pairs, self.is_sparing)
         chunk = chunk_size(self.source.dp, 1, MEMORY)
         (reader,) = self.stack.enter_context(reading([agreement.checker], chunk))
-        own = self.engine.checkpoint_engine
-        loading = LoadingEngine(own, folder, self, agreement, reader, chunk)
+        engines_own = self.engine.checkpoint_engine
+        loading = LoadingEngine(engines_own, folder, self, agreement, reader, chunk)
         self.engine.checkpoint_engine = loading
         try:
             loaded, client_state = self.engine.load_checkpoint(folder, **self.given)
             if not loading.is_concluded:
                 loading.agree(None, is_last=True)
         finally:
-            self.engine.checkpoint_engine = own
+            self.engine.checkpoint_engine = engines_own
         return (api.translated(self.where) if loaded else None), client_state
 
     @property

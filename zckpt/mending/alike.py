@@ -1,4 +1,4 @@
-"""Which lost files can be copied from another rank, because all other ranks have the same file?
+"""Finds lost files that can be copied from another rank: all other ranks have the same file.
 
 In stage 3 each rank has a file of the model without its weights. If at least two other ranks have
 theirs, and all of these are the same, the lost one was the same too: only the folder name differs
@@ -94,8 +94,8 @@ def remade(found: Found, known: Mapping[str, Alike]) -> str:
 
 def _alike(found: Found, path: str) -> Alike | None:
     real = found.real(path)
-    own = known(ALL_ROLES, real)
-    if own is None or AXIS not in own.axes or _has_parts(found, path):
+    lost = known(ALL_ROLES, real)
+    if lost is None or AXIS not in lost.axes or _has_parts(found, path):
         return None
     gone = {*map(found.real, found.lost)}
     others = [
@@ -103,8 +103,8 @@ def _alike(found: Found, path: str) -> Alike | None:
         for other in sorted(files_below(found.path))
         if other not in gone
         and (its := known(ALL_ROLES, other)) is not None
-        and its.is_like(own)
-        and its.numbers == own.numbers_with(AXIS, its.at(AXIS) or 0)
+        and its.is_like(lost)
+        and its.numbers == lost.numbers_with(AXIS, its.at(AXIS) or 0)
     ]
     if len(others) < FEWEST:
         return None

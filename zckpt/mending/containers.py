@@ -1,4 +1,4 @@
-"""Which members of a zip are damaged, in a file that its reader refuses?
+"""Finds damaged members of zips, in a file that its reader refuses.
 
 Such a file has no manifest that would name its records. But each zip of torch.save states a CRC-32
 for each of its members, the pickle too. The file of a rank is one zip, and an item file of

@@ -1,4 +1,4 @@
-"""What is damaged in a checkpoint, and which bytes were there before?
+"""Finds what is damaged in a checkpoint, and the bytes that were there before.
 
 The readers and `judging/verdict.py` say which file is damaged; a comparison of all bytes, as
 `verify` does it, says which records are. A file whose pickle or structure is damaged cannot be read

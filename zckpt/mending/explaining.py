@@ -1,4 +1,4 @@
-"""Which bytes did a damaged record have before?
+"""Finds the bytes that a damaged record had before.
 
 The file states a CRC-32 of the record. If flipping one bit gives the record that CRC-32, the bit is
 flipped back. Damage of many bits looks like one flipped bit by a chance that grows with the record:
@@ -111,23 +111,29 @@ class Place(Struct, frozen=True):
     def notice(self, root: str) -> Notice:
         """The notice of the report: what was wrong here, and what supports the correction."""
         file = os.path.relpath(self.extent.file, root)
-        own = self.mended(root)
+        restored = self.mended(root)
         names = [*dict.fromkeys(entry.name for entry, _ in self.contents)]
         what = f"{counted(self.extent.length, 'byte')} at {self.extent.offset} of {file}"
-        subject = own.tensor if own else names[0] if len(names) == 1 else None
+        subject = restored.tensor if restored else names[0] if len(names) == 1 else None
         about = {"subject": subject, "file": self.extent.file}
-        if own is None:
+        if restored is None:
             message = f"{what} cannot be restored: {self.why}"
             return problem("not-mendable", message, hint=LOST, **about)
-        where = f", element {own.element} of {own.tensor}" if own.element is not None else ""
-        if own.bit is not None:
-            found = f"bit {own.bit} of byte {own.offset} of {file} was flipped{where}"
+        where = (
+            f", element {restored.element} of {restored.tensor}"
+            if restored.element is not None
+            else ""
+        )
+        if restored.bit is not None:
+            found = f"bit {restored.bit} of byte {restored.offset} of {file} was flipped{where}"
         else:
-            found = f"{counted(own.bytes, 'byte')} of the {what} differ from {own.witness}"
-        if own.before is not None or own.after is not None:
-            found += f": {own.before} instead of {own.after}"
+            found = (
+                f"{counted(restored.bytes, 'byte')} of the {what} differ from {restored.witness}"
+            )
+        if restored.before is not None or restored.after is not None:
+            found += f": {restored.before} instead of {restored.after}"
         if self.by == "witness":
-            confirmed = "" if own.bit is None else f"; {own.witness} confirms it"
+            confirmed = "" if restored.bit is None else f"; {restored.witness} confirms it"
             return note("mended", f"{found}{confirmed}", **about)
         found += f" (many flipped bits look like this in {one_in(self.chance)})"
         if self.by == "checksum":

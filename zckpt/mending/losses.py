@@ -1,8 +1,8 @@
-"""Which elements were in files that are missing or cannot be read, and do other files have them?
+"""Lists the elements that were in missing or unreadable files, and where else they are.
 
-elsewhere    yes: a copy on another rank, the weight's master, or an older checkpoint
-made-up      no, but training could go on with other values: weights widened to masters
-gone         no, and nothing can take their place
+elsewhere    in other files: a copy on another rank, the weight's master, or an older checkpoint
+made-up      nowhere, but training could go on with other values: weights widened to masters
+gone         nowhere, and nothing can take their place
 
 Another rank's file stands in for a lost one (judging/damaged_source.py), so the names, shapes and
 elements that it had are known. The values of the stand-in are not used.
@@ -108,9 +108,11 @@ class Losses(Struct, frozen=True):
             typed = " ".join(f"--rebuild {each}" for each in lacking)
             return error.with_way(f"`{typed}` makes up what is lost, see --dry-run")
         for state, what in (("gone", "is lost for good"), ("made-up", "would have to be made up")):
-            own = [*dict.fromkeys(each["subject"] for each in self.lines if each["state"] == state)]
-            if own:
-                return error.with_way(f"a part of {listed(own, MOST)} {what}, see --dry-run")
+            tensors = dict.fromkeys(
+                line["subject"] for line in self.lines if line["state"] == state
+            )
+            if tensors:
+                return error.with_way(f"a part of {listed([*tensors], MOST)} {what}, see --dry-run")
         return error
 
 
@@ -132,15 +134,17 @@ def losses_of(found: Found, older: Manifest | None, known: Mapping[str, Alike]) 
     faults = _each_once(found)
     if found.manifest is None or not found.lost:
         return Losses(found.manifest, faults)
-    lines = [_restored(path, own, found) for path, own in known.items()]
+    lines = [_restored(path, copied, found) for path, copied in known.items()]
     if known.keys() == found.lost.keys():
-        return Losses(found.manifest, faults, lines, remade=[own.mended for own in known.values()])
+        return Losses(
+            found.manifest, faults, lines, remade=[copied.mended for copied in known.values()]
+        )
     lost = [each for each in _losses(found, older) if not known.keys() >= {*each.files}]
     return Losses(found.manifest, faults, [*lines, *_lines(found, lost)], lost)
 
 
-def _restored(path: str, own: Alike, found: Found) -> Report:
-    message = f"{own.name}: {own.witness} has the same bytes"
+def _restored(path: str, copied: Alike, found: Found) -> Report:
+    message = f"{copied.name}: {copied.witness} has the same bytes"
     return line_of(note(CODE, message, file=found.real(path)), state="restored", tensors=[])
 
 
@@ -231,9 +235,9 @@ def _same(
     if there is neither, as for a weight whose values only its master still has.
     """
     copies = [copy for copy in manifest.replicas if copy.key == entry.key]
-    own = next((copy for copy in copies if _is_whole(copy, lost)), None)
-    if own is not None:
-        return own
+    replica = next((copy for copy in copies if _is_whole(copy, lost)), None)
+    if replica is not None:
+        return replica
     parameter = manifest.parameters.get(entry.parameter)
     is_frozen = parameter is not None and not parameter.trainable
     return older.entries.get(entry.key) if older is not None and is_frozen else None

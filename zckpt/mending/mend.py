@@ -93,7 +93,7 @@ def mend(
                 taken = replace(rebuilding, others=losses.others)
                 made = rebuilt(found, found.lost.keys() - known.keys(), taken)
             if made is not None:
-                losses = losses.made_up([*(own.mended for own in known.values()), *made])
+                losses = losses.made_up([*(copied.mended for copied in known.values()), *made])
                 is_all = True
             if is_all:
                 seen, real = remade(found, known), found.real
@@ -116,15 +116,18 @@ def mend(
         try:
             _refuse(source, diagnosis, losses, lacking, accept_chance)
         except ZckptError as error:
-            own_file = error.again(file=error.file and real(error.file))
+            of_source = error.again(file=error.file and real(error.file))
             if is_hidden:
-                own_file = own_file.with_way("nothing is made beside links without --follow-links")
-            raise own_file from error
+                of_source = of_source.with_way(
+                    "nothing is made beside links without --follow-links"
+                )
+            raise of_source from error
         assert manifest is not None
         written = [place for place in diagnosis.places if place.is_written(accept_chance)]
         stack.enter_context(corrected(corrections_of(written)))
-        own = [*losses.remade, *(each for p in diagnosis.places if (each := p.mended(base)))]
-        layout, manifest = _laid_out(manifest, own, seen, base, reading.follow_links)
+        places = (place.mended(base) for place in diagnosis.places)
+        mended_now = [*losses.remade, *filter(None, places)]
+        layout, manifest = _laid_out(manifest, mended_now, seen, base, reading.follow_links)
         files = convert.files_of(layout)
         size = sum(files.values())
         report |= {"files": list(files), "bytes": size, "left_out": said(layout.omitted)}
@@ -203,11 +206,11 @@ def _found(
 
 def _line(place: Place, base: str, accept_chance: bool) -> Report:
     """Returns the line of the report about one damaged record: a notice and its fields."""
-    own, extent = place.mended(base), place.extent
-    fields = mended.to_json([own])[0] if own else {}
+    restored, extent = place.mended(base), place.extent
+    fields = mended.to_json([restored])[0] if restored else {}
     fields.pop("file", None)
-    state = "lost" if own is None else "restored"
-    if own is not None and own.by == "chance":
+    state = "lost" if restored is None else "restored"
+    if restored is not None and restored.by == "chance":
         state = "accepted" if accept_chance else "needs-consent"
     names = list(dict.fromkeys(entry.name for entry, _ in place.contents))
     record = {"offset": extent.offset, "length": extent.length}
@@ -279,13 +282,13 @@ def _listed(code: str, what: str, places: Sequence[Place], hint: str) -> ZckptEr
 
 
 def _laid_out(
-    manifest: Manifest, own: Sequence[Mended], source: str, base: str, follow_links: bool
+    manifest: Manifest, records: Sequence[Mended], source: str, base: str, follow_links: bool
 ) -> tuple[Layout, Manifest]:
     """Lays out the files of the copy, and adds their fingerprints to the manifest; returns both.
 
     The copy's list of mended bytes has those of the source's own list, and those mended now.
     """
-    listed = (*manifest.notices.mended, *own)
+    listed = (*manifest.notices.mended, *records)
     with sources.watching() as watch, following(follow_links):
         found = _files(manifest, source, base)
         files = _as_read(manifest, found.files)
@@ -306,13 +309,13 @@ def _files(manifest: Manifest, source: str, base: str) -> SiblingList:
     Files of other checkpoints of the run are left out. The engine's own files are read through
     links wherever these lead, as every reader does.
     """
-    own = {os.path.abspath(path): path for path in manifest.files.paths}
+    engine_files = {os.path.abspath(path): path for path in manifest.files.paths}
     found = SiblingList(base)
-    for path in own:
+    for path in engine_files:
         found.files.append(Sibling(relative(path, base), path, sources.size(path)))
 
     def is_own(_: str, entry: os.DirEntry[str]) -> bool:
-        return entry.path in own
+        return entry.path in engine_files
 
     root = os.path.abspath(manifest.root)
     if os.path.isdir(source):
@@ -323,7 +326,7 @@ def _files(manifest: Manifest, source: str, base: str) -> SiblingList:
             folder = os.path.dirname(folder)
             with os.scandir(folder) as entries:
                 paths = [entry.path for entry in entries if not entry.is_dir()]
-            for path in sorted({*paths} - own.keys()):
+            for path in sorted({*paths} - engine_files.keys()):
                 found.add(relative(path, base), path)
     there = {item.path for item in found.files}
     files = manifest.files

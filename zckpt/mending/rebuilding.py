@@ -202,8 +202,11 @@ def differing_copies(found: Found) -> list[str]:
     for manifest in found.known.each:
         lost = [copy for copy in manifest.replicas if kept(copy, found.lost)[0] is not copy]
         for key in dict.fromkeys(copy.key for copy in lost):
-            every = [manifest.entries[key], *(own for own in manifest.replicas if own.key == key)]
-            left = [own for own in every if kept(own, found.lost)[0] is own]
+            every = [
+                manifest.entries[key],
+                *(copy for copy in manifest.replicas if copy.key == key),
+            ]
+            left = [entry for entry in every if kept(entry, found.lost)[0] is entry]
             if len(left) < FEWEST or len(set(map(_crc, left))) > 1:
                 names.append(left[0].name if left else every[0].name)
     return names
@@ -268,10 +271,10 @@ def _fill(
 
 
 def _copy(reader: ElementReader, source: Entry, entry: Entry, run: Fragment, file: int) -> None:
-    size, own = SIZES[entry.dtype], SIZES[source.dtype]
+    size, source_size = SIZES[entry.dtype], SIZES[source.dtype]
     for start in range(run.start, run.stop, CHUNK):
         stop = min(run.stop, start + CHUNK)
-        data = memoryview(bytearray((stop - start) * own))
+        data = memoryview(bytearray((stop - start) * source_size))
         reader.read([ReadRequest(source, start, stop, 0)], data)
         out = memoryview(bytearray((stop - start) * size))
         if source.dtype == entry.dtype:

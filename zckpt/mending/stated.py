@@ -1,4 +1,4 @@
-"""Which bit was flipped in a file whose checksum must be checked before a reader can open it?
+"""Finds the bit that was flipped in a file that no reader can open with the damage.
 
     .metadata                the CRC-32 that zckpt writes behind its pickle
     a header of safetensors  the CRC-32 of the whole file, in manifest.json of the same folder

@@ -1,4 +1,4 @@
-"""Which other bytes confirm a correction of a damaged record, or contradict it?
+"""Compares a correction of a damaged record with other bytes, which confirm or contradict it.
 
 rounding       a 16-bit weight and its master: the wider value must round to the narrower one
 substitution   a copy on another rank, or the same tensor of an older checkpoint: put in place
@@ -152,11 +152,11 @@ def _differences(contents: Contents, others: dict[int, Entry]) -> list[Correctio
                 for start in range(run.start, run.stop, BLOCK // size):
                     stop = min(run.stop, start + BLOCK // size)
                     part = run.extent.part((start - run.start) * size, (stop - run.start) * size)
-                    own, its = ours[: part.length], theirs[: part.length]
-                    reader.reader.read(part, own)
-                    _fill(reader, other, start, stop, its)
-                    for begin, end in _runs(own, its) if own != its else ():
-                        before, after = bytes(own[begin:end]), bytes(its[begin:end])
+                    damaged, other_bytes = ours[: part.length], theirs[: part.length]
+                    reader.reader.read(part, damaged)
+                    _fill(reader, other, start, stop, other_bytes)
+                    for begin, end in _runs(damaged, other_bytes) if damaged != other_bytes else ():
+                        before, after = bytes(damaged[begin:end]), bytes(other_bytes[begin:end])
                         offset = part.offset + begin
                         corrections.append(Correction(part.file, offset, before, after))
                         count += end - begin

@@ -1,4 +1,4 @@
-"""Which bit was flipped in the headers or the directory of a zip?
+"""Finds the bit that was flipped in the headers or the directory of a zip.
 
 A zip of torch.save, or of zckpt, states each fact about a member twice:
 

@@ -263,16 +263,16 @@ class Resuming(Struct, dict=True):
 
     def _plan_at(self, candidate: Candidate, here: Candidate) -> Words:
         """The plan; `here` is the checkpoint's path on this machine, if `candidate` is a URL."""
-        own = judged(here, self._reading)
-        manifest = own.manifest
-        if manifest is None or own.obstacles:
-            kind = UNSUPPORTED if isinstance(own.error, UnsupportedCheckpoint) else ""
-            kind = kind or ("" if own.problems else ALONE)
-            return {"reason": line_of(own.obstacles[0]), "kind": kind}
+        judgement = judged(here, self._reading)
+        manifest = judgement.manifest
+        if manifest is None or judgement.obstacles:
+            kind = UNSUPPORTED if isinstance(judgement.error, UnsupportedCheckpoint) else ""
+            kind = kind or ("" if judgement.problems else ALONE)
+            return {"reason": line_of(judgement.obstacles[0]), "kind": kind}
         words = self.asked.of(manifest)
         are_read = self.verify == "records"
         unsure = [] if are_read else not_compared(manifest)
-        unsure += own.remarks
+        unsure += judgement.remarks
         unsure += self.asked.unused(str(manifest.run.origin.format))
         missing = missing_of(manifest, str(manifest.run.origin.format), words)
         missing = [replace(each, severity="warning") for each in missing]
@@ -382,8 +382,8 @@ class Resuming(Struct, dict=True):
 
         It is a line of the report. Files may have been lost since.
         """
-        own = judged(alone(target), {})
-        return line_of(own.problems[0]) if own.problems else None
+        problems = judged(alone(target), {}).problems
+        return line_of(problems[0]) if problems else None
 
     def _discard(self, target: str) -> None:
         cache.let_go(target)

@@ -1,4 +1,4 @@
-"""What of a target is written if a program's loader fills its files in memory?
+"""Changes a layout so that only its names are written: a loader fills the files in memory.
 
 Its names: the files of the engine's ranks are empty, and a note says whose names these are. Files
 beside them are complete, except for weights, which no program of such an engine loads from there

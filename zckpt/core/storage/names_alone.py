@@ -1,4 +1,4 @@
-"""Which directories have the names of a checkpoint's files, and no data?
+"""Directories that have the names of a checkpoint's files, and no data.
 
     zckpt-names.json    {"zckpt": "0.1.0", "source": "/runs/out/checkpoint-500", "tag": null}
 
