@@ -205,6 +205,17 @@ def test_a_list_of_such_directories_calls_none_damaged(
     assert [each["code"] for each in row["problems"]] == ["names-alone"]
 
 
+def test_a_note_above_a_checkpoint_counts_only_in_a_directory_of_zckpt(
+    tmp_path: Path, zckpt: Callable[..., Result]
+) -> None:
+    """Anybody may write a file of this name into a directory that many share, such as /tmp."""
+    shutil.copytree(TRAINER, tmp_path / "run" / TRAINER.name)
+    (tmp_path / NAMES).write_bytes(note_of("/elsewhere", None))
+    assert source_of(str(tmp_path)) == "/elsewhere"
+    assert source_of(str(tmp_path / "run")) is None
+    assert zckpt("verify", tmp_path / "run" / TRAINER.name).code == 0
+
+
 def test_a_note_that_is_none_names_no_source(tmp_path: Path) -> None:
     for data in (b"", b"[]", b"{}", b'{"source": 3}', b"\xff"):
         (tmp_path / NAMES).write_bytes(data)

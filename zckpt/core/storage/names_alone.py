@@ -3,7 +3,9 @@
     zckpt-names.json    {"zckpt": "0.1.0", "source": "/runs/out/checkpoint-500", "tag": null}
 
 Programs find there what they look for, and a loader reads the checkpoint at `source` instead. The
-engine's files are empty, so that commands which read a checkpoint refuse such a directory.
+engine's files are empty, so that commands which read a checkpoint refuse such a directory. A note
+in a directory above a path counts only if zckpt has marked that directory: anybody may have put a
+file of this name into a directory that many share.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Iterator
 from ...errors import UnsupportedCheckpoint
 from ..version import __version__
 from . import sources
+from .marks import is_marked
 
 NAMES = "zckpt-names.json"
 MOST = 1 << 16  # bytes of a note
@@ -31,9 +34,10 @@ def source_of(path: str) -> str | None:
 
     None if there is no note; empty if the note cannot be parsed.
     """
-    for folder in _from(os.path.realpath(path)):
+    path = os.path.realpath(path)
+    for folder in _from(path):
         file = os.path.join(folder, NAMES)
-        if sources.is_file(file):
+        if sources.is_file(file) and (folder == path or is_marked(folder)):
             with sources.opened(file) as opened:
                 return _stated(opened.read(MOST))
     return None
