@@ -1,8 +1,9 @@
 """Compares a correction of a damaged record with other bytes, which confirm or contradict it.
 
 rounding       a 16-bit weight and its master: the wider value must round to the narrower one
-substitution   a copy on another rank, or the same tensor of an older checkpoint: put in place
-               of the damaged bytes, it gives the record the CRC-32 that its file states
+substitution   a copy on another rank, the rounded master of a 16-bit weight, or the same tensor
+               of an older checkpoint: put in place of the damaged bytes, it gives the record
+               the CRC-32 that its file states
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from functools import partial
 
 from msgspec import Struct
 
-from ..core.checkpoint.cast import are_rounded
+from ..core.checkpoint.cast import are_rounded, cast
 from ..core.checkpoint.dtypes import SIZES
 from ..core.checkpoint.entries import Entry, Key
 from ..core.checkpoint.manifest import Manifest
+from ..core.checkpoint.weights import is_rounded
 from ..core.comparison.masters import with_masters
 from ..core.grouping import by_key
 from ..core.passes.pieces import ElementReader, ReadRequest
@@ -100,7 +102,7 @@ class Witnesses:
         return Said()
 
     def substituted(self, damage: Damage, contents: Contents) -> Substituted | None:
-        """Bytes of a copy or of the older checkpoint that give the record its stated CRC-32."""
+        """Bytes of another tensor that give the record its stated CRC-32; None if none do."""
         extent = damage.record.extent
         for who, others in self._sets(contents):
             corrections = _differences(contents, others)
@@ -114,9 +116,9 @@ class Witnesses:
     def _sets(self, contents: Contents) -> Iterator[tuple[str, dict[int, Entry]]]:
         """Yields the sources from which bytes of the entries in `contents` could be taken.
 
-        They are the copies on other ranks, one rank after another, and then the older checkpoint.
-        Each comes as its name for the report, and a dictionary that maps the `id` of an entry to
-        the entry of that source with the same key.
+        They are the copies on other ranks, one rank after another, then the masters of weights, and
+        then the older checkpoint. Each comes as its name for the report, and a dictionary that maps
+        the `id` of an entry to the entry of that source.
         """
         copies = {
             id(entry): [own for own in self._copies.get(entry.key, ()) if own is not entry]
@@ -125,6 +127,17 @@ class Witnesses:
         for number in range(max(map(len, copies.values()), default=0)):
             others = {key: own[number] for key, own in copies.items() if number < len(own)}
             yield "a copy on another rank", others
+        pairs = ((entry, self._pairs.get(id(entry))) for entry, _ in contents)
+        partners = (
+            (entry, match.b if match.a is entry else match.a) for entry, match in pairs if match
+        )
+        if masters := {
+            id(entry): partner
+            for entry, partner in partners
+            if partner is not None
+            and (partner.dtype == entry.dtype or is_rounded(partner.dtype, entry.dtype))
+        }:
+            yield "the weights that the masters round to", masters
         if self._older is not None:
             entries = self._older.entries
             others = {
@@ -139,7 +152,8 @@ class Witnesses:
 def _differences(contents: Contents, others: dict[int, Entry]) -> list[Correction]:
     """Returns the corrections that give entries the elements of `others`, which has them by `id`.
 
-    Returns none if more than 8 MiB differ. Fragments of more than 65,536 runs are left out.
+    Elements of a wider type are rounded. Returns none if more than 8 MiB differ. Fragments of more
+    than 65,536 runs are left out.
     """
     corrections, count = list[Correction](), 0
     ours, theirs = Buffer(BLOCK).view, Buffer(BLOCK).view
@@ -154,7 +168,7 @@ def _differences(contents: Contents, others: dict[int, Entry]) -> list[Correctio
                     part = run.extent.part((start - run.start) * size, (stop - run.start) * size)
                     damaged, other_bytes = ours[: part.length], theirs[: part.length]
                     reader.reader.read(part, damaged)
-                    _fill(reader, other, start, stop, other_bytes)
+                    _fill_as(entry.dtype, reader, other, start, stop, other_bytes)
                     for begin, end in _runs(damaged, other_bytes) if damaged != other_bytes else ():
                         before, after = bytes(damaged[begin:end]), bytes(other_bytes[begin:end])
                         offset = part.offset + begin
@@ -190,6 +204,18 @@ def _elements(entry: Entry, start: int, stop: int) -> list[bytes]:
 
 def _fill(reader: ElementReader, entry: Entry, start: int, stop: int, view: memoryview) -> None:
     reader.read([ReadRequest(entry, start, stop, 0)], view)
+
+
+def _fill_as(
+    dtype: str, reader: ElementReader, entry: Entry, start: int, stop: int, view: memoryview
+) -> None:
+    """Reads elements of an entry into `view`, cast to `dtype`."""
+    if entry.dtype == dtype:
+        _fill(reader, entry, start, stop, view)
+    else:
+        wide = memoryview(bytearray((stop - start) * SIZES[entry.dtype]))
+        _fill(reader, entry, start, stop, wide)
+        cast(wide, entry.dtype, view, dtype)
 
 
 def _are_rounded(entry: Entry, partner: Entry, value: bytes, other: bytes) -> bool | None:
