@@ -328,11 +328,11 @@ def export(
 def rebuild_options(found: Found) -> list[str]:
     """What `mend` takes as `rebuild` so that all that lost files had is made up.
 
-    Nothing if no file is lost, or if some of it cannot be made up.
+    Nothing if no file is lost, or if some of it cannot be made up. "model" needs `older` too.
     """
     from .mending.rebuilding import options_for
 
-    return options_for(found) if found.lost else []
+    return options_for(found)
 
 
 @takes_urls("source", "older", target="target")
@@ -361,10 +361,11 @@ def mend(
 
     A lost file is written if all other ranks, at least two, have the same bytes. If a lost file had
     masters and moments and the weights are left, `rebuild` chooses replacements: "masters" from the
-    weights, and "moments=zero" or "moments=older". `tell` is called with the damaged places and the
-    losses, before anything is written. `words` are the arguments of `read`; the other arguments are
-    those of `convert`. Raises a ZckptError if something that is needed stays lost, or if nothing is
-    damaged; then `target` does not exist.
+    weights, and "moments=zero" or "moments=older". "model" writes a lost model file: its weights
+    are the rounded masters, and all else is that of `older`, advanced where possible. `tell` is
+    called with the damaged places and the losses, before anything is written. `words` are the
+    arguments of `read`; the other arguments are those of `convert`. Raises a ZckptError if
+    something that is needed stays lost, or if nothing is damaged; then `target` does not exist.
     """
     from .mending.mend import mend as write_mended
 

@@ -99,10 +99,10 @@ def resume(
     return recorded
 
 
-def save_again(case: Case, directory: Path, output: Path) -> None:
-    """A new engine of `case` loads `directory`, trains one step and saves into `output`."""
+def save_again(case: Case, directory: Path, output: Path, steps: int = 1) -> None:
+    """A new engine of `case` loads `directory`, trains and saves into `output`."""
     output.mkdir(parents=True, exist_ok=True)
-    arguments = (case, directory.resolve(), output.resolve())
+    arguments = (case, directory.resolve(), output.resolve(), steps)
     submit("rank", "save_again", case.dp, arguments, output, case.extension)
 
 

@@ -25,6 +25,7 @@ class Variant(NamedTuple):
     frozen: bool = True
     unused: bool = False
     strided: bool = False
+    centered: bool = True
     filtered: bool = True  # has a 3-D weight
     scalar: bool = False  # has a 0-dim parameter
     counted: bool = True  # has an integer buffer
@@ -36,6 +37,7 @@ VARIANTS = {
     "plain": Variant(tied=False, frozen=False),
     "unused": Variant(unused=True),
     "strided": Variant(strided=True),
+    "steady": Variant(centered=False),  # no forward pass changes a buffer
     "matrices": Variant(filtered=False),
     "scalar": Variant(scalar=True),
     "scalar plain": Variant(tied=False, frozen=False, scalar=True),
@@ -89,7 +91,7 @@ class Model(nn.Module):
     def __init__(self, variant: Variant) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.center = RunningMean(variant.counted)
+        self.center = RunningMean(variant.counted) if variant.centered else nn.Identity()
         self.trunk = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH))
         self.bottleneck = nn.Linear(WIDTH, SMALL)
         if variant.filtered:

@@ -96,12 +96,15 @@ def resume(
     finish(engine, output, losses, dtype=case.dtype, client_state=client_state)
 
 
-def save_again(rank: int, store: Path, case: Case, directory: Path, output: Path) -> None:
-    """Loads `directory`, trains one step, saves into `output`."""
+def save_again(
+    rank: int, store: Path, case: Case, directory: Path, output: Path, steps: int
+) -> None:
+    """Loads `directory`, trains, saves into `output`."""
     join(rank, case.dp, store)
     engine = build_engine(case, case.seed + 1000)
     engine.load_checkpoint(str(directory))
-    train_step(engine)
+    for _ in range(steps):
+        train_step(engine)
     engine.save_checkpoint(str(output))
 
 

@@ -45,8 +45,9 @@ WHOLE = "which is whole by its metadata"
     "Source",
     "--rebuild",
     multiple=True,
-    type=click.Choice(["masters", "moments=zero", "moments=older"]),
-    help="Replace lost masters by 16-bit weights, or lost moments by zeros or by those of --older.",
+    type=click.Choice(["masters", "moments=zero", "moments=older", "model"]),
+    help="Replace lost masters by 16-bit weights, moments by zeros or those of --older, the model "
+    "file by rounded masters and values of --older.",
 )
 @copying_alone
 @by_rank_0
@@ -77,7 +78,8 @@ def mend(
     mend lists what lost files contained, and what of it other files still have. It rewrites a file
     that is the same on all other ranks, such as the model files of stage 3; frozen weights in such
     a file come from --older. For a lost optimizer file of stage 1 or 2, --rebuild makes up masters
-    and moments: the losses change.
+    and moments: the losses change. For a lost model file, it makes up what only this file has, such
+    as counters and buffers: the weights are exact.
 
     DST has the files of SRC, and zckpt-mended.json, the list of what was restored. zckpt copies the
     list into every checkpoint made from DST. SRC is never changed.

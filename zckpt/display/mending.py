@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import counted, listed, safe, sized
+from ..errors import counted, joined, listed, safe, sized
 from . import listing
 from .terminal import checked, spoken, warn
 
@@ -69,9 +69,13 @@ def mended(report: dict[str, Any], quiet: bool) -> None:
         print(f"left out: {spoken(line)}")
     if report["next"]:
         print(f"next: {safe(report['next'])}")
-    rebuilt = (line["tensors"] for line in report["lost"] if line["state"] == "rebuilt")
-    if names := [each["tensor"] for tensors in rebuilt for each in tensors]:
+    rebuilt = [line for line in report["lost"] if line["state"] == "rebuilt"]
+    tensors = [each["tensor"] for line in rebuilt for each in line["tensors"]]
+    values = [line["subject"] for line in rebuilt if not line["tensors"]]
+    if rebuilt:
+        parts = f"parts of {counted(len(tensors), 'tensor')}" if tensors else ""
+        others = counted(len(values), "other value") if values else ""
         print(
-            f"made up (--rebuild): parts of {counted(len(names), 'tensor')} are not the values "
-            f"that were lost, but others in their place: {listed(names, MOST_NAMES)}"
+            f"made up (--rebuild): {joined([*filter(None, (parts, others))])} are not the values "
+            f"that were lost, but others in their place: {listed([*tensors, *values], MOST_NAMES)}"
         )

@@ -3,7 +3,7 @@
 For a lost file, another one of the same kind stands in: that of the nearest rank. It is linked
 under the lost file's name in a folder of links, which is read like any checkpoint. So the reader
 reports which elements the lost file had. They are recognized by its path, and excluded from all
-statistics.
+statistics. If no other file can stand in, the caller may name one of an older checkpoint.
 
 Where steps differ, the one that most places state is used. If the optimizer's state cannot be read
 for another reason, only the weights are read.
@@ -59,7 +59,8 @@ SMALL = 4096  # bytes; a file up to this size is copied into the folder of links
 class Found(Struct, eq=False, dict=True):
     """What could be read of the checkpoint at `path`, and what is wrong with it (`faults`).
 
-    `lost` maps files, by their paths in the manifest, to `missing` or `unreadable`. `shadow` is the
+    `lost` maps files, by their paths in the manifest, to `missing` or `unreadable`. `borrowed` maps
+    those of them for which a file of an older checkpoint stands in to that file. `shadow` is the
     folder of links, if there is one. `stated` are the places that state steps, if these differ.
     """
 
@@ -67,6 +68,7 @@ class Found(Struct, eq=False, dict=True):
     manifest: Manifest | None = None
     faults: list[Report] = field(default_factory=list)
     lost: dict[str, str] = field(default_factory=dict)
+    borrowed: dict[str, str] = field(default_factory=dict)
     stated: tuple[tuple[str, float | int], ...] = ()
     shadow: str | None = None
     tag: str | None = None
@@ -116,12 +118,16 @@ class Found(Struct, eq=False, dict=True):
 
 @contextmanager
 def what_is_there(
-    path: str, source: Mapping[str, Any], read: Callable[..., Manifest]
+    path: str,
+    source: Mapping[str, Any],
+    read: Callable[..., Manifest],
+    older: Callable[[str], str | None] = lambda _: None,
 ) -> Iterator[Found]:
     """Reads as much as possible of the checkpoint at `path`; problems become faults.
 
-    `source` are arguments of `read`, as in `zckpt.read`. Raises the ZckptError for a path that is
-    no checkpoint, or holds several.
+    `source` are arguments of `read`, as in `zckpt.read`. `older` returns, for the path of a lost
+    file, the file of an older checkpoint that may stand in if no other one can. Raises the
+    ZckptError for a path that is no checkpoint, or holds several.
     """
     found, source, weights_only = Found(path, tag=source.get("tag")), dict(source), False
     with TemporaryDirectory(prefix="zckpt-") as temporary:
@@ -138,7 +144,7 @@ def what_is_there(
                     raise
                 if isinstance(error, InconsistentCheckpoint) and error.steps and not found.stated:
                     source["step_policy"] = _most_stated(found, error)
-                elif not _stand_in(found, error, temporary):
+                elif not _stand_in(found, error, temporary, older):
                     kind, paths = _missing_in(found, error)
                     if not paths and isinstance(error, IncompleteCheckpoint):
                         kind = "missing"
@@ -227,7 +233,12 @@ def file_in(where: str, folder: str) -> str | None:
 # -- files that are lost
 
 
-def _stand_in(found: Found, error: ZckptError | OSError, temporary: str) -> bool:
+def _stand_in(
+    found: Found,
+    error: ZckptError | OSError,
+    temporary: str,
+    older: Callable[[str], str | None],
+) -> bool:
     """Links other files in place of those that the error names, and adds faults.
 
     Returns False if no file can take the place of any of them.
@@ -236,6 +247,8 @@ def _stand_in(found: Found, error: ZckptError | OSError, temporary: str) -> bool
     gone = {*paths, *map(found.real, found.lost)}
     there = [path for path in files_below(found.path) if path not in gone]
     others = {path: other for path in paths if (other := stand_in(path, there)) is not None}
+    borrowed = {path: other for path in paths if path not in others and (other := older(path))}
+    others |= borrowed
     if not others or len(found.lost) + len(others) > max(MOST, len(there)):
         return False  # a damaged number of ranks may be huge
     for path in others:
@@ -247,6 +260,8 @@ def _stand_in(found: Found, error: ZckptError | OSError, temporary: str) -> bool
         inside = os.path.relpath(path, found.path)
         _link(found.path, found.shadow, inside, os.path.realpath(other))
         found.lost[os.path.join(found.shadow, inside)] = kind
+        if path in borrowed:
+            found.borrowed[os.path.join(found.shadow, inside)] = other
     return True
 
 

@@ -5,7 +5,9 @@ made-up      nowhere, but training could go on with other values: weights widene
 gone         nowhere, and nothing can take their place
 
 Another rank's file stands in for a lost one (judging/damaged_source.py), so the names, shapes and
-elements that it had are known. The values of the stand-in are not used.
+elements that it had are known. The values of the stand-in are not used. For the only model file of
+a run, that of an older checkpoint stands in. Then values that are in no tensor are lost too, such
+as counters; the format says what they were as far as other files tell (`Functions.continued`).
 """
 
 from __future__ import annotations
@@ -18,15 +20,18 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from .. import formats
 from ..core.checkpoint.entries import Entry, Key
 from ..core.checkpoint.manifest import Manifest
-from ..core.checkpoint.mended import CODE, Mended
+from ..core.checkpoint.mended import CODE, MadeValue, Mended
 from ..core.checkpoint.weights import WEIGHTS, agreement, is_widened
 from ..core.grouping import by_key
 from ..core.passes.description import Report, line_of
-from ..errors import Notice, ZckptError, counted, listed, note, problem
+from ..core.storage.inventory import known as known_name
+from ..errors import MissingData, Notice, ZckptError, counted, listed, note, problem
 from ..formats.reading import Reading
 from ..judging.damaged_source import Found, kept, what_is_there
+from ..judging.inventory import ALL_ROLES, files_below
 from ..reading import read
 from .alike import Alike
 
@@ -68,23 +73,42 @@ class Losses(Struct, frozen=True):
     remade: Sequence[Mended] = ()
     differing: Sequence[str] = ()
     """Tensors of which a lost file had a copy that the copies on other ranks do not agree on."""
+    values: Sequence[MadeValue] = ()
+    """What a lost model file had besides tensors, as far as an older one and other files tell."""
+    borrowed: Sequence[str] = ()
+    """Lost files for which one of an older checkpoint stands in, by their paths in the manifest."""
+    lacks_older: bool = False
+    """Whether the one model file is lost, and an older checkpoint could show what was in it."""
+    unfit: ZckptError | None = None
+    """Why the older checkpoint does not show what was in the lost model file."""
 
     @property
     def can_be_made_up(self) -> bool:
         """Whether anything is lost, and all of it could be made up or is left in another tensor."""
-        return bool(self.lost) and all(
-            each.state == "made-up" or each.other is not None for each in self.lost
+        return (
+            bool(self.lost)
+            and self.unfit is None
+            and all(each.state == "made-up" or each.other is not None for each in self.lost)
         )
 
     @property
     def slots(self) -> set[str]:
-        """The slots of the tensors of which elements would have to be made up."""
-        return {each.entry.slot for each in self.lost if each.state == "made-up"}
+        """The slots of the tensors of which elements would have to be made up.
+
+        A model file that is borrowed counts as `param`, since its counters are made up.
+        """
+        slots = {each.entry.slot for each in self.lost if each.state == "made-up"}
+        return slots | ({"param"} if self.borrowed else set())
 
     @property
     def others(self) -> dict[Key, tuple[Entry, str]]:
         """For each lost tensor: the entry that has the same elements, and why it has them."""
         return {each.entry.key: (each.other, each.why) for each in self.lost if each.other}
+
+    @property
+    def made_up_keys(self) -> set[Key]:
+        """The tensors of which elements would have to be made up."""
+        return {each.entry.key for each in self.lost if each.state == "made-up"}
 
     def made_up(self, remade: Sequence[Mended]) -> Losses:
         """Returns these losses with state "rebuilt" instead of "made-up", and with `remade`."""
@@ -101,6 +125,10 @@ class Losses(Struct, frozen=True):
         (`lacking`), or in which tensors the ranks differ. Otherwise it names the tensors that are
         gone, or else those that would have to be made up.
         """
+        if self.unfit is not None:
+            return error.with_way(f"{self.unfit.message}; {self.unfit.hint}")
+        if self.lacks_older:
+            return error.with_way(NEEDS_OLDER)
         if self.can_be_made_up and self.differing:
             names = listed(self.differing, MOST)
             return error.with_way(f"nothing says what this rank had of {names}: ranks differ in it")
@@ -116,13 +144,45 @@ class Losses(Struct, frozen=True):
         return error
 
 
-def whatever_is_there(path: str, reading: Reading) -> AbstractContextManager[Found]:
-    """Opens what can be read of the checkpoint at `path`, some of whose files are lost."""
+NEEDS_OLDER = (
+    "an older checkpoint of the run (--older PATH) shows the names and shapes of this model; "
+    "`--rebuild model` then rounds the masters to weights, see --dry-run"
+)
+
+
+def whatever_is_there(
+    path: str, reading: Reading, older: Manifest | None = None
+) -> AbstractContextManager[Found]:
+    """Opens what can be read of the checkpoint at `path`, some of whose files are lost.
+
+    The model file of `older` stands in for the only one of the checkpoint.
+    """
+    models = {os.path.basename(path): path for path in older.files.paths} if older else {}
+
+    def of_older(lost: str) -> str | None:
+        return models.get(os.path.basename(lost)) if is_model(lost) else None
 
     def read_again(where: str, **words: object) -> Manifest:
         return read(where, replace(reading, **words))
 
-    return what_is_there(path, {"tag": reading.tag}, read_again)
+    return what_is_there(path, {"tag": reading.tag}, read_again, of_older)
+
+
+def is_model(path: str) -> bool:
+    """Whether a file's name is that of a file with the model of all data-parallel ranks."""
+    file = known_name(ALL_ROLES, path)
+    return file is not None and file.role.name == "model" and "dp" not in file.axes
+
+
+def lacks_model(found: Found) -> bool:
+    """Whether nothing could be read because the one model file is lost, beside an optimizer's."""
+    if found.manifest is not None:
+        return False
+    names = [known_name(ALL_ROLES, path) for path in files_below(found.path)]
+    return any(file is not None and file.role.name == "optimizer" for file in names) and any(
+        line["fault"] and line["file"] is not None and is_model(line["file"])
+        for line in found.faults
+    )
 
 
 def losses_of(found: Found, older: Manifest | None, known: Mapping[str, Alike]) -> Losses:
@@ -132,6 +192,9 @@ def losses_of(found: Found, older: Manifest | None, known: Mapping[str, Alike]) 
     ranks, so they are reported as restored, not as lost.
     """
     faults = _each_once(found)
+    if found.manifest is None and lacks_model(found):
+        unfit = None if older is None else _unfit(found, older)
+        return Losses(None, faults, lacks_older=older is None, unfit=unfit)
     if found.manifest is None or not found.lost:
         return Losses(found.manifest, faults)
     lines = [_restored(path, copied, found) for path, copied in known.items()]
@@ -140,7 +203,47 @@ def losses_of(found: Found, older: Manifest | None, known: Mapping[str, Alike]) 
             found.manifest, faults, lines, remade=[copied.mended for copied in known.values()]
         )
     lost = [each for each in _losses(found, older) if not known.keys() >= {*each.files}]
-    return Losses(found.manifest, faults, [*lines, *_lines(found, lost)], lost)
+    losses = Losses(found.manifest, faults, [*lines, *_lines(found, lost)], lost)
+    return _continued(losses, found, older) if found.borrowed and older is not None else losses
+
+
+UNREAD = "not-compared"
+"""The code of the warning that the rest was not read, since a file that stands in does not fit."""
+
+
+def _unfit(found: Found, older: Manifest) -> ZckptError | None:
+    """The error that the model file of `older` cannot stand in for the lost one; None if it can."""
+    why = "has no model file of this name, as runs of ZeRO stage 1 and 2 have it"
+    if found.borrowed:
+        if found.manifest is not None and all(line["code"] != UNREAD for line in found.faults):
+            return None
+        why = "is of another model, or of another number of ranks"
+    hint = "give another one of the same run, as the engine saved it"
+    return MissingData("state-missing", f"the older {older.where} {why}", hint=hint)
+
+
+def _continued(losses: Losses, found: Found, older: Manifest) -> Losses:
+    """Adds what the lost model file had besides tensors, of which one of `older` stands in."""
+    function = formats.named(found.known.format).functions.continued
+    losses = replace(losses, borrowed=[*found.borrowed])
+    if (unfit := _unfit(found, older)) is not None:
+        return Losses(None, losses.faults, unfit=unfit)
+    if function is None or found.lost.keys() != found.borrowed.keys():
+        return losses
+    try:
+        manifest, values = function(found.known, older)
+    except ZckptError as error:
+        return Losses(None, losses.faults, unfit=error)
+    file = found.real(losses.borrowed[0])
+    lines = [_line_of(value, file) for value in values]
+    return replace(losses, manifest=manifest, values=values, lines=[*losses.lines, *lines])
+
+
+def _line_of(value: MadeValue, file: str) -> Report:
+    now = "" if value.value is None else f" {value.value}"
+    message = f"{value.name}{now}, in {os.path.basename(file)}: {value.how}"
+    notice = problem("elements-missing", message, subject=value.name, file=file)
+    return line_of(notice, state="made-up", tensors=[])
 
 
 def _restored(path: str, copied: Alike, found: Found) -> Report:
@@ -160,9 +263,9 @@ def _each_once(found: Found) -> list[Report]:
 
 def _lines(found: Found, lost: Sequence[Loss]) -> Iterator[Report]:
     count = sum(len(manifest.entries) for manifest in found.known.each)
-    message = (
-        f"names and shapes of all {counted(count, 'tensor')}: the files that are left state them"
-    )
+    where = "the older checkpoint" if found.borrowed else "the files that are left"
+    states = "states" if found.borrowed else "state"
+    message = f"names and shapes of all {counted(count, 'tensor')}: {where} {states} them"
     yield line_of(note("elements-missing", message), state="elsewhere", tensors=[])
     groups = by_key(((each.state, each.entry.slot, each.why, each.files), each) for each in lost)
     order = {state: place for place, state in enumerate(("elsewhere", "made-up", "gone"))}
@@ -188,87 +291,96 @@ def _lines(found: Found, lost: Sequence[Loss]) -> Iterator[Report]:
 def _losses(found: Found, older: Manifest | None) -> Iterator[Loss]:
     """Yields what each tensor lost, in the manifest's order; copies on other ranks do not count."""
     for manifest in found.known.each:
-        is_left = _whole(manifest, found.lost, older)
+        source_of = _sources(manifest, found.lost, older)
         for entry in manifest.entries.values():
             rest, _ = kept(entry, found.lost)
             if rest is not entry:
                 files = {fragment.extent.file for fragment in entry.fragments}
                 lost = tuple(sorted(files & found.lost.keys()))
-                state, why = _left(manifest, entry, is_left)
-                other = _same(manifest, entry, found.lost, older) if state == "elsewhere" else None
-                yield Loss(entry, lost, entry.numel - rest.numel, state, why, other)
+                loss = Loss(
+                    entry, lost, entry.numel - rest.numel, *_left(manifest, entry, source_of)
+                )
+                if loss.state == "gone" and found.borrowed.keys() >= {*lost}:
+                    loss = _of_older(loss, manifest, older)
+                yield loss
 
 
-Left = Callable[[Key], str | None]
-"""A function that says where all elements of a tensor can be had, or None if some are lost."""
+def _of_older(loss: Loss, manifest: Manifest, older: Manifest | None) -> Loss:
+    """Changes the loss of a tensor that the older checkpoint has, perhaps with other values.
+
+    It is a buffer, or a tensor of the program's own state: a run could go on with the older one.
+    """
+    entry = loss.entry
+    other = older.entries.get(entry.key) if older is not None else None
+    is_state = entry.slot == "state" or entry.parameter in manifest.buffers
+    if other is None or not is_state or (other.dtype, other.shape) != (entry.dtype, entry.shape):
+        return loss
+    why = "no other file has them, but the older checkpoint has earlier ones"
+    return replace(loss, state="made-up", why=why, other=other)
 
 
-def _whole(manifest: Manifest, lost: dict[str, str], older: Manifest | None) -> Left:
+SourceOf = Callable[[Key], tuple[Entry, str] | None]
+"""A function that returns the entry with all elements of a tensor, and where it is.
+
+None if some of the elements are lost.
+"""
+
+
+def _sources(manifest: Manifest, lost: dict[str, str], older: Manifest | None) -> SourceOf:
     copies = by_key((copy.key, copy) for copy in manifest.replicas)
 
-    def is_left(key: Key) -> str | None:
+    def source_of(key: Key) -> tuple[Entry, str] | None:
         entry = manifest.entries.get(key)
         if entry is None:
             return None
         if _is_whole(entry, lost):
-            return "its own files"
-        if entry.parameter not in manifest.buffers and any(
-            _is_whole(copy, lost) for copy in copies.get(key, ())
-        ):
-            return "a copy on another rank has them"
+            return entry, "its own files"
+        if entry.parameter not in manifest.buffers:
+            for copy in copies.get(key, ()):
+                if _is_whole(copy, lost):
+                    return copy, "a copy on another rank has them"
         parameter = manifest.parameters.get(entry.parameter)
         is_frozen = parameter is not None and not parameter.trainable and entry.slot == "param"
         other = older.entries.get(key) if older is not None and is_frozen else None
         if other is None or (other.dtype, other.shape) != (entry.dtype, entry.shape):
             return None
-        return "they are frozen, and the older checkpoint has them"
+        return other, "they are frozen, and the older checkpoint has them"
 
-    return is_left
-
-
-def _same(
-    manifest: Manifest, entry: Entry, lost: dict[str, str], older: Manifest | None
-) -> Entry | None:
-    """The entry from which the elements of a lost tensor can be copied.
-
-    It is a copy on another rank, or for a frozen parameter the tensor of an older checkpoint. None
-    if there is neither, as for a weight whose values only its master still has.
-    """
-    copies = [copy for copy in manifest.replicas if copy.key == entry.key]
-    replica = next((copy for copy in copies if _is_whole(copy, lost)), None)
-    if replica is not None:
-        return replica
-    parameter = manifest.parameters.get(entry.parameter)
-    is_frozen = parameter is not None and not parameter.trainable
-    return older.entries.get(entry.key) if older is not None and is_frozen else None
+    return source_of
 
 
 def _is_whole(entry: Entry, lost: dict[str, str]) -> bool:
     return not any(fragment.extent.file in lost for fragment in entry.fragments)
 
 
-def _left(manifest: Manifest, entry: Entry, is_left: Left) -> tuple[State, str]:
-    """Whether values for the lost elements of `entry` are left, and the report's words for why.
+def _left(manifest: Manifest, entry: Entry, source_of: SourceOf) -> tuple[State, str, Entry | None]:
+    """Whether values for the lost elements of `entry` are left, the report's words for why.
 
-    The first result is `elsewhere`, `made-up` or `gone`: see the module. `is_left`, given the key
-    of a tensor, returns where its elements are still found, or None.
+    The first result is `elsewhere`, `made-up` or `gone`: see the module. The last one is the entry
+    with the same elements, if they are elsewhere; a weight is its rounded master. `source_of`,
+    given the key of a tensor, returns the entry that has all its elements, or None.
     """
-    if (where := is_left(entry.key)) is not None:
-        return "elsewhere", where
+    if (source := source_of(entry.key)) is not None:
+        return "elsewhere", source[1], source[0]
     weight, master = ((entry.parameter, slot) for slot in ("param", "master"))
     param, wide = manifest.entries.get(weight), manifest.entries.get(master)
     if entry.slot == "param":
-        is_rounded = wide is not None and agreement(wide, entry) == "rounded"
-        if is_rounded and not manifest.run.weights_differ and is_left(master):
-            return "elsewhere", "their masters are left, and round to them"
+        how = agreement(wide, entry) if wide is not None else None
+        source = source_of(master) if how and not manifest.run.weights_differ else None
+        if source is not None:
+            verb = "round to" if how == "rounded" else "equal"
+            return "elsewhere", f"their masters are left, and {verb} them", source[0]
         parameter = manifest.parameters.get(entry.parameter)
         if parameter is not None and not parameter.trainable:
-            return "gone", "they are frozen: an older checkpoint of the run has the same (--older)"
-        return "gone", "no other file has them"
+            frozen = "they are frozen: an older checkpoint of the run has the same (--older)"
+            return "gone", frozen, None
+        return "gone", "no other file has them", None
     if entry.slot == "master":
-        if param is not None and is_left(weight) and is_widened(param.dtype, entry.dtype):
-            return "made-up", f"their {param.dtype} weights are left, but masters have more bits"
-        return "gone", "no other file has them"
-    if entry.slot not in WEIGHTS and entry.slot != "state" and (is_left(weight) or is_left(master)):
-        return "made-up", "no other file has them, but their weights are left"
-    return "gone", "no other file has them"
+        if param is not None and source_of(weight) and is_widened(param.dtype, entry.dtype):
+            why = f"their {param.dtype} weights are left, but masters have more bits"
+            return "made-up", why, None
+        return "gone", "no other file has them", None
+    is_moment = entry.slot not in WEIGHTS and entry.slot != "state"
+    if is_moment and (source_of(weight) or source_of(master)):
+        return "made-up", "no other file has them, but their weights are left", None
+    return "gone", "no other file has them", None

@@ -81,7 +81,7 @@ def mend(
         if diagnosis.error is not None:
             restored = corrections_of(each for each in diagnosis.places if each.by)
             with corrected(restored):
-                found = stack.enter_context(whatever_is_there(source, reading))
+                found = stack.enter_context(whatever_is_there(source, reading, other))
             is_hidden = not reading.follow_links and has_links(found)
             known = {} if is_hidden else alike(found)
             losses = losses_of(found, other, known)
@@ -89,9 +89,8 @@ def mend(
             is_all = bool(known) and known.keys() == found.lost.keys()
             made = None
             if losses.can_be_made_up and not lacking and not is_hidden:
-                losses = replace(losses, differing=differing_copies(found))
-                taken = replace(rebuilding, others=losses.others)
-                made = rebuilt(found, found.lost.keys() - known.keys(), taken)
+                losses = replace(losses, differing=differing_copies(found, losses.others))
+                made = rebuilt(found, losses, found.lost.keys() - known.keys(), rebuilding)
             if made is not None:
                 losses = losses.made_up([*(copied.mended for copied in known.values()), *made])
                 is_all = True

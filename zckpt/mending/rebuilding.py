@@ -1,8 +1,10 @@
 """Writes lost files again, with the values that `--rebuild` allows for lost elements.
 
 frozen      weights of an older checkpoint, and buffers of all other ranks: they are the same
+weights     the rounded masters: they are the same
 masters     the 16-bit weights, widened: they differ from the lost ones by less than a rounding
 moments     zeros, or those of an older checkpoint
+model       buffers, counters and the program's state of an older checkpoint, some of them advanced
 
 All else in the file is as the engine would have written it: the writer of the format lays it out,
 and the step is that of the other ranks.
@@ -17,6 +19,7 @@ from contextlib import closing
 from tempfile import TemporaryDirectory
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from .. import formats
 from ..core.checkpoint.cast import cast
@@ -24,6 +27,7 @@ from ..core.checkpoint.dtypes import SIZES
 from ..core.checkpoint.entries import Entry, Key
 from ..core.checkpoint.manifest import Manifest
 from ..core.checkpoint.mended import Mended
+from ..core.checkpoint.weights import is_optimizers
 from ..core.passes.layout import Shell
 from ..core.passes.pieces import ElementReader, ReadRequest
 from ..core.passes.streaming import reading
@@ -34,27 +38,29 @@ from ..errors import MissingData, WrongOption, ZckptError, listed
 from ..files.torchshell import state_checksums
 from ..judging.damaged_source import Found, kept
 from .alike import FEWEST
-from .losses import losses_of
+from .losses import Losses, is_model, losses_of
 
-MASTERS, ZERO, OLDER = "masters", "moments=zero", "moments=older"
-CHOICES = (MASTERS, ZERO, OLDER)
+MASTERS, ZERO, OLDER, MODEL = "masters", "moments=zero", "moments=older", "model"
+CHOICES = (MASTERS, ZERO, OLDER, MODEL)
 """The values that `--rebuild` takes."""
 CHUNK = 1 << 20  # elements
 SCRATCH = 8 << 20  # bytes of working memory for small pieces of many ranks
 
 
 class Rebuilding(Struct, frozen=True):
-    """What `--rebuild` allows to be made up: masters from weights, and moments of the optimizer.
+    """What `--rebuild` allows to be made up: masters from weights, moments, and the model file.
 
     `moments` is "moments=zero", "moments=older" (those of the checkpoint `older`), or None if they
     may not be made up. `others` has, for a lost tensor, an entry with the same elements and why it
-    has them.
+    has them; for a tensor in `made_up`, these are other elements.
     """
 
     masters: bool = False
     moments: str | None = None
     older: Manifest | None = None
+    model: bool = False
     others: Mapping[Key, tuple[Entry, str]] = {}
+    made_up: Collection[Key] = ()
 
     @classmethod
     def of(cls, typed: Sequence[str], older: Manifest | None) -> Rebuilding:
@@ -76,13 +82,20 @@ class Rebuilding(Struct, frozen=True):
                 f"--rebuild {OLDER} needs an older checkpoint",
                 hint="give it: --older PATH",
             )
-        return cls(MASTERS in typed, moments[0] if moments else None, older)
+        if MODEL in typed and older is None:
+            raise WrongOption(
+                "options-conflict",
+                f"--rebuild {MODEL} needs an older checkpoint",
+                hint="give it: --older PATH",
+            )
+        return cls(MASTERS in typed, moments[0] if moments else None, older, MODEL in typed)
 
     def lacking(self, slots: Iterable[str]) -> list[str]:
         """The values of `--rebuild` that tensors of these slots need and the user did not type."""
         slots = {*slots}
-        lacks = [MASTERS] if "master" in slots and not self.masters else []
-        return lacks + ([ZERO] if slots - {"master"} and self.moments is None else [])
+        lacks = [MODEL] if "param" in slots and not self.model else []
+        lacks += [MASTERS] if "master" in slots and not self.masters else []
+        return lacks + ([ZERO] if any(map(is_optimizers, slots)) and self.moments is None else [])
 
     def source(self, entry: Entry, source: Manifest) -> Entry | None:
         """The entry from which the elements of a lost tensor are taken; None if they become zeros.
@@ -110,8 +123,10 @@ class Rebuilding(Struct, frozen=True):
 
     def how(self, entry: Entry, source: Manifest) -> str:
         """Where the elements of a tensor are taken from, as the list of mended bytes words it."""
-        if entry.key in self.others:
+        if entry.key in self.others and entry.key not in self.made_up:
             return self.others[entry.key][1]
+        if entry.key in self.others:
+            return self._as_older
         if entry.slot == "param":
             return "the copies of all other ranks"
         other = self.source(entry, source)
@@ -119,19 +134,27 @@ class Rebuilding(Struct, frozen=True):
             return "zeros"
         if entry.slot == "master":
             return f"widened from the weights of {other.dtype}"
+        return self._as_older
+
+    @property
+    def _as_older(self) -> str:
         return f"as they are in the older {self.older.where if self.older else ''}"
 
 
 def options_for(found: Found) -> list[str]:
     """The values of `--rebuild` that would make up all that was lost; empty if that cannot be.
 
-    Reads no tensor.
+    "model" needs an older checkpoint too. Reads no tensor.
     """
     losses = losses_of(found, None, {})
+    if losses.lacks_older:
+        return [MODEL]
     return Rebuilding().lacking(losses.slots) if losses.can_be_made_up else []
 
 
-def rebuild(found: Found, paths: Collection[str], rebuilding: Rebuilding) -> list[Mended] | None:
+def rebuild(
+    found: Found, losses: Losses, paths: Collection[str], rebuilding: Rebuilding
+) -> list[Mended] | None:
     """Writes the lost files at `paths` into the folder of links.
 
     Returns the entries of the list of mended bytes for them. Returns None, having written nothing,
@@ -140,15 +163,18 @@ def rebuild(found: Found, paths: Collection[str], rebuilding: Rebuilding) -> lis
     differ in a tensor that the lost file had a copy of. Raises MissingData as `Rebuilding.source`
     does, and CorruptCheckpoint if the older checkpoint is damaged where elements are taken.
     """
-    source, format = found.known, formats.named(found.known.format)
+    source, format = losses.manifest or found.known, formats.named(found.known.format)
     if source.states.of_form("partition", "estimate"):
         return None
+    if any(is_model(path) and path not in found.borrowed for path in paths):
+        return None  # of a tensor rank or pipeline stage: it may have had a state of its own
+    rebuilding = replace(rebuilding, others=losses.others, made_up=losses.made_up_keys)
     names = {os.path.basename(path): path for path in paths}
     weights = [source.entries.get((each, "param")) for each in source.parameters]
     lost = [each for each in weights if each and kept(each, found.lost)[0] is not each]
-    if any(each.key not in rebuilding.others for each in lost) or differing_copies(found):
+    if any(each.key not in rebuilding.others for each in lost) or losses.differing:
         return None
-    records, older = [], rebuilding.older
+    records, older = list[Mended](), rebuilding.older
     of_older = {*map(id, older.entries.values())} if older is not None else set[int]()
     with TemporaryDirectory(prefix="zckpt-") as folder:
         try:
@@ -170,38 +196,48 @@ def rebuild(found: Found, paths: Collection[str], rebuilding: Rebuilding) -> lis
                 _refuse_damaged(older, [each for each in taken if each and id(each) in of_older])
             _fill(made[name], shells, source, parts, rebuilding)
             below = os.path.relpath(found.real(path), found.path)
-            for entry, own in parts:
-                how = rebuilding.how(entry, source)
-                is_same = entry.slot == "param" or entry.key in rebuilding.others
-                extent = own.extent
-                records.append(
-                    Mended(
-                        below,
-                        extent.offset,
-                        extent.length,
-                        "witness" if is_same else "made-up",
-                        0.0 if is_same else 1.0,
-                        tensor=entry.name,
-                        witness=how,
-                    )
+            records += (_mended(below, *part, source, rebuilding) for part in parts)
+            if path in found.borrowed:
+                records += (
+                    Mended(below, 0, 0, "made-up", 1.0, after=v.value, witness=v.how, value=v.name)
+                    for v in losses.values
                 )
             now = os.stat(path)
             os.unlink(path)  # the link to what stands in
             shutil.move(made[name], path)
-            os.utime(path, ns=(now.st_atime_ns, now.st_mtime_ns))
+            if path not in found.borrowed:
+                os.utime(path, ns=(now.st_atime_ns, now.st_mtime_ns))
     return records
 
 
-def differing_copies(found: Found) -> list[str]:
+def _mended(
+    file: str, entry: Entry, run: Fragment, source: Manifest, rebuilding: Rebuilding
+) -> Mended:
+    """The entry of the list of mended bytes for elements in a file that was written again."""
+    is_same = entry.slot == "param" or entry.key in rebuilding.others
+    is_same = is_same and entry.key not in rebuilding.made_up
+    return Mended(
+        file,
+        run.extent.offset,
+        run.extent.length,
+        "witness" if is_same else "made-up",
+        0.0 if is_same else 1.0,
+        tensor=entry.name,
+        witness=rebuilding.how(entry, source),
+    )
+
+
+def differing_copies(found: Found, others: Collection[Key]) -> list[str]:
     """The tensors of which a lost file had a copy whose values are not known.
 
-    They are known if at least two other ranks have a copy, and all of these are equal. Copies of
-    running means differ from rank to rank.
+    They are known if the tensor is in `others`, which other tensors supply. They are also known if
+    at least two other ranks have a copy, and all of these are equal. Copies of running means differ
+    from rank to rank.
     """
     names = []
     for manifest in found.known.each:
         lost = [copy for copy in manifest.replicas if kept(copy, found.lost)[0] is not copy]
-        for key in dict.fromkeys(copy.key for copy in lost):
+        for key in dict.fromkeys(copy.key for copy in lost if copy.key not in others):
             every = [
                 manifest.entries[key],
                 *(copy for copy in manifest.replicas if copy.key == key),

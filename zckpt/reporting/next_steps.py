@@ -20,7 +20,7 @@ from ..core.passes.description import Report
 from ..errors import ZckptError, joined, listed
 from ..judging import about
 from ..judging.damaged_source import Found, kept, what_is_there
-from ..resume.runs import Candidate, candidates, folder_of, judged
+from ..resume.runs import Candidate, candidates, folder_of, instead_of, judged
 
 DAMAGED = ("checksum", "NaN", "infinite")
 """The kinds of faults that mean that values of a tensor are wrong."""
@@ -48,7 +48,9 @@ def section(checkpoint: Found, candidate: Candidate, faults: Sequence[Report]) -
     }
     manifest = checkpoint.manifest
     if manifest is None:
-        return report | {"lost": ["nothing could be read but the names of files"]}
+        step = rebuilding(checkpoint, path)
+        lost = ["nothing could be read but the names of files"]
+        return report | {"lost": lost, "do": [] if step is None else [step]}
     wrong = any(line["fault"] for line in faults)
     if not wrong and not checkpoint.judged.obstacles:
         return report | {
@@ -92,16 +94,21 @@ def rebuilding(found: Found, path: str, tag: str | None = None) -> Report | None
     if not options:
         return None
     given = joined([GIVES[each] for each in options])
-    flags = " ".join(
-        [*([f"--tag {quote(tag)}"] if tag else ()), *(f"--rebuild {o}" for o in options)]
+    flags = [f"--tag {quote(tag)}"] if tag else []
+    if "model" in options:
+        older = instead_of(path, tag)
+        flags.append(f"--older {'PATH' if older is None else quote(older)}")
+    flags += [f"--rebuild {option}" for option in options]
+    step = _step(
+        f"make up what is lost ({given})", f"zckpt mend {quote(path)} DST {' '.join(flags)}"
     )
-    step = _step(f"make up what is lost ({given})", f"zckpt mend {quote(path)} DST {flags}")
     return step | {"makes_up": True}
 
 
 GIVES = {
     "masters": "masters that are the 16-bit weights",
     "moments=zero": "zeros as moments",
+    "model": "weights that are the rounded masters, and all else of an older checkpoint",
 }
 """What a sentence calls the values that `--rebuild` makes up."""
 COMPLETE, ALONE = "weights complete", "weights without an optimizer: no run goes on from them"

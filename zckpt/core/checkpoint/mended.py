@@ -45,7 +45,8 @@ class Mended(Struct, frozen=True):
     number. `bit` is the number of a single flipped bit. `before` and `after` are the values of one
     `element` of the `tensor`, if only one was restored. `chance` is the probability that damage of
     many bits looks like this one. `witness` names the confirming bytes, or the origin of made-up
-    bytes.
+    bytes. `value` names a value that is no tensor, such as `global_steps`; `after` has it, if it is
+    a number or a text.
     """
 
     file: str
@@ -59,6 +60,18 @@ class Mended(Struct, frozen=True):
     before: Value = None
     after: Value = None
     witness: str = ""
+    value: str | None = None
+
+
+class MadeValue(Struct, frozen=True):
+    """A value other than a tensor that takes the place of a lost one.
+
+    `how` is the report's phrase for where it is from.
+    """
+
+    name: str
+    value: Value
+    how: str
 
 
 def to_json(mended: Iterable[Mended]) -> list[dict[str, Any]]:
@@ -114,7 +127,7 @@ def warnings(mended: Iterable[Mended], where: str) -> list[Notice]:
     lines = []
     for kind, records in kinds.items():
         if records:
-            names = [*dict.fromkeys(each.tensor or each.file for each in records)]
+            names = [*dict.fromkeys(each.tensor or each.value or each.file for each in records)]
             count = counted(len(records), "record")
             message = (
                 f"zckpt mend has {HOW[kind].format(f'{count} of {where}')}: {listed(names, 4)}"

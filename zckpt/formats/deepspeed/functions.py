@@ -26,6 +26,7 @@ from ..format import Beginning, Functions, differs
 from ..groups import of_trained
 from .gather import partitions
 from .model_ranks.tensor_ranks import check
+from .older_model import continued
 from .read import read
 from .write import lay_out, lay_out_like
 
@@ -141,6 +142,7 @@ FUNCTIONS = Functions(
     check=check,
     check_slices=check_slices,
     groups=of_trained,
+    continued=continued,
     begins=begins,
     obstacles=obstacles,
     missing=missing,
