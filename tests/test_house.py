@@ -148,8 +148,8 @@ def test_no_format_imports_another() -> None:
 
 FLOORS = {
     "dcp": "hf options rest | files | gather items read write | functions",
-    "deepspeed": "layer_names flats optimizer_files run_template sequence_ranks | files "
-    "| ranks model_ranks moe | stage_0 | ep_optimizers gather weights | read | target_ranks "
+    "deepspeed": "layer_names flats older_model optimizer_files run_template sequence_ranks "
+    "| files | ranks model_ranks moe | stage_0 | ep_optimizers gather weights | read | target_ranks "
     "| write | functions",
     "deepspeed/gather": "model_rank tensor | grid",
     "deepspeed/model_ranks": "pipeline stage_bounds target_slices tensor_ranks | target_stages",
@@ -199,7 +199,7 @@ def test_no_arrow_runs_uphill_inside_of_a_format() -> None:
             assert not start or floor[end] < floor[start[0]], f"{path} imports {end}: uphill"
             drawn.add((name[2:depth], start, end))
     print(f"{len(drawn)} arrows inside of formats")
-    assert len(drawn) <= 286
+    assert len(drawn) <= 287
 
 
 CORE = ("version", "grouping", "storage", "checkpoint", "ranks", "passes", "comparison")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import zckpt
 from zckpt.core.checkpoint import inert
+from zckpt.core.checkpoint.mended import Mended
 
 from ..conftest import EXAMPLE, ROOT
 
@@ -37,6 +38,11 @@ def test_every_key_is_specified(tmp_path: Path) -> None:
     offsets = {"file", "offset", "length", "start", "stop"}
     for entry in manifest["entries"].values():
         assert keys("entries") - OF_SOME_TENSORS - offsets == entry.keys()
+
+
+def test_every_key_of_a_mended_record_is_specified() -> None:
+    (row,) = (line for line in PAGE.splitlines() if line.startswith("| `mended`"))
+    assert {*re.findall(r"`(\w+)`", row)} == {"mended", *Mended.__struct_fields__}
 
 
 def test_every_key_of_a_notice_is_specified(tmp_path: Path) -> None:

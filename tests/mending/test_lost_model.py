@@ -14,7 +14,7 @@ import torch
 
 import zckpt as package
 from zckpt.core.checkpoint.mended import MENDED
-from zckpt.errors import CorruptCheckpoint, IncompleteCheckpoint, WrongOption
+from zckpt.errors import CorruptCheckpoint, IncompleteCheckpoint, WrongOption, ZckptError
 
 from ..conftest import EXAMPLE, ROOT, Once, Result
 from ..engines.cases import STATIC_SCALE, WARMUP, Case
@@ -22,7 +22,7 @@ from .damaging import flip, put
 from .test_losses import remove, told
 
 MODEL = "mp_rank_00_model_states.pt"
-SKIPPING = {"fp16": {"initial_scale_power": 18, "hysteresis": 1, "loss_scale_window": 2}}
+SKIPPING = {"fp16": {"initial_scale_power": 18, "hysteresis": 1, "loss_scale_window": 1}}
 FIRST = Case("z2_dp3_lost_model", "mending", 2, 3, model="steady", steps=4, config=WARMUP)
 CASES = [
     replace(FIRST, name="z1_dp3_lost_model", stage=1, scheduler=True, config={}),
@@ -255,10 +255,18 @@ def test_an_older_one_of_another_run(
 
 
 def refused(run: Path, older: Path, tmp_path: Path, why: str) -> None:
-    with pytest.raises(IncompleteCheckpoint) as caught:
-        package.mend(run, tmp_path / "mended", older=older, rebuild=("model",))
-    assert why in caught.value.hint
+    words = {"older": older, "rebuild": ("model",)}
+    with pytest.raises(ZckptError) as caught:
+        package.mend(run, tmp_path / "mended", **words)
+    assert why in caught.value.message
+    report = package.mend(run, tmp_path / "mended", **words, dry_run=True)
+    assert {line["file"] for line in report["problems"]} > {str(run / TAGS[run.name] / MODEL)}
+    assert any(why in line["message"] for line in report["problems"])
+    assert not report["lost"]
     assert not (tmp_path / "mended").exists()
+
+
+TAGS = {"run": "global_step7", "older": TAG}
 
 
 @pytest.mark.parametrize(
@@ -385,3 +393,20 @@ def test_a_damaged_weight_with_another_master(example: Path, tmp_path: Path) -> 
     with pytest.raises(CorruptCheckpoint, match="cannot be mended"):
         package.mend(example, tmp_path / "mended")
     assert not (tmp_path / "mended").exists()
+
+
+def test_a_lost_layer(tmp_path: Path) -> None:
+    """Of a pipeline, on one of two tensor ranks: it has weights alone, whose masters are whole."""
+    whole = ROOT / "tests/data/zckpt-0.1-pp2_tp2/run"
+    run = shutil.copytree(whole, tmp_path / "run")
+    name = "layer_06-model_00-model_states.pt"
+    remove(run, name)
+    report = package.mend(run, tmp_path / "mended")
+    assert {line["state"] for line in report["lost"]} == {"elsewhere"}
+    before, after = (
+        torch.load(next(path.rglob(name)), weights_only=False)
+        for path in (whole, tmp_path / "mended")
+    )
+    assert dict(values(after)) == dict(values(before))
+    listed = json.loads(next((tmp_path / "mended").rglob(MENDED)).read_text())["mended"]
+    assert {each["by"] for each in listed} == {"witness"}

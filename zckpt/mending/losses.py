@@ -26,7 +26,7 @@ from ..core.checkpoint.manifest import Manifest
 from ..core.checkpoint.mended import CODE, MadeValue, Mended
 from ..core.checkpoint.weights import WEIGHTS, agreement, is_widened
 from ..core.grouping import by_key
-from ..core.passes.description import Report, line_of
+from ..core.passes.description import Report, line_of, said
 from ..core.storage.inventory import known as known_name
 from ..errors import MissingData, Notice, ZckptError, counted, listed, note, problem
 from ..formats.reading import Reading
@@ -123,10 +123,11 @@ class Losses(Struct, frozen=True):
 
         If all could be made up, the hint says which `--rebuild` options the user would have to type
         (`lacking`), or in which tensors the ranks differ. Otherwise it names the tensors that are
-        gone, or else those that would have to be made up.
+        gone, or else those that would have to be made up. If the older checkpoint does not fit, the
+        result is the error about that.
         """
         if self.unfit is not None:
-            return error.with_way(f"{self.unfit.message}; {self.unfit.hint}")
+            return self.unfit
         if self.lacks_older:
             return error.with_way(NEEDS_OLDER)
         if self.can_be_made_up and self.differing:
@@ -174,14 +175,19 @@ def is_model(path: str) -> bool:
     return file is not None and file.role.name == "model" and "dp" not in file.axes
 
 
+def is_of_optimizer(path: str) -> bool:
+    """Whether a file's name is that of a file with a rank's part of the optimizer."""
+    file = known_name(ALL_ROLES, path)
+    return file is not None and file.role.name == "optimizer"
+
+
 def lacks_model(found: Found) -> bool:
     """Whether nothing could be read because the one model file is lost, beside an optimizer's."""
     if found.manifest is not None:
         return False
-    names = [known_name(ALL_ROLES, path) for path in files_below(found.path)]
-    return any(file is not None and file.role.name == "optimizer" for file in names) and any(
-        line["fault"] and line["file"] is not None and is_model(line["file"])
-        for line in found.faults
+    files = (line["file"] for line in found.faults if line["fault"])
+    return any(map(is_of_optimizer, files_below(found.path))) and any(
+        file is not None and is_model(file) for file in files
     )
 
 
@@ -194,6 +200,7 @@ def losses_of(found: Found, older: Manifest | None, known: Mapping[str, Alike]) 
     faults = _each_once(found)
     if found.manifest is None and lacks_model(found):
         unfit = None if older is None else _unfit(found, older)
+        faults += said(unfit.notices if unfit is not None else ())
         return Losses(None, faults, lacks_older=older is None, unfit=unfit)
     if found.manifest is None or not found.lost:
         return Losses(found.manifest, faults)
@@ -227,16 +234,21 @@ def _continued(losses: Losses, found: Found, older: Manifest) -> Losses:
     function = formats.named(found.known.format).functions.continued
     losses = replace(losses, borrowed=[*found.borrowed])
     if (unfit := _unfit(found, older)) is not None:
-        return Losses(None, losses.faults, unfit=unfit)
+        return _without(losses, unfit)
     if function is None or found.lost.keys() != found.borrowed.keys():
         return losses
     try:
         manifest, values = function(found.known, older)
     except ZckptError as error:
-        return Losses(None, losses.faults, unfit=error)
+        return _without(losses, error)
     file = found.real(losses.borrowed[0])
     lines = [_line_of(value, file) for value in values]
     return replace(losses, manifest=manifest, values=values, lines=[*losses.lines, *lines])
+
+
+def _without(losses: Losses, unfit: ZckptError) -> Losses:
+    """What is known without the older checkpoint, which does not fit for the reason `unfit`."""
+    return Losses(None, [*losses.faults, *said(unfit.notices)], unfit=unfit)
 
 
 def _line_of(value: MadeValue, file: str) -> Report:

@@ -207,7 +207,8 @@ def _line(place: Place, base: str, accept_chance: bool) -> Report:
     """Returns the line of the report about one damaged record: a notice and its fields."""
     restored, extent = place.mended(base), place.extent
     fields = mended.to_json([restored])[0] if restored else {}
-    fields.pop("file", None)
+    for key in ("file", "value"):
+        fields.pop(key, None)
     state = "lost" if restored is None else "restored"
     if restored is not None and restored.by == "chance":
         state = "accepted" if accept_chance else "needs-consent"

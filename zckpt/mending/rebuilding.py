@@ -38,7 +38,7 @@ from ..errors import MissingData, WrongOption, ZckptError, listed
 from ..files.torchshell import state_checksums
 from ..judging.damaged_source import Found, kept
 from .alike import FEWEST
-from .losses import Losses, is_model, losses_of
+from .losses import Losses, is_model, is_of_optimizer, losses_of
 
 MASTERS, ZERO, OLDER, MODEL = "masters", "moments=zero", "moments=older", "model"
 CHOICES = (MASTERS, ZERO, OLDER, MODEL)
@@ -166,8 +166,12 @@ def rebuild(
     source, format = losses.manifest or found.known, formats.named(found.known.format)
     if source.states.of_form("partition", "estimate"):
         return None
-    if any(is_model(path) and path not in found.borrowed for path in paths):
-        return None  # of a tensor rank or pipeline stage: it may have had a state of its own
+    alone = [path for path in paths if path not in found.borrowed]
+    if any(map(is_model, alone)):
+        return None  # of a tensor rank or pipeline stage: it may have had counters of its own
+    has_extra = any(each.state.get("module_extra") for each in (source, *source.with_models))
+    if has_extra and not all(map(is_of_optimizer, alone)):
+        return None  # modules may have kept other values there than on the rank that stands in
     rebuilding = replace(rebuilding, others=losses.others, made_up=losses.made_up_keys)
     names = {os.path.basename(path): path for path in paths}
     weights = [source.entries.get((each, "param")) for each in source.parameters]
