@@ -46,8 +46,7 @@ WHOLE = "which is whole by its metadata"
     "--rebuild",
     multiple=True,
     type=click.Choice(["masters", "moments=zero", "moments=older", "model"]),
-    help="Replace lost masters by 16-bit weights, moments by zeros or those of --older, the model "
-    "file by rounded masters and values of --older.",
+    help="Make up lost masters from 16-bit weights, moments, or (with --older) the model file.",
 )
 @copying_alone
 @by_rank_0
@@ -78,8 +77,8 @@ def mend(
     mend lists what lost files contained, and what of it other files still have. It rewrites a file
     that is the same on all other ranks, such as the model files of stage 3; frozen weights in such
     a file come from --older. For a lost optimizer file of stage 1 or 2, --rebuild makes up masters
-    and moments: the losses change. For a lost model file, it makes up what only this file has, such
-    as counters and buffers: the weights are exact.
+    and moments: the losses change. In a lost model file, weights are exact, and it makes up
+    counters and buffers.
 
     DST has the files of SRC, and zckpt-mended.json, the list of what was restored. zckpt copies the
     list into every checkpoint made from DST. SRC is never changed.

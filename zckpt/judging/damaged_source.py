@@ -30,6 +30,7 @@ from ..core.checkpoint.layers import Places, places_of
 from ..core.checkpoint.manifest import Manifest
 from ..core.grouping import by_key
 from ..core.passes.description import Report, line_of
+from ..core.storage import sources
 from ..core.storage.fragments import Fragment, Runs
 from ..core.storage.inventory import MOST
 from ..core.storage.sources import standing_in
@@ -273,6 +274,13 @@ def _missing_in(found: Found, error: ZckptError | OSError) -> tuple[str, list[st
     return kind, [p for p, state in states.items() if state not in OF_OTHERS and p not in known]
 
 
+def _copy(path: str, target: str) -> None:
+    """Copies a small file and its times; in a mirror of a store, its bytes are not in the file."""
+    with sources.opened(path) as source, open(target, "xb") as file:
+        file.write(source.read())
+    shutil.copystat(path, target)
+
+
 def _link(real: str, shadow: str, inside: str, other: str) -> None:
     """Makes the folder `shadow` of links to everything in `real`, and to `other` at `inside`.
 
@@ -284,7 +292,7 @@ def _link(real: str, shadow: str, inside: str, other: str) -> None:
         # links to files such as `latest` are not followed
         for each in os.scandir(real) if os.path.isdir(real) else ():
             if each.is_file() and each.stat().st_size <= SMALL:
-                shutil.copy2(each.path, shadow)
+                _copy(each.path, os.path.join(shadow, each.name))
             else:
                 os.symlink(os.path.abspath(each.path), os.path.join(shadow, each.name))
     place = os.path.join(shadow, name)

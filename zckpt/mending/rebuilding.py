@@ -43,6 +43,7 @@ from .losses import Losses, is_model, is_of_optimizer, losses_of
 MASTERS, ZERO, OLDER, MODEL = "masters", "moments=zero", "moments=older", "model"
 CHOICES = (MASTERS, ZERO, OLDER, MODEL)
 """The values that `--rebuild` takes."""
+AS_OLDER = "as they are in the older checkpoint"
 CHUNK = 1 << 20  # elements
 SCRATCH = 8 << 20  # bytes of working memory for small pieces of many ranks
 
@@ -126,7 +127,7 @@ class Rebuilding(Struct, frozen=True):
         if entry.key in self.others and entry.key not in self.made_up:
             return self.others[entry.key][1]
         if entry.key in self.others:
-            return self._as_older
+            return AS_OLDER
         if entry.slot == "param":
             return "the copies of all other ranks"
         other = self.source(entry, source)
@@ -134,11 +135,7 @@ class Rebuilding(Struct, frozen=True):
             return "zeros"
         if entry.slot == "master":
             return f"widened from the weights of {other.dtype}"
-        return self._as_older
-
-    @property
-    def _as_older(self) -> str:
-        return f"as they are in the older {self.older.where if self.older else ''}"
+        return AS_OLDER
 
 
 def options_for(found: Found) -> list[str]:

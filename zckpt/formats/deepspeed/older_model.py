@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 from msgspec.structs import replace
@@ -36,6 +37,7 @@ from ..deepspeed_states.schedulers import COUNTER
 from ..deepspeed_states.states import open_files, shapes_of_groups
 from ..schedulers import OF_TORCH
 
+AS_OLDER = "as in the older checkpoint, since nothing says how it has changed"
 STEPS, SKIPPED, SAMPLES = "global_steps", "skipped_steps", "global_samples"
 TAG = re.compile(r"global_step(\d+)", re.ASCII)
 """The tag that the engine gives a save without one: it has the counter `global_steps`."""
@@ -69,9 +71,9 @@ def continued(manifest: Manifest, older: Manifest) -> tuple[Manifest, list[MadeV
     if None not in updates and updates[0] < updates[1]:  # type: ignore[operator]
         raise _unfit(older, f"is of {updates[1]} updates, and the damaged one of {updates[0]}")
     counters, lines = _counters(manifest, older, *updates)
-    scheduler, of_scheduler = _scheduler(manifest, older, *updates)
+    scheduler, of_scheduler = _scheduler(manifest, *updates)
     state = {**manifest.state, "counters": counters, "lr_scheduler": scheduler}
-    lines += [*of_scheduler, *_unchanged(manifest, older)]
+    lines += [*of_scheduler, *_unchanged(manifest)]
     return manifest.replace(state=state), lines
 
 
@@ -88,36 +90,37 @@ def _need_same_model(model: TorchFile, optimizers: Sequence[TorchFile], older: M
     """Raises InconsistentCheckpoint unless the model file lists the optimizer's parameters.
 
     Each rank's file has the number of elements of each parameter in its partitions, in the order of
-    the flat buffer. DeepSpeed before 0.8 has no such list, and under `round_robin_gradients` it has
-    another order (0.19.8).
+    the flat buffer. Old versions of DeepSpeed have no such list, and under `round_robin_gradients`
+    it has another order (0.19.8).
     """
+    if model.value.get("num_experts"):
+        raise _unfit(older, "is of a run with experts, and zckpt does not write such a file again")
     states = [file.value["optimizer_state_dict"] for file in optimizers]
     of_ranks = [state.get(SLICES) for state in states]
     if not all(isinstance(groups, list) for groups in of_ranks):
         return
-    shapes = shapes_of_groups(model.value.get("param_shapes"), model)
-    sizes = [{name: prod(shape) for name, shape in group.items()} for group in shapes]
-    counted: list[dict[str, int]] = [{} for _ in sizes]
+    shapes = enumerate(shapes_of_groups(model.value.get("param_shapes"), model))
+    sizes = {(n, name): prod(shape) for n, group in shapes for name, shape in group.items()}
+    counted: dict[tuple[int, str], int] = {}
     for groups in of_ranks:
-        for number, parts in enumerate(groups[: len(sizes)]):
+        for number, parts in enumerate(groups):
             for name, address in parts.items():
                 fields = address.state if isinstance(address, Foreign) else {}
-                counted[number].setdefault(name, 0)
-                counted[number][name] += fields.get("numel", 0) if isinstance(fields, dict) else 0
+                count = fields.get("numel", 0) if isinstance(fields, dict) else 0
+                counted[number, name] = counted.get((number, name), 0) + count
     if counted != sizes:
-        pairs = zip(sizes, counted, strict=True)
-        names = [name for ours, others in pairs for name in dict(ours.items() ^ others.items())]
+        names = sorted({name for (_, name), _ in sizes.items() ^ counted.items()})
         raise _unfit(older, f"has other parameters than the optimizer's files: {listed(names, 4)}")
     config = optimizers[0].value.get("ds_config") or model.value.get("ds_config")
     is_dealt = nested(config, "zero_optimization", "round_robin_gradients")
-    if not is_dealt and [*map(list, counted)] != [*map(list, sizes)]:
+    if not is_dealt and sorted(counted, key=itemgetter(0)) != [*sizes]:
         raise _unfit(older, "has the parameters in another order than the optimizer's files")
 
 
 def _with_config(
     manifest: Manifest, model: TorchFile, optimizer: TorchFile, older: Manifest
 ) -> Manifest:
-    """Replaces the older ds_config and version by those in the optimizer's files (since 0.9)."""
+    """Replaces the older ds_config and version by those in the optimizer's files."""
     engine, before = manifest.run.engine, model.value.get("ds_config")
     config, version = (optimizer.value.get(key) for key in ("ds_config", "ds_version"))
     if isinstance(version, str):
@@ -145,7 +148,7 @@ def _counters(
     manifest: Manifest, older: Manifest, updates: int | None, before: int | None
 ) -> tuple[dict[str, Any], list[MadeValue]]:
     old = {key: older.state["counters"].get(key) for key in (STEPS, SKIPPED, SAMPLES)}
-    new, how = dict(old), dict.fromkeys(old, as_in(older))
+    new, how = dict(old), dict.fromkeys(old, AS_OLDER)
     passed, where = _steps_since(manifest, older)
     done = None if updates is None or before is None else updates - before
     if passed is not None and passed >= (done or 0):
@@ -160,10 +163,6 @@ def _counters(
         if size == size_before and size is not None and old[SAMPLES] == old[STEPS] * size:
             new[SAMPLES], how[SAMPLES] = new[STEPS] * size, f"{STEPS} times a batch of {size}"
     return new, [MadeValue(key, new[key], how[key]) for key in new if new[key] is not None]
-
-
-def as_in(older: Manifest) -> str:
-    return f"as in the older {older.where}, since nothing says how it has changed"
 
 
 def _steps_since(manifest: Manifest, older: Manifest) -> tuple[int | None, str]:
@@ -197,7 +196,7 @@ def _iterations(manifest: Manifest) -> int | None:
 
 
 def _scheduler(
-    manifest: Manifest, older: Manifest, updates: int | None, before: int | None
+    manifest: Manifest, updates: int | None, before: int | None
 ) -> tuple[Any, list[MadeValue]]:
     """The scheduler's state after the updates since the older save, and the list of its values.
 
@@ -208,13 +207,13 @@ def _scheduler(
     if state is None:
         return None, []
     if not isinstance(state, dict) or updates is None or before is None:
-        return state, [MadeValue("lr_scheduler", None, as_in(older))]
+        return state, [MadeValue("lr_scheduler", None, AS_OLDER)]
     keys = COUNTER, OF_TORCH
     counts = {COUNTER: before - 1, OF_TORCH: before}
     counted = [key for key in keys if key in state]
     is_known = {*state} <= {*counted, *COUNTS, *CONSTANT} and len(counted) == 1
     if not is_known or state[counted[0]] != counts[counted[0]]:
-        return state, [MadeValue("lr_scheduler", None, as_in(older))]
+        return state, [MadeValue("lr_scheduler", None, AS_OLDER)]
     passed = updates - before
     ahead = {key: state[key] + passed for key in (*keys, *COUNTS) if type(state.get(key)) is int}
     advanced = with_rates({**state, **ahead}, manifest.groups or ())
@@ -229,7 +228,7 @@ def _scheduler(
 # -- all else
 
 
-def _unchanged(manifest: Manifest, older: Manifest) -> Iterator[MadeValue]:
+def _unchanged(manifest: Manifest) -> Iterator[MadeValue]:
     """Yields the values that are taken from the older save: the user's, and those of modules.
 
     Values that are one tensor are left out, since tensors are listed by themselves.
@@ -237,10 +236,10 @@ def _unchanged(manifest: Manifest, older: Manifest) -> Iterator[MadeValue]:
     state = manifest.state
     for key in ("data_sampler", "random_ltd"):
         if state.get(key) is not None:
-            yield MadeValue(key, None, as_in(older))
+            yield MadeValue(key, None, AS_OLDER)
     for key in ("client_state", "module_extra"):
         for name, value in (state.get(key) or {}).items():
             if isinstance(value, TensorName):
                 continue
             plain = value if type(value) in (int, float, str, bool) else None
-            yield MadeValue(f"{key}.{name}", plain, as_in(older))
+            yield MadeValue(f"{key}.{name}", plain, AS_OLDER)
