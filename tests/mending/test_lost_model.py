@@ -107,12 +107,14 @@ def older(tmp_path: Path) -> Path:
 
     def model(value: dict[str, Any]) -> None:
         for name, tensor in value["module"].items():
-            if not name.startswith("frozen"):
-                tensor += 1
+            if not name.startswith(("frozen", "head")):  # the head is the embedding
+                tensor *= 2
         value |= {"global_steps": 4, "global_samples": 96, "lr_scheduler": {COUNTER: 3}}
         value |= {"epoch": 2, "rng": torch.arange(5)}
 
     def optimizer(value: dict[str, Any]) -> None:
+        for flat in value["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
+            flat.data *= 2
         for state in value["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             state["step"] -= 3
 
@@ -137,12 +139,15 @@ def lines(report: dict[str, Any]) -> dict[str, str]:
     return {each["subject"]: each["message"] for each in report["lost"] if not each["tensors"]}
 
 
-@pytest.mark.parametrize("left", [None, 0, 3000, "zeros"])
+@pytest.mark.parametrize("left", [None, 0, 3000, "zeros", "garbage"])
 def test_the_values(left: Any, run: Path, older: Path, tmp_path: Path) -> None:
     """Everything but the buffer and the program's own state is the original's."""
     if left is not None:
         data = (EXAMPLE / "global_step7" / MODEL).read_bytes()
-        data = bytes(len(data)) if left == "zeros" else data[:left]
+        if left == "garbage":  # in the pickle
+            data = data[:300] + bytes(range(1, 201)) + data[500:]
+        else:
+            data = bytes(len(data)) if left == "zeros" else data[:left]
         (run / "global_step7" / MODEL).write_bytes(data)
     report = package.mend(run, tmp_path / "mended", older=older, rebuild=("model",))
     whole, mended, before = map(loaded, (EXAMPLE, tmp_path / "mended", older))
@@ -279,6 +284,12 @@ TAGS = {"run": "global_step7", "older": TAG}
 )
 def test_an_older_one_of_another_kind(source: str, why: str, run: Path, tmp_path: Path) -> None:
     refused(run, ROOT / "tests/data" / source, tmp_path, why)
+
+
+def test_an_older_one_with_averaged_weights(run: Path, older: Path, tmp_path: Path) -> None:
+    """The program saves other weights than it trains: the masters do not show those of the run."""
+    changed(older / TAG / MODEL, lambda own: own["module"]["fc1.bias"].add_(1))
+    refused(run, older, tmp_path, "has other weights than its masters")
 
 
 def test_a_later_one(older: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from ..core.checkpoint.entries import Entry, Key
 from ..core.checkpoint.manifest import Manifest
 from ..core.checkpoint.mended import CODE, MadeValue, Mended
 from ..core.checkpoint.weights import WEIGHTS, agreement, is_widened
+from ..core.comparison import masters
 from ..core.grouping import by_key
 from ..core.passes.description import Report, line_of, said
 from ..core.storage.inventory import known as known_name
@@ -214,17 +215,23 @@ def losses_of(found: Found, older: Manifest | None, known: Mapping[str, Alike]) 
     return _continued(losses, found, older) if found.borrowed and older is not None else losses
 
 
+OTHER_WEIGHTS = "has other weights than its masters, so the masters that are left show no weights"
 UNREAD = "not-compared"
 """The code of the warning that the rest was not read, since a file that stands in does not fit."""
 
 
 def _unfit(found: Found, older: Manifest) -> ZckptError | None:
-    """The error that the model file of `older` cannot stand in for the lost one; None if it can."""
-    why = "has no model file of this name, as runs of ZeRO stage 1 and 2 have it"
-    if found.borrowed:
-        if found.manifest is not None and all(line["code"] != UNREAD for line in found.faults):
-            return None
-        why = "is of another model, or of another number of ranks"
+    """The error that the model file of `older` cannot be read for the lost one; None if it can."""
+    if not found.borrowed:
+        return _error(
+            older, "has no model file of this name, as runs of ZeRO stage 1 and 2 have it"
+        )
+    if found.manifest is None or any(line["code"] == UNREAD for line in found.faults):
+        return _error(older, "is of another model, or of another number of ranks")
+    return None
+
+
+def _error(older: Manifest, why: str) -> ZckptError:
     hint = "give another one of the same run, as the engine saved it"
     return MissingData("state-missing", f"the older {older.where} {why}", hint=hint)
 
@@ -241,6 +248,8 @@ def _continued(losses: Losses, found: Found, older: Manifest) -> Losses:
         manifest, values = function(found.known, older)
     except ZckptError as error:
         return _without(losses, error)
+    if masters.unlike(older, masters.BEGINNINGS):  # such as an EMA's
+        return _without(losses, _error(older, OTHER_WEIGHTS))
     file = found.real(losses.borrowed[0])
     lines = [_line_of(value, file) for value in values]
     return replace(losses, manifest=manifest, values=values, lines=[*losses.lines, *lines])
