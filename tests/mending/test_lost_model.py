@@ -223,6 +223,28 @@ def test_verify_names_it(run: Path, older: Path, zckpt: Callable[..., Result]) -
     assert any(command and command.endswith("--rebuild model") for command in commands)
 
 
+@pytest.mark.parametrize("older", [None, "whole"])
+def test_of_another_format(older: str | None, tmp_path: Path, zckpt: Callable[..., Result]) -> None:
+    """Nothing is offered for the model file of a universal checkpoint, or of Megatron."""
+    for name in ("universal", "megatron-0.16.1-legacy-tp2"):
+        whole = tmp_path / f"whole-{name}"
+        if name == "universal":
+            package.convert(EXAMPLE, whole)
+            lost = [whole / "model.safetensors"]
+        else:
+            shutil.copytree(ROOT / "tests/data" / name, whole)
+            lost = [*whole.rglob("model_optim_rng.pt")]
+        run = shutil.copytree(whole, tmp_path / name)
+        for path in lost:
+            (run / path.relative_to(whole)).unlink()
+        words = ("--older", whole) if older else ()
+        refused = zckpt("mend", run, tmp_path / "mended", *words)
+        assert refused.code == 1
+        assert "--rebuild" not in refused.out + refused.err
+        assert "--rebuild model" not in zckpt("verify", run).out
+    assert not (tmp_path / "mended").exists()
+
+
 def test_without_an_older_one(run: Path, tmp_path: Path) -> None:
     with pytest.raises(WrongOption, match="--rebuild model needs an older checkpoint"):
         package.mend(run, tmp_path / "mended", rebuild=("model",))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Literal
 
 from msgspec import Struct
@@ -86,10 +86,10 @@ class Losses(Struct, frozen=True):
     @property
     def can_be_made_up(self) -> bool:
         """Whether anything is lost, and all of it could be made up or is left in another tensor."""
-        return (
-            bool(self.lost)
-            and self.unfit is None
-            and all(each.state == "made-up" or each.other is not None for each in self.lost)
+        if self.borrowed and not self.values:  # the optimizer's files are not whole
+            return False
+        return bool(self.lost) and all(
+            each.state == "made-up" or each.other is not None for each in self.lost
         )
 
     @property
@@ -157,9 +157,11 @@ def whatever_is_there(
 ) -> AbstractContextManager[Found]:
     """Opens what can be read of the checkpoint at `path`, some of whose files are lost.
 
-    The model file of `older` stands in for the only one of the checkpoint.
+    The model file of `older` stands in for the only one of the checkpoint, if its format can say
+    what else was in that.
     """
-    models = {os.path.basename(path): path for path in older.files.paths} if older else {}
+    paths = older.files.paths if older is not None and continues(older.format) else ()
+    models = {os.path.basename(path): path for path in paths}
 
     def of_older(lost: str) -> str | None:
         return models.get(os.path.basename(lost)) if is_model(lost) else None
@@ -168,6 +170,11 @@ def whatever_is_there(
         return read(where, replace(reading, **words))
 
     return what_is_there(path, {"tag": reading.tag}, read_again, of_older)
+
+
+def continues(format: str) -> bool:
+    """Whether a format says what a lost model file had, from that of an older checkpoint."""
+    return formats.named(format).functions.continued is not None
 
 
 def is_model(path: str) -> bool:
@@ -186,6 +193,9 @@ def lacks_model(found: Found) -> bool:
     """Whether nothing could be read because the one model file is lost, beside an optimizer's."""
     if found.manifest is not None:
         return False
+    with suppress(ZckptError, OSError):
+        if not continues(formats.recognize(found.path, tag=found.tag).name):
+            return False
     files = (line["file"] for line in found.faults if line["fault"])
     return any(map(is_of_optimizer, files_below(found.path))) and any(
         file is not None and is_model(file) for file in files
@@ -215,6 +225,7 @@ def losses_of(found: Found, older: Manifest | None, known: Mapping[str, Alike]) 
     return _continued(losses, found, older) if found.borrowed and older is not None else losses
 
 
+NO_FILE = "has no model file of this name, as runs of ZeRO stage 1 and 2 have it"
 OTHER_WEIGHTS = "has other weights than its masters, so the masters that are left show no weights"
 UNREAD = "not-compared"
 """The code of the warning that the rest was not read, since a file that stands in does not fit."""
@@ -223,9 +234,7 @@ UNREAD = "not-compared"
 def _unfit(found: Found, older: Manifest) -> ZckptError | None:
     """The error that the model file of `older` cannot be read for the lost one; None if it can."""
     if not found.borrowed:
-        return _error(
-            older, "has no model file of this name, as runs of ZeRO stage 1 and 2 have it"
-        )
+        return _error(older, NO_FILE)
     if found.manifest is None or any(line["code"] == UNREAD for line in found.faults):
         return _error(older, "is of another model, or of another number of ranks")
     return None
@@ -242,7 +251,9 @@ def _continued(losses: Losses, found: Found, older: Manifest) -> Losses:
     losses = replace(losses, borrowed=[*found.borrowed])
     if (unfit := _unfit(found, older)) is not None:
         return _without(losses, unfit)
-    if function is None or found.lost.keys() != found.borrowed.keys():
+    if function is None:  # the two have other formats
+        return _without(losses, _error(older, NO_FILE))
+    if found.lost.keys() != found.borrowed.keys():
         return losses
     try:
         manifest, values = function(found.known, older)
