@@ -149,8 +149,8 @@ def test_no_format_imports_another() -> None:
 FLOORS = {
     "dcp": "hf options rest | files | gather items read write | functions",
     "deepspeed": "layer_names flats older_model optimizer_files run_template sequence_ranks "
-    "| files | ranks model_ranks moe | stage_0 | ep_optimizers gather weights | read | target_ranks "
-    "| write | functions",
+    "| files | ranks model_ranks moe | stage_0 | ep_optimizers gather weights | read "
+    "| target_ranks | write | functions",
     "deepspeed/gather": "model_rank tensor | grid",
     "deepspeed/model_ranks": "pipeline stage_bounds target_slices tensor_ranks | target_stages",
     "deepspeed/moe": "auto_ep regroup | experts",
