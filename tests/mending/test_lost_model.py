@@ -364,6 +364,28 @@ def test_what_is_not_certain_stays(run: Path, older: Path, tmp_path: Path) -> No
         )
 
 
+@pytest.mark.parametrize(("tag", "counters"), [("best", [8, 1, 192]), (None, [4, 0, 96])])
+def test_a_loss_scaler_counts(
+    tag: str | None, counters: list[int], run: Path, older: Path, tmp_path: Path
+) -> None:
+    """Four steps, of which three were updates; a tag that says three steps contradicts that."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    for folder, count in ((run, 9), (older, 5)):
+        scaler = DynamicLossScaler(2.0**16, 1000, 1, 1, False)
+        scaler.cur_iter = count
+        new = {"loss_scaler": scaler, "dynamic_loss_scale": True}
+        for path in folder.rglob("*optim_states.pt"):
+            changed(path, lambda own, new=new: own["optimizer_state_dict"].update(new))
+    if tag is not None:
+        (run / "global_step7").rename(run / tag)
+        (run / "latest").write_text(tag)
+    package.mend(run, tmp_path / "mended", older=older, rebuild=("model",))
+    mended = loaded(tmp_path / "mended")
+    assert [mended[key] for key in COUNTERS] == counters
+    assert mended["lr_scheduler"] == {COUNTER: 6}
+
+
 def test_another_batch(run: Path, older: Path, tmp_path: Path) -> None:
     """The optimizer's files have the ds_config of the lost save, not how many samples it had."""
 

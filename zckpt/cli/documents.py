@@ -235,7 +235,7 @@ class LostPart(Notice):
     """The parts of tensors that were in lost files, and where the same bytes still are, if so.
 
     "elsewhere": other files have the same bytes. "gone": no file has them. If `tensors` is empty,
-    the notice is about a "restored" file, or about all tensors.
+    the notice is about a "restored" file, about all tensors, or about a value that is no tensor.
     """
 
     state: Literal["restored", "elsewhere", "rebuilt", "made-up", "gone"]
