@@ -7,13 +7,15 @@
     python -m benchmarks.scale WORK --format dcp --tensors 800 5600 --dp 8 64 --command inspect
     python -m benchmarks.scale WORK --format zero3 --tensors 45000 --dp 32 128 --command inspect
     python -m benchmarks.scale WORK --format zero1 --tensors 800 --dp 64 1024 --command inspect
+    python -m benchmarks.scale WORK --format grid --tensors 240 --grid 4x4x4 8x8x8 --command inspect
     python -m benchmarks.scale WORK --tensors 100 --dp 4 --checkpoints 1 30 300 --command list
 
 Makes ZeRO-3 checkpoints with three slots, without the engine. All ranks have pieces of all tensors.
 Every second tensor is small, as a bias is. A piece is the part of a tensor that a rank has. The
 other formats have holes for tensors: `dcp` are directories of torch.distributed.checkpoint, `zero1`
-and `zero3` DeepSpeed's. Beside them torch is measured without its imports: its reader of
-`.metadata`, or torch.load of the smallest file (`mmap=True`), which it can map.
+and `zero3` DeepSpeed's, and `grid` its pipelines of tensor ranks at ZeRO-1. Beside them torch is
+measured without its imports: its reader of `.metadata`, or torch.load of the smallest file
+(`mmap=True`), which it can map.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from . import dcp, zero
+from . import dcp, grid, zero
 from .measure import ZCKPT, Cost, Job, run, spread
 
 WIDTHS = (32, 2)  # elements of a rank's slice of a weight, and of a bias
 SLOTS = ("master", "exp_avg", "exp_avg_sq")
 TAG = "global_step100"
-FORMATS = ("deepspeed", "dcp", "zero1", "zero3")
+FORMATS = ("deepspeed", "dcp", "zero1", "zero3", "grid")
 
 
 def make(root: Path, tensors: int, dp: int, gigabytes: float = 0.0) -> None:
@@ -99,6 +101,7 @@ def main() -> None:
     parser.add_argument("work", type=Path, metavar="WORK", help="a new directory; it is removed")
     parser.add_argument("--tensors", type=int, nargs="+", default=[100, 1000, 10_000, 100_000])
     parser.add_argument("--dp", type=int, nargs="+", default=[4])
+    parser.add_argument("--grid", type=grid_of, nargs="+", default=[(2, 2, 2)], metavar="PPxTPxDP")
     parser.add_argument("--format", choices=FORMATS, default="deepspeed")
     parser.add_argument("--gb", type=float, nargs="+", default=[0.0], help="10^9 bytes in all")
     parser.add_argument("--checkpoints", type=int, nargs="+", default=[1], help="in one run")
@@ -107,12 +110,16 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True)
     try:
-        sizes = (arguments.dp, arguments.tensors, arguments.gb, arguments.checkpoints)
-        for dp, tensors, size, checkpoints in product(*sizes):
-            source, format = arguments.work / f"{tensors}x{dp}", arguments.format
+        format = arguments.format
+        grids = arguments.grid if format == "grid" else [(1, 1, dp) for dp in arguments.dp]
+        sizes = (grids, arguments.tensors, arguments.gb, arguments.checkpoints)
+        for (pp, tp, dp), tensors, size, checkpoints in product(*sizes):
+            source = arguments.work / f"{tensors}x{pp}x{tp}x{dp}"
             making = (make, (source, tensors, dp, size))
             if format == "dcp":
                 making = (dcp.make, (source, tensors, dp))
+            elif format == "grid":
+                making = (grid.make, (source, tensors, pp, tp, dp))
             elif format != "deepspeed":
                 making = (zero.make, (source, tensors, dp, int(format[-1])))
             process = get_context("spawn").Process(target=making[0], args=making[1])
@@ -122,17 +129,28 @@ def main() -> None:
                 raise SystemExit(process.exitcode)
             for number in range(1, checkpoints):
                 shutil.copytree(source / TAG, source / f"global_step{number + 1}")
-            measure(source, tensors, dp, arguments)
+            measure(source, tensors, (pp, tp, dp), arguments)
             shutil.rmtree(source)
     finally:
         shutil.rmtree(arguments.work)
 
 
-def measure(source: Path, tensors: int, dp: int, arguments: argparse.Namespace) -> None:
-    """Runs the commands A B A B ..., and prints their costs; the first round is not counted."""
+def grid_of(text: str) -> tuple[int, int, int]:
+    """The sizes pp, tp and dp in a text such as 8x8x8."""
+    pp, tp, dp = map(int, text.split("x"))
+    return pp, tp, dp
+
+
+def measure(
+    source: Path, tensors: int, sizes: tuple[int, int, int], arguments: argparse.Namespace
+) -> None:
+    """Runs the commands A B A B ..., and prints their costs; the first round is not counted.
+
+    `sizes` are pp, tp and dp.
+    """
     jobs = [command(name, source, arguments.work / "target") for name in arguments.command]
-    by_torch = {"dcp": "benchmarks.dcp", "zero1": "benchmarks.zero", "zero3": "benchmarks.zero"}
-    torch_reads = by_torch.get(arguments.format)
+    by_torch = {"deepspeed": None, "dcp": "benchmarks.dcp"}
+    torch_reads = by_torch.get(arguments.format, "benchmarks.zero")
     if torch_reads:
         jobs.append(Job("torch", (sys.executable, "-m", torch_reads, str(source), "--json")))
     costs: dict[str, list[Cost]] = {job.name: [] for job in jobs}
@@ -144,13 +162,17 @@ def measure(source: Path, tensors: int, dp: int, arguments: argparse.Namespace) 
             for output in job.outputs:
                 shutil.rmtree(output, ignore_errors=True)
     load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
-    pieces = tensors * dp * len(SLOTS)
+    pieces = tensors * sizes[-1] * len(SLOTS)
     torch_alone = costs.pop("torch", [])
     if arguments.format == "dcp":
         pieces = torch_alone[0].report["items"]
+    elif arguments.format == "grid":
+        pieces = grid.pieces_of(tensors, *sizes) * len(SLOTS)
     names = "*.distcp" if arguments.format == "dcp" else "*_optim_states.pt"
     size = sum(path.stat().st_size for path in source.rglob(names)) / 1e9
-    about = f"{tensors:,} tensors, dp {dp}, {pieces:,} pieces, {size:.2f} GB"
+    axes = zip(("pp", "tp", "dp"), sizes, strict=True)
+    ranks = ", ".join(f"{axis} {n}" for axis, n in axes if n > 1 or axis == "dp")
+    about = f"{tensors:,} tensors, {ranks}, {pieces:,} pieces, {size:.2f} GB"
     print(f"\n{about}; n = {arguments.rounds}, load {load}")
     print(f"{'':10}{'CPU s':>25}{'wall s':>25}{'peak MiB':>10}{'us/tensor':>11}{'Mpieces/s':>11}")
     for name, runs in costs.items():

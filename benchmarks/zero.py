@@ -91,7 +91,7 @@ def make(root: Path, tensors: int, dp: int, stage: int) -> None:
                 optimizer.write(folder / OPTIMIZER.format(rank, 0))
             return
         Holes(model(shapes, dp, stage), folder).write(folder / "mp_rank_00_model_states.pt")
-        for rank, state in enumerate(_partitions(shapes, dp)):
+        for rank, state in enumerate(partitions(shapes, dp)):
             Holes(state, folder).write(folder / OPTIMIZER.format(rank, 0))
 
 
@@ -99,7 +99,7 @@ def _config(stage: int) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
 
 
-def _groups(shapes: Shapes) -> list[OrderedDict[str, tuple[int, ...]]]:
+def groups_of(shapes: Shapes) -> list[OrderedDict[str, tuple[int, ...]]]:
     """Two optimizer groups: weights with decay, and biases without."""
     of_axes = [
         [item for item in shapes.items() if (len(item[1]) > 1) is is_weight]
@@ -111,7 +111,7 @@ def _groups(shapes: Shapes) -> list[OrderedDict[str, tuple[int, ...]]]:
 def model(shapes: Shapes, dp: int, stage: int, is_cut: bool = False) -> dict[str, Any]:
     import torch
 
-    groups = [OrderedDict(shapes)] if stage == 3 else _groups(shapes)
+    groups = [OrderedDict(shapes)] if stage == 3 else groups_of(shapes)
     return {
         "module": OrderedDict(
             (name, torch.empty(0 if is_cut else shape, dtype=torch.bfloat16))
@@ -175,13 +175,13 @@ def flat(dp: int, master: Any, state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _partitions(shapes: Shapes, dp: int) -> Iterator[dict[str, Any]]:
+def partitions(shapes: Shapes, dp: int) -> Iterator[dict[str, Any]]:
     """Yields each rank's optimizer file at stage 1, with a range of each group's flat buffer."""
     import torch
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    groups = _groups(shapes)
+    groups = groups_of(shapes)
     totals = [sum(map(prod, group.values())) for group in groups]
     assert not any(total % (2 * dp) for total in totals), totals
     states = {number: _state(total // dp) for number, total in enumerate(totals)}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import zckpt
-from benchmarks import dcp, gather, layer, memory, scale, zero
+from benchmarks import dcp, gather, grid, layer, memory, scale, zero
 from benchmarks.measure import Cost, Job, run
 from benchmarks.rows import Goal, own, pieces, times, wall
 from zckpt.core.passes import loading
@@ -94,6 +94,27 @@ def test_a_checkpoint_with_holes_is_one_of_zero(stage: int, tmp_path: Path) -> N
     loaded = loading.as_torch(entry, ())  # holes have no checksum
     assert loaded.shape == zero.BIAS
     assert not loaded.any()
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 8), (4, 1, 1)])
+def test_a_grid_with_holes_is_one_of_deepspeed(sizes: tuple[int, int, int], tmp_path: Path) -> None:
+    tensors = 12
+    grid.make(tmp_path / "run", tensors, *sizes)
+    manifest = zckpt.read(tmp_path / "run")
+    report = zckpt.inspect(manifest)
+    stated = manifest.run.origin.pp, manifest.run.origin.tp, manifest.dp
+    assert (stated, manifest.step, report["zero_stage"]) == (sizes, 100, 1)
+    assert {name: own.shape for name, own in manifest.parameters.items()} == grid.shapes_of(
+        range(4), tp=1
+    )
+    joined = (*manifest.entries.values(), *manifest.replicas)
+    pieces = sum(len([*own.fragments]) for own in joined if own.slot == "exp_avg")
+    assert pieces == grid.pieces_of(tensors, *sizes)
+
+
+def test_tensors_that_do_not_fill_a_grid_are_refused() -> None:
+    with pytest.raises(ValueError, match="13 tensors do not fill 2 stages"):
+        grid.stages_of(13, 2)
 
 
 def test_a_directory_with_holes_is_one_of_torch(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def _split(words: Mapping[str, Any], **more: Any) -> tuple[Reading, Running, Tar
     more["replicas"] = rest.pop("replicas", None)
     running = Running(**taken(RunningKeywords))
     more |= {"by_checksums": running.dry_run, "for_target": True}
+    more |= {"is_shared": not running.sharing.is_alone}
     reading = _reading(taken(SourceKeywords), **more)
     rest |= {"buffers": reading.buffers} if reading.buffers else {}  # targets use them too
     return reading, running, options_of(rest)

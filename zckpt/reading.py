@@ -18,6 +18,7 @@ from .core.checkpoint.missing_states import missing_states
 from .core.checkpoint.siblings import following, links_out
 from .core.checkpoint.states import entries_in, with_updates
 from .core.checkpoint.unlisted import unlisted
+from .core.comparison.masters import ALL, BEGINNINGS
 from .core.passes.resources import uncollected
 from .core.storage import sources
 from .core.storage.inventory import known
@@ -115,7 +116,7 @@ def _read(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manife
         _need_root(reading, manifest)
     _need_tag(path, reading, manifest)
     if reading.masters_from_weights:
-        manifest = _rebuilt(manifest.replace(fingerprints=fingerprints), format)
+        manifest = _rebuilt(manifest.replace(fingerprints=fingerprints), format, reading.is_shared)
     if reading.replicas == "mean" and (averaged := format.functions.averaged):
         manifest = averaged(manifest)
     manifest = manifest.replace(
@@ -169,10 +170,11 @@ def _own_tensors(manifest: Manifest) -> list[Notice]:
     ]
 
 
-def _rebuilt(manifest: Manifest, format: Format) -> Manifest:
+def _rebuilt(manifest: Manifest, format: Format, is_shared: bool) -> Manifest:
     """Rebuilds masters from weights by the format's function (`Functions.rebuilt`).
 
-    Raises WrongOption for a format that has none.
+    If the conversion `is_shared`, only the beginnings of masters are compared here. Raises
+    WrongOption for a format that has none.
     """
     rebuilt = format.functions.rebuilt
     if rebuilt is None:
@@ -181,7 +183,7 @@ def _rebuilt(manifest: Manifest, format: Format) -> Manifest:
             f"--masters-from-weights does not apply to {format.name}",
             hint="it mends masters that Megatron-Core mixed up; leave it out",
         )
-    return rebuilt(manifest)
+    return rebuilt(manifest, BEGINNINGS if is_shared else ALL)
 
 
 def _oddly_timed(manifest: Manifest) -> list[Notice]:

@@ -1,4 +1,4 @@
-"""Masters are compared with their weights in regions that processes, parts and later runs share."""
+"""Tensors are compared in regions that processes, parts and later runs share: masters, replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zckpt.copying import filling
-from zckpt.copying.comparing import MASTERS, MasterRow
+from zckpt.copying.comparing import Row
 from zckpt.copying.convert import convert
 from zckpt.copying.journal import Identity, regions_in
 from zckpt.copying.sharing import ALONE, Part, Sharing
@@ -20,6 +20,7 @@ from zckpt.copying.staging import Staging
 from zckpt.core.checkpoint.entries import Entry
 from zckpt.core.checkpoint.manifest import Files, Manifest, Run
 from zckpt.core.comparison.masters import Rounding
+from zckpt.core.passes.full_checks import FullCheck
 from zckpt.core.passes.layout import CopyOutcome, Layout, Shell
 from zckpt.core.passes.resources import Copying
 from zckpt.core.storage.fileio import Writer
@@ -34,6 +35,7 @@ SHAPES = {"a": 700_001, "b": 3, "c": 1_000_000, "d": 1 << 17}
 COPYING = Copying(2, 4 * MIB)
 BYTES = sum(SHAPES.values()) * 6
 HINT = "another one"
+MASTERS = "masters/"
 
 
 class Conversion:
@@ -66,6 +68,9 @@ class Conversion:
     def rounding(self) -> Rounding:
         return Rounding(self.manifest(str(self.run)), HINT, self.accepted)
 
+    def checks(self) -> list[FullCheck]:
+        return [self.rounding()]
+
     def convert(
         self, sharing: Sharing = ALONE, seal: Callable[..., None] = lambda *_: None
     ) -> CopyOutcome | None:
@@ -80,7 +85,7 @@ class Conversion:
             return self.begun.append
 
         return convert(
-            source, staged, layout, BYTES, self.manifest, seal, COPYING, begin, self.rounding()
+            source, staged, layout, BYTES, self.manifest, seal, COPYING, begin, self.checks()
         )
 
     def noted(self, journal: str) -> set[int]:
@@ -105,7 +110,7 @@ def test_parts_have_each_element_once(
     monkeypatch.setitem(SHAPES, "c", 5001)
     monkeypatch.setitem(SHAPES, "a", 1)
     monkeypatch.setitem(SHAPES, "d", 0)
-    row = MasterRow(conversion.rounding(), memory)
+    row = Row(MASTERS, conversion.rounding(), memory)
     portions = [*row.portions(set())]
     assert [(one.stop, one.file) for one in portions][:-1] == [
         (n.start, MASTERS) for n in portions[1:]
@@ -123,7 +128,7 @@ def test_right_masters_are_compared_once(conversion: Conversion) -> None:
     conversion.save()
     outcome = conversion.convert()
     assert outcome is not None
-    assert outcome.differing == {}
+    assert outcome.differing == [{}]
     assert conversion.begun[0] == sum(conversion.begun[1:]) == 2 * BYTES
     assert (conversion.target / "masters").read_bytes() == (conversion.run / "masters").read_bytes()
 
@@ -159,12 +164,14 @@ def test_accepted_masters_are_all_named(tmp_path: Path, monkeypatch: pytest.Monk
     lines: list[str] = []
 
     def seal(_root: Any, _shells: Any, outcome: CopyOutcome) -> None:
-        lines.extend(each.message for each in conversion.rounding().conclude(outcome.differing))
+        lines.extend(each.message for each in conversion.rounding().conclude(outcome.differing[0]))
 
     for number in (1, 2, 3):
         outcome = conversion.convert(Part(number, 3), seal)
     assert outcome is not None
-    assert outcome.differing == {0: 3, 2: 500_000, 3: (1 << 17) - 1}
+    (differing,) = outcome.differing
+    firsts = {number: each.first for number, each in differing.items()}
+    assert firsts == {0: 3, 2: 500_000, 3: (1 << 17) - 1}
     (line,) = lines
     assert "are not the rounded masters: a, c, d. The masters are in masters, the wei" in line
 
@@ -208,13 +215,13 @@ def test_a_run_that_goes_on_does_not_compare_again(conversion: Conversion) -> No
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert conversion.noted("journal") == {*range(0, BYTES, MIB)}
     left: list[int] = []
-    read, write = MasterRow.first, Writer.write
-    MasterRow.first = lambda *rest: left.append(1)  # type: ignore[method-assign, assignment]
+    read, write = Row.compare, Writer.write
+    Row.compare = lambda *rest: left.append(1)  # type: ignore[method-assign, assignment]
     Writer.write = lambda *rest: left.append(2)  # type: ignore[method-assign, assignment]
     try:
         outcome = conversion.convert()
     finally:
-        MasterRow.first, Writer.write = read, write  # type: ignore[method-assign]
+        Row.compare, Writer.write = read, write  # type: ignore[method-assign]
     assert left == []
     assert outcome is not None
     assert conversion.target.exists()

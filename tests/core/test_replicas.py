@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,23 +13,27 @@ from zckpt.core.checkpoint.facts import UNCUT, TensorParallel
 from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
 from zckpt.core.checkpoint.origin import Origin
 from zckpt.core.checkpoint.placement import from_text
-from zckpt.core.comparison import replicas
 from zckpt.core.comparison.replicas import (
     OWN,
     SAMPLE,
     averaged,
+    check_joined,
     check_slices,
     compare_apart,
     copies_of,
+    replicas_of,
 )
 from zckpt.core.storage.fragments import Extent, solid
-from zckpt.errors import InconsistentCheckpoint, UnsupportedCheckpoint
+from zckpt.errors import InconsistentCheckpoint, Notice, UnsupportedCheckpoint
 
 from ..conftest import texts
 
 HINTS = {"tensor rank": "of tensor ranks take the mean", "ep rank": "of ep ranks take the first"}
-compare_copies = partial(replicas.compare_copies, hints=HINTS)
-check_joined = partial(replicas.check_joined, hints=HINTS)
+
+
+def compare_copies(manifest: Manifest, chosen: str | None) -> list[Notice]:
+    """What a process says that compares all elements alone."""
+    return replicas_of(manifest, chosen, HINTS).compared()
 
 
 def entry(root: Path, name: str, values: list[float], axis: str = "") -> Entry:
@@ -97,7 +100,7 @@ def test_equal_slices(
 
 def test_parts_of_a_sum() -> None:
     with pytest.raises(UnsupportedCheckpoint, match="a part of w, and the whole is the sum"):
-        check_joined(manifest(rules={"w": "sum", "v": "0"}), None)
+        check_joined(manifest(rules={"w": "sum", "v": "0"}))
 
 
 @pytest.mark.parametrize(
@@ -246,4 +249,4 @@ def test_slices_of_which_one_differs(
 def test_a_model_without_rules_is_joined(tmp_path: Path) -> None:
     ranks = tuple(manifest(entry(tmp_path, "w/exp_avg_sq", [1])) for _ in range(2))
     for facts in (UNCUT, None):
-        assert check_joined(ranks[0].replace(tensor_parallel=facts, models=ranks), None) == []
+        check_joined(ranks[0].replace(tensor_parallel=facts, models=ranks))

@@ -1,12 +1,14 @@
-"""Compares masters with weights during a copy; the processes that share the copy share this too.
+"""Compares complete tensors during a copy; the processes that share the copy share this too.
 
-All masters with their weights are treated as one file, the row. Its regions are assigned and noted
-as those of files are, under a name that no file can have. So a target is complete only when all of
-them have been compared, whichever processes, parts and later runs did it.
+These are masters with their weights, and replicas of ranks. All matches of one check are treated as
+one file, a row. Its regions are assigned and noted as those of files are, under a name that no file
+can have. So a target is complete only when all of them have been compared, whichever processes,
+parts and later runs did it.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
@@ -15,22 +17,27 @@ from msgspec import Struct, field
 from ..core.checkpoint.dtypes import SIZES
 from ..core.comparison.compare import FEW, Buffers
 from ..core.comparison.difference import measure_difference, same
-from ..core.comparison.masters import Rounding
+from ..core.passes.full_checks import Differing, FullCheck
 from ..core.passes.pieces import ElementReader, ReadRequest
 from ..core.passes.plan import Match
 from . import filling
 from .journal import Passed, Region
 from .sharing import Portion
 
-MASTERS = "masters/"
-"""The name of the row in the journal, where regions of files have the file's name."""
 DIFFERS = "differs"
-"""The kind of a key in a region that notes the first differing element of a match."""
+"""The kind of a key in a region that notes the difference of a match.
+
+The key also has the index of the match and its first differing element. In place of bytes and a
+CRC-32 it has the number of elements that differ, the bits of the largest distance, and the number
+of NaNs.
+"""
+NO_NUMBERS = -1  # in place of a distance; as bits it is a NaN, which no distance is
 
 
-class MasterPart(Struct, frozen=True):
-    """Elements [start, stop) of a match, in the region that begins at `region`."""
+class ComparedPart(Struct, frozen=True):
+    """Elements [start, stop) of match number `number` of a row, in the region from `region` on."""
 
+    row: Row
     region: int
     number: int
     match: Match
@@ -39,44 +46,47 @@ class MasterPart(Struct, frozen=True):
 
     @property
     def length(self) -> int:
-        """The bytes of masters and weights together."""
+        """The bytes of both tensors together."""
         return (self.stop - self.start) * _width(self.match)
 
 
 class _Region(Struct, eq=False):
     stop: int
     left: int = 0
-    differing: dict[int, int] = field(default_factory=dict)
+    differing: dict[int, Differing] = field(default_factory=dict)
 
 
-class MasterRow:
-    """The masters and weights of `rounding` as one sequence of bytes, divided into regions.
+class Row:
+    """The matches of `check` as one sequence of bytes, divided into regions.
 
-    The parts of a region need `memory` bytes in three buffers.
+    The parts of a region need `memory` bytes in three buffers. `name` is that of the row in the
+    journal, where regions of files have the file's name.
     """
 
-    def __init__(self, rounding: Rounding, memory: int) -> None:
-        self._rounding, self._memory = rounding, memory
-        self._matches = rounding.matches
+    def __init__(self, name: str, check: FullCheck, memory: int) -> None:
+        self.name, self.check, self._memory = name, check, memory
+        self._matches = check.matches
         lengths = (match.a.numel * _width(match) for match in self._matches)
         self._begins = [0, *accumulate(lengths)]
         self.length = self._begins[-1]
-        edges = range(0, self.length, filling.REGION)
-        self._regions = {
-            start: _Region(min(start + filling.REGION, self.length)) for start in edges
-        }
+        widths = [_width(match) for match in self._matches if match.a.numel]
+        # an element begins in every region: the last one may have some bytes more
+        starts = range(0, self.length - widths[-1] + 1 if widths else 0, filling.REGION)
+        self._regions = {start: _Region(start + filling.REGION) for start in starts}
+        if starts:
+            self._regions[starts[-1]].stop = self.length
 
     def portions(self, complete: set[tuple[str, int]]) -> Iterator[Portion]:
         for start, region in self._regions.items():
-            yield Portion(MASTERS, start, region.stop, (MASTERS, start) in complete)
+            yield Portion(self.name, start, region.stop, (self.name, start) in complete)
 
-    def parts(self, portions: Sequence[Portion]) -> Iterator[MasterPart]:
+    def parts(self, portions: Sequence[Portion]) -> Iterator[ComparedPart]:
         for portion in portions:
             parts = [*self._parts(portion.start, portion.stop)]
             self._regions[portion.start].left = len(parts)
             yield from parts
 
-    def _parts(self, begin: int, end: int) -> Iterator[MasterPart]:
+    def _parts(self, begin: int, end: int) -> Iterator[ComparedPart]:
         """Cuts bytes [begin, end) of the row into parts.
 
         An element belongs to the region that contains its first byte.
@@ -88,18 +98,16 @@ class MasterRow:
             )
             most = self._memory // 3 // max(SIZES[match.a.dtype], width - SIZES[match.a.dtype])
             for at in range(start, stop, most):
-                yield MasterPart(begin, number, match, at, min(at + most, stop))
+                yield ComparedPart(self, begin, number, match, at, min(at + most, stop))
 
-    def buffers(self) -> Buffers:
-        """The buffers of one thread."""
-        elements = sum(match.a.numel for match in self._matches)
-        return Buffers(self._memory // 3, elements <= FEW)
+    def compare(
+        self, part: ComparedPart, reader: ElementReader, buffers: Buffers
+    ) -> Differing | None:
+        """Compares a part; returns the difference of its elements.
 
-    def first(self, part: MasterPart, reader: ElementReader, buffers: Buffers) -> int | None:
-        """Compares a part; returns its first element at which the master does not round.
-
-        None if there is none, or if an earlier element of this master in the same region is known
-        to differ. The bytes that are read here are not hashed for any checksum.
+        None if they are equal, or if only the first difference of each match is needed, and an
+        earlier element of this match in the same region is known to differ. The bytes that are read
+        here are not hashed for any checksum.
         """
         views = []
         assert part.match.b is not None
@@ -108,37 +116,83 @@ class MasterRow:
             views.append(buffer[: request.end])
             reader.read([request], views[-1])
         a, a_dtype, b, b_dtype = buffers.alike(part.match, *views)
-        first_known = self._regions[part.region].differing.get(part.number, part.start)
-        if first_known < part.start or same(a, b):
+        known = self._regions[part.region].differing.get(part.number)
+        is_known = known is not None and known.first < part.start and not self.check.measures
+        if is_known or same(a, b):
             return None
         is_rounded = part.match.how == "rounded"
-        return measure_difference(a, a_dtype, b, b_dtype, part.start, is_rounded).first
+        difference = measure_difference(a, a_dtype, b, b_dtype, part.start, is_rounded)
+        if difference.first is None:
+            return None
+        if not self.check.measures:
+            return Differing(difference.first)
+        distance, nans = difference.max_abs, sum(difference.nans)
+        return Differing(difference.first, difference.count, distance, nans)
 
-    def compared(self, part: MasterPart, first: int | None) -> Region | None:
-        """Counts a part as compared; `first` is its first element that differs, or None.
+    def compared(self, part: ComparedPart, difference: Differing | None) -> Region | None:
+        """Counts a part as compared, and adds its difference to those of the region.
 
-        Returns the part's region, with the first difference of every match in it, if this was the
+        Returns the part's region, with the differences of all matches in it, if this was the
         region's last part; otherwise None.
         """
         region = self._regions[part.region]
-        if first is not None:
-            region.differing[part.number] = min(first, region.differing.get(part.number, first))
+        if difference is not None:
+            known = region.differing.get(part.number)
+            region.differing[part.number] = difference.with_more(known)
         region.left -= 1
         if region.left:
             return None
-        passed = [((DIFFERS, *place), 0, 0, 0) for place in sorted(region.differing.items())]
-        return Region(MASTERS, part.region, region.stop, passed)
-
-    def refuse(self, region: Region) -> None:
-        """Raises an error if the region notes differing masters, unless they are accepted."""
-        self._rounding.refuse(differing(region.passed))
+        passed = [_noted(number, each) for number, each in sorted(region.differing.items())]
+        return Region(self.name, part.region, region.stop, passed)
 
 
-def differing(passed: Sequence[Passed]) -> Mapping[int, int]:
-    """Maps the index of each match that differs in a region to its first element that differs."""
-    return {number: first for (kind, number, first), *_ in passed if kind == DIFFERS}
+def rows_of(checks: Sequence[FullCheck], memory: int) -> dict[str, Row]:
+    """A row for each check that compares anything, by its name in the journal."""
+    rows: dict[str, Row] = {}
+    for check in checks:
+        if check.matches:
+            same_name = sum(row.check.name == check.name for row in rows.values())
+            name = f"{check.name}/{same_name}/" if same_name else f"{check.name}/"
+            rows[name] = Row(name, check, memory)
+    return rows
+
+
+def is_row(name: str) -> bool:
+    """Whether a name in the journal is that of a row, and not that of a file."""
+    return name.endswith("/")
+
+
+def buffers_for(rows: Mapping[str, Row], memory: int) -> Buffers | None:
+    """The buffers in which one thread compares parts of all rows; None if there are no rows."""
+    if not rows:
+        return None
+    matches = (match for row in rows.values() for match in row.check.matches)
+    elements = sum(match.a.numel for match in matches if match.how == "rounded")
+    return Buffers(memory // 3, elements <= FEW)
+
+
+def _noted(number: int, difference: Differing) -> Passed:
+    distance = difference.max_abs
+    bits = NO_NUMBERS if distance is None else struct.unpack("<q", struct.pack("<d", distance))[0]
+    return (DIFFERS, number, difference.first), difference.count, bits, difference.nans
+
+
+def differing(passed: Sequence[Passed]) -> dict[int, Differing]:
+    """Maps the index of each match that differs in a region to the difference noted there."""
+    return {
+        number: Differing(first, count, _distance(bits), nans)
+        for (kind, number, first), count, bits, nans in passed
+        if kind == DIFFERS
+    }
+
+
+def _distance(bits: int) -> float | None:
+    if bits == NO_NUMBERS:
+        return None
+    (distance,) = struct.unpack("<d", struct.pack("<q", bits))
+    return float(distance)
 
 
 def _width(match: Match) -> int:
-    """The bytes of an element of the master and of the weight together."""
+    """The bytes of an element of both tensors together."""
     return sum(SIZES[entry.dtype] for entry in (match.a, match.b) if entry)

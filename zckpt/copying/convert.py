@@ -14,13 +14,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 from ..core.checkpoint.entries import Entry
 from ..core.checkpoint.manifest import Manifest
-from ..core.comparison.masters import Rounding
 from ..core.passes import plan
+from ..core.passes.full_checks import FullCheck, length_of
 from ..core.passes.layout import CopyOutcome, Layout
 from ..core.passes.resources import Begin, Copying, uncollected
 from ..core.passes.streaming import chunk_size
@@ -71,16 +71,16 @@ def convert(
     seal: Seal,
     copying: Copying,
     begin: Begin | None,
-    rounding: Rounding | None = None,
+    checks: Sequence[FullCheck] = (),
     has_digests: HasDigests = lambda _: True,
 ) -> CopyOutcome | None:
     """Writes `source` as the target of `staging`, with the files of `layout`: `size` bytes in all.
 
-    Meanwhile the masters of `rounding` are compared with their weights. The result is None if
-    another part of the run will complete the target. If an error is raised, there is no target.
-    Raises NotEnoughSpace, CorruptCheckpoint if the source's bytes do not have the checksums that
-    its files state, SourceChanged if one of its files changed since it was read, MissingData,
-    OSError, and the errors of `Staging`.
+    Meanwhile the tensors of `checks` are compared. The result is None if another part of the run
+    will complete the target. If an error is raised, there is no target. Raises NotEnoughSpace,
+    CorruptCheckpoint if the source's bytes do not have the checksums that its files state,
+    SourceChanged if one of its files changed since it was read, MissingData, OSError, and the
+    errors of `checks` and of `Staging`.
     """
     with (
         naming_full_disk(staging.target, size, staging.partial),
@@ -98,11 +98,11 @@ def convert(
             shells,
             staging.root,
             copying,
-            begin(size + (rounding.length if rounding else 0)) if begin else None,
+            begin(size + length_of(checks)) if begin else None,
             staging.journal,
             staging.sharing,
             [*_beside(layout, staging.path)],
-            rounding,
+            checks,
             has_digests(shells),
         )
         if outcome is None:
@@ -164,7 +164,7 @@ def take_part(
     read_shells: ReadShells,
     copying: Copying,
     sharing: Sharing,
-    rounding: Rounding | None = None,
+    checks: Sequence[FullCheck] = (),
     has_digests: HasDigests = lambda _: True,
 ) -> None:
     """Writes this process's portions of a target that another process lays out and completes.
@@ -187,7 +187,7 @@ def take_part(
             pairs = plan.join(source, shells, layout.from_masters)
             beside = [*_beside(layout, root.path)]
             about = pairs, source, shells, root, copying, None, journal, sharing
-            copy(*about, beside, rounding, has_digests(shells))
+            copy(*about, beside, checks, has_digests(shells))
         sharing.end()
     except KeyboardInterrupt as error:
         if writer:  # without locks, nobody continues it

@@ -5,8 +5,8 @@ assemble as there are processors, but at least two, while others write. A region
 consecutive chunks. When all of them are written, the file is synced, and the region is noted in the
 journal with the CRC-32s of its parts. A later run reads these and skips the region.
 
-Files beside the tensors are pairs of bytes, and have regions too. So do masters that are compared
-with their weights (`comparing`).
+Files beside the tensors are pairs of bytes, and have regions too. So do tensors that are compared
+meanwhile, such as masters with their weights (`comparing`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from msgspec import Struct
 
 from ..core.checkpoint.manifest import Manifest
 from ..core.comparison.compare import Buffers
-from ..core.comparison.masters import Rounding
 from ..core.grouping import by_key
 from ..core.passes import plan
+from ..core.passes.full_checks import Differing, FullCheck
 from ..core.passes.layout import CopyOutcome
 from ..core.passes.pieces import ElementReader
 from ..core.passes.plan import Chunk, Pair
@@ -35,7 +35,7 @@ from ..core.storage.fragments import Extent, Fragments, Runs, Slices
 from ..core.storage.records import PassedRecord, RecordChecker
 from ..errors import RESTORABLE, CorruptCheckpoint
 from .assembling import SOURCE, TENSOR, Assembler
-from .comparing import DIFFERS, MASTERS, MasterPart, MasterRow, differing
+from .comparing import DIFFERS, ComparedPart, buffers_for, differing, rows_of
 from .filling import FILE, RECORD, Sums, TargetFile, UnfinishedRegion
 from .journal import Journal, Key, Passed, Region
 from .sharing import Portion, Sharing
@@ -49,7 +49,7 @@ CHECKED = "checked"
 The other kinds are in `assembling` and `filling`.
 """
 
-Task = tuple[TargetFile, Chunk] | MasterPart
+Task = tuple[TargetFile, Chunk] | ComparedPart
 
 
 class _Copy(Struct, eq=False, dict=True):
@@ -67,9 +67,12 @@ class _Copy(Struct, eq=False, dict=True):
     sharing: Sharing
     tensors: int
     has_digests: bool
-    masters: MasterRow | None
+    checks: Sequence[FullCheck]
+    room: int  # bytes of a thread's buffers for tensors that are compared
 
     def __post_init__(self) -> None:
+        self.rows = rows_of(self.checks, self.room)
+        self.differing = {name: dict[int, Differing]() for name in self.rows}
         pairs, self.source_records = self.pairs, self.source.files.records
         self.checker = RecordChecker(
             self.source_records, fingerprints=self.source.files.fingerprints
@@ -106,7 +109,8 @@ class _Copy(Struct, eq=False, dict=True):
         self.pieces_of = lru_cache(self.jobs)(pieces_of)
         for path in paths:
             self._add_target(path)
-        self._skip(MASTERS)
+        for name in self.rows:
+            self._skip(name)
         portions = self.sharing.mine([*self.portions()], self.progress)
         self.tasks = in_turns(map(self._tasks, portions), self.jobs)
 
@@ -127,10 +131,10 @@ class _Copy(Struct, eq=False, dict=True):
                 self.progress(region.stop - region.start)
 
     def _tasks(self, portions: Sequence[Portion]) -> Iterator[Task]:
-        """Yields the chunks of these portions of one file, or the parts of masters to compare."""
-        if self.masters and portions[0].file == MASTERS:
-            describe(self.progress, "comparing masters with their weights")
-            yield from self.masters.parts(portions)
+        """Yields the chunks of these portions of one file, or the parts of one row."""
+        if row := self.rows.get(portions[0].file):
+            describe(self.progress, row.check.about)
+            yield from row.parts(portions)
             return
         target = self.targets[portions[0].file]
         pieces = self.pieces_of(target.path)
@@ -143,8 +147,8 @@ class _Copy(Struct, eq=False, dict=True):
                 yield target, chunk
 
     def portions(self) -> Iterator[Portion]:
-        if self.masters:
-            yield from self.masters.portions(self.complete)
+        for row in self.rows.values():
+            yield from row.portions(self.complete)
         for name, target in self.targets.items():
             for region in target.regions:
                 is_complete = (name, region.start) in self.complete
@@ -200,10 +204,10 @@ class _Copy(Struct, eq=False, dict=True):
         element_reader.passed = [] if self.journal else None
         assembler = Assembler(element_reader, self.numbers, self.checking, self.cast)
         buffer = Buffer(self.chunk)
-        buffers = self.masters.buffers() if self.masters else None
+        buffers = buffers_for(self.rows, self.room)
 
         def carry_out(task: Task) -> None:
-            if isinstance(task, MasterPart):
+            if isinstance(task, ComparedPart):
                 assert buffers is not None
                 self._compare(task, element_reader, buffers)
                 return
@@ -217,18 +221,18 @@ class _Copy(Struct, eq=False, dict=True):
 
         return carry_out
 
-    def _compare(self, part: MasterPart, reader: ElementReader, buffers: Buffers) -> None:
-        """Compares one part of the masters; notes its region when all its parts are compared."""
-        assert self.masters is not None
+    def _compare(self, part: ComparedPart, reader: ElementReader, buffers: Buffers) -> None:
+        """Compares one part of a row; notes its region when all its parts are compared."""
         with self.assembling:
-            first = self.masters.first(part, reader, buffers)
+            difference = part.row.compare(part, reader, buffers)
         self.sharing.check()
         with self.lock:
-            region = self.masters.compared(part, first)
+            region = part.row.compared(part, difference)
         if self.progress:
             self.progress(part.length)
         if region:
-            self.masters.refuse(region)
+            if noted := differing(region.passed):
+                part.row.check.refuse(noted)
             self._note(region)
 
     def _written(
@@ -287,9 +291,9 @@ class _Copy(Struct, eq=False, dict=True):
             self.journal.add(region)
 
     def _take_differing(self, region: Region) -> None:
-        for number, first in differing(region.passed).items():
-            first_known = self.outcome.differing.get(number, first)
-            self.outcome.differing[number] = min(first, first_known)
+        known = self.differing.get(region.file, {})
+        for number, difference in differing(region.passed).items():
+            known[number] = difference.with_more(known.get(number))
 
     def _checked(self, log: list[PassedRecord]) -> Iterator[Passed]:
         """Empties `log`, and yields its parts of source records as the journal notes them."""
@@ -323,6 +327,8 @@ class _Copy(Struct, eq=False, dict=True):
         self.outcome.tensors = len(
             {(pair.rank, pair.target.key) for pair in self.pairs[: self.tensors]}
         )
+        by_check = {id(row.check): self.differing[name] for name, row in self.rows.items()}
+        self.outcome.differing = [by_check.get(id(check), {}) for check in self.checks]
         self.outcome.counts = finish([self.checker])
         return self.outcome
 
@@ -392,17 +398,17 @@ def copy(
     journal: Journal | None,
     sharing: Sharing,
     beside: Sequence[Pair] = (),
-    rounding: Rounding | None = None,
+    checks: Sequence[FullCheck] = (),
     has_digests: bool = True,
 ) -> CopyOutcome | None:
     """Fills the target's files in `root` from the source; they exist, with their final sizes.
 
     `beside` are files that are copied unchanged; they have no digest in the outcome. Without
-    `has_digests`, only tensors whose digest the source states have one. The masters of `rounding`
-    are compared with their weights. Regions that `journal` lists are not written again, and
+    `has_digests`, only tensors whose digest the source states have one. The tensors of `checks` are
+    compared meanwhile. Regions that `journal` lists are not written again, and
     `sharing` may leave some to others. The result is None if another process, or another part, will
     complete the target. Raises CorruptCheckpoint if bytes of the source do not have the CRC-32 that
-    its files state, OSError (a full disk), and the errors of `rounding`.
+    its files state, OSError (a full disk), and the errors of `checks`.
     """
     chunk = chunk_size(source.dp, copying.jobs, copying.memory)
     jobs = copying.jobs
@@ -410,8 +416,8 @@ def copy(
         chunk = journal.chunk
         jobs = max(1, min(jobs, copying.memory // (2 * chunk)))
     about = root, chunk, jobs, copying.io, progress, journal, sharing
-    masters = MasterRow(rounding, chunk // 4 * 3) if rounding else None
-    running = _Copy([*pairs, *beside], source, target, *about, len(pairs), has_digests, masters)
+    compared = checks, chunk // 4 * 3
+    running = _Copy([*pairs, *beside], source, target, *about, len(pairs), has_digests, *compared)
     try:
         slices = min(chunk, max(SLICES, chunk // 4))
         stream(running.tasks, jobs, [running.checker], slices, running.start)

@@ -25,7 +25,7 @@ from ..core.storage.fileio import sync_folder, write_all
 from ..core.storage.filenames import path_inside
 from ..core.storage.folder import Folder, has_locks
 from ..errors import Interrupted, Notice, TargetExists, removal, warning
-from .comparing import MASTERS
+from .comparing import is_row
 from .journal import Identity, Journal, set_mark, set_mark_file
 from .journals import PartJournal
 from .sharing import ALONE, Sharing
@@ -188,7 +188,7 @@ class Staging:
         if self.sharing.part:
             return
         for name, regions in list(self.journal.regions.items()):
-            if name == MASTERS:  # no file
+            if is_row(name):  # no file
                 continue
             now = self.root.status(os.path.join(self.path, name))
             size = now.st_size if now else 0
@@ -199,7 +199,7 @@ class Staging:
     def resumed(self) -> int:
         """The number of bytes that an earlier run has written."""
         regions = chain.from_iterable(self.journal.regions.values())
-        return sum(each.stop - each.start for each in regions if each.file != MASTERS)
+        return sum(each.stop - each.start for each in regions if not is_row(each.file))
 
     def lay(self, shells: Iterable[Shell], mode: int = 0o666) -> None:
         """Writes the shells; their holes take no space on the disk yet.

@@ -27,6 +27,7 @@ from msgspec import Struct
 from ..core.checkpoint import agreement
 from ..core.checkpoint.manifest import Manifest
 from ..core.checkpoint.mended import MadeValue, Mended
+from ..core.passes.full_checks import FullCheck
 from ..core.passes.layout import CopyOutcome, Layout
 from ..core.passes.resources import uncollected
 from ..core.ranks.partition import Partition
@@ -211,7 +212,12 @@ class Functions(Struct, frozen=True, eq=False):
     ranks cut parameters, for a format whose files may not state it.
     """
     check: Callable[[Manifest, str | None], list[Notice]] | None = None
-    """Compares bytes that may contradict each other without a checksum; returns warnings or raises.
+    """Compares some bytes before a conversion writes any; returns warnings or raises.
+
+    The second argument is the value of `--replicas`.
+    """
+    copies: Callable[[Manifest, str | None], Sequence[FullCheck]] | None = None
+    """Returns the comparisons of copies on ranks that state no checksums.
 
     `--replicas` chooses among differing copies of tensor ranks.
     """
@@ -222,8 +228,12 @@ class Functions(Struct, frozen=True, eq=False):
     """
     averaged: Callable[[Manifest], Manifest] | None = None
     """Returns the manifest in which the copies on tensor ranks are replaced by their mean."""
-    rebuilt: Callable[[Manifest], Manifest] | None = None
-    """Returns the manifest without wrong masters and their states; its warnings name them."""
+    rebuilt: Callable[[Manifest, str], Manifest] | None = None
+    """Returns the manifest without wrong masters and their states; its warnings name them.
+
+    The second argument says which elements show that a master is wrong: one of the words in
+    core/comparison/masters.py.
+    """
     way_out: Callable[[Manifest], str] | None = None
     """Returns the hint for masters that do not round to their weights."""
     obstacles: Callable[[Manifest, Options], list[Notice]] | None = None

@@ -76,6 +76,8 @@ class Reading(Struct, frozen=True):
         follow_links    files beside it may be read through links that lead out of its directory
         masters_from_weights    wrong masters are dropped, with their states, and a target gets
                         masters that are widened weights; this reads all masters
+        is_shared       several processes convert it: wrong masters are found by their first
+                        elements, and the processes compare the rest while they copy
     """
 
     format: str | None = None
@@ -99,6 +101,7 @@ class Reading(Struct, frozen=True):
     for_target: bool = False
     follow_links: bool = False
     masters_from_weights: bool = False
+    is_shared: bool = False
 
     def __post_init__(self) -> None:
         if self.replicas not in (None, *REPLICAS):

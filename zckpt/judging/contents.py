@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 from .. import formats
 from ..core.checkpoint.manifest import Manifest
 from ..core.comparison import duplicates, masters
+from ..core.passes.full_checks import FullCheck
 from ..core.storage import sources
 from ..errors import Notice, WrongOption
 from ..formats.format import Format
@@ -19,16 +21,23 @@ OTHER_TIME = "files-of-other-time"
 """The code of a reader's warning that a program which loads tensors gets, too."""
 
 
-def rounding_of(manifest: Manifest, accept_weights: bool) -> masters.Rounding | None:
-    """The comparison of all masters with their weights that a conversion makes while it copies.
+def full_checks(
+    manifest: Manifest, replicas: str | None, accept_weights: bool, hint: str | None = None
+) -> list[FullCheck]:
+    """The comparisons of complete tensors without which no tensor is given out.
 
-    None if the format needs only the beginnings compared, or if its engine changes weights without
-    their masters.
+    They compare masters with their weights, if the format needs more than the beginnings compared
+    and the engine does not change weights without their masters; and replicas of ranks. `replicas`
+    says which of several differing replicas is used. With `accept_weights`, masters that do not
+    round are only a warning; `hint` is for those that are not accepted, if not the format's.
     """
-    format = formats.named(manifest.format)
-    if format.compares != masters.ALL or manifest.run.weights_differ:
-        return None
-    return masters.Rounding(manifest, _hint(manifest, format), accept_weights)
+    format, checks = formats.named(manifest.format), list[FullCheck]()
+    if format.compares == masters.ALL and not manifest.run.weights_differ:
+        hint = hint or _hint(manifest, format)
+        checks.append(masters.Rounding(manifest, hint, accept_weights))
+    if format.functions.copies:
+        checks += format.functions.copies(manifest, replicas)
+    return checks
 
 
 def _hint(manifest: Manifest, format: Format) -> str:
@@ -40,28 +49,30 @@ def check_tensors(
     manifest: Manifest,
     replicas: str | None,
     accept_weights: bool,
-    rounding: masters.Rounding | None = None,
+    shared: Sequence[FullCheck] | None = None,
 ) -> list[Notice]:
     """Runs the checks that read tensors, before one is loaded or written; returns warnings.
 
-    The checks: whether a file is a copy of another one, whether masters round to their weights, and
-    whether replicas of ranks are equal. Of masters that are left to `rounding`, only the beginnings
-    are compared. Raises InconsistentCheckpoint if a check fails, and CorruptCheckpoint if damage is
-    the cause. With `accept_weights`, masters that do not round are only a warning. If the engine
-    changes weights without their masters, they are not compared. `replicas` says which of several
-    differing replicas is used.
+    The checks: whether a file is a copy of another one, whether masters round to their weights,
+    whether slices are replicas, and whether replicas of ranks are equal. Of tensors that a
+    conversion compares while it copies (`shared`), only the beginnings are compared. Raises
+    InconsistentCheckpoint if a check fails, and CorruptCheckpoint if damage is the cause. The other
+    arguments are those of `full_checks`.
     """
     format = formats.named(manifest.format)
     functions, lines = format.functions, list[Notice]()
     if not format.is_neutral:  # it states each file's checksum
         lines += duplicates.check_duplicates(manifest)
-    if rounding:
-        rounding.begin()
-    elif format.compares is not None and not manifest.run.weights_differ:
+    if format.compares == masters.BEGINNINGS and not manifest.run.weights_differ:
         hint = _hint(manifest, format)
         lines += masters.check(manifest, format.compares, hint, accept_weights)
     if functions.check:
         lines += functions.check(manifest, replicas)
+    for check in shared or ():
+        check.begin()
+    if shared is None:
+        for check in full_checks(manifest, replicas, accept_weights):
+            lines += check.compared()
     return lines
 
 

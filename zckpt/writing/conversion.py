@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -20,9 +21,9 @@ from ..core.checkpoint.facts import layers_of
 from ..core.checkpoint.manifest import Manifest
 from ..core.checkpoint.unlisted import refuse_share
 from ..core.comparison import replicas
-from ..core.comparison.masters import Rounding
 from ..core.passes import description
 from ..core.passes.description import Report, said
+from ..core.passes.full_checks import FullCheck
 from ..core.passes.layout import CopyOutcome, Layout
 from ..core.storage.fileio import write_all
 from ..core.storage.folder import Folder
@@ -35,7 +36,7 @@ from ..formats.format import Format
 from ..formats.paths import strange_target
 from ..formats.reading import Reading
 from ..judging import verdict
-from ..judging.contents import check_tensors, rounding_of
+from ..judging.contents import check_tensors, full_checks
 from ..naming.names import about_words, former, names_of, plain_names, unwrapped, without_words
 from ..naming.ties import with_ties
 from ..reading import read
@@ -59,6 +60,11 @@ from .run_options import Running
 from .state_loss import Keeping, dropped_states, unable_to_step
 from .target import has_plain_names, laid_out, named_for
 
+COMPARED_LATE = (
+    "if several processes share a conversion, --masters-from-weights finds wrong masters by their "
+    "first elements: convert in one process, without --part (--single in a launcher), or take the "
+    "weights alone with --weights-only"
+)
 FEW = 16
 """The number of ranks that `try_out` uses in place of a larger one.
 
@@ -210,7 +216,8 @@ def check_beforehand(decision: Decision, reading: Reading) -> list[Notice]:
     """
     accepted = decision.options[ACCEPT_WEIGHTS]
     warnings = check_tensors(decision.manifest, reading.replicas, accepted)
-    return [*warnings, *(decision.layout.check() if decision.layout.check is not None else ())]
+    of_layout = (check.compared() for check in decision.layout.checks)
+    return [*warnings, *chain.from_iterable(of_layout)]
 
 
 def write(
@@ -256,11 +263,11 @@ def write(
     if note is not None:
         run = replace(run, options={**run.options, "names": note.decode()})
     (sharing := running.sharing).agree_on(run, target)
-    rounding = None if note is not None else rounding_of(manifest, options[ACCEPT_WEIGHTS])
+    checks = [] if note is not None else _full_checks(manifest, reading, options, layout)
     if sharing.rank:
         read_shells = layout.read_back or format.read_shells
         about = layout.source or source, target, run, layout, read_shells
-        convert.take_part(*about, running.copying, sharing, rounding, _has_digests(layout))
+        convert.take_part(*about, running.copying, sharing, checks, _has_digests(layout))
         return report | {"rank": sharing.rank, "seconds": _since(started)}
     with ended(sharing):
         if running.continues and (there := _there(target, run, running.gives_way)):
@@ -278,16 +285,14 @@ def write(
         targets.need_space(target, size, running.continues)
         if note is None:  # else whoever loads them asks for that
             unchecked = _without_copied(manifest, layout, layout.source or source)
-            findings = check_tensors(unchecked, reading.replicas, options[ACCEPT_WEIGHTS], rounding)
+            findings = check_tensors(unchecked, reading.replicas, options[ACCEPT_WEIGHTS], checks)
             report["warnings"] += said(findings)
-        if layout.check is not None:
-            report["warnings"] += said(layout.check())
         chunk, before = convert.chunk_size_of(source, running.copying), running.before_rename
         arguments = running.continues, before, sharing, running.above, running.begins_anew
         stage = staging.Staging(target, run, chunk, *arguments)
         lines = report["warnings"]
         try:
-            outcome = _filled(stage, format, source, layout, size, running, lines, rounding)
+            outcome = _filled(stage, format, source, layout, size, running, lines, checks)
         except (OSError, TargetExists):
             takes_another = sharing.part or running.begins_anew
             if not takes_another or not _there(target, run, running.gives_way):
@@ -316,6 +321,18 @@ def _without_copied(manifest: Manifest, layout: Layout, source: Manifest) -> Man
     }
     kept = (record for record in manifest.files.records if record.extent not in copied_extents)
     return manifest.replace(records=tuple(kept)) if copied_extents else manifest
+
+
+def _full_checks(
+    manifest: Manifest, reading: Reading, options: Options, layout: Layout
+) -> list[FullCheck]:
+    """The comparisons of complete tensors that the conversion makes while it copies.
+
+    All processes that share it list the same ones.
+    """
+    hint = COMPARED_LATE if reading.masters_from_weights and reading.is_shared else None
+    of_source = full_checks(manifest, reading.replicas, options[ACCEPT_WEIGHTS], hint)
+    return [*of_source, *layout.checks]
 
 
 def _for_few(manifest: Manifest, options: Options) -> Options:
@@ -372,7 +389,7 @@ def _filled(
     size: int,
     running: Running,
     warnings: list[Report],
-    rounding: Rounding | None,
+    checks: Sequence[FullCheck],
 ) -> CopyOutcome | None:
     """Writes and fills the files, `size` bytes in all; adds warnings about what the bytes show.
 
@@ -381,8 +398,8 @@ def _filled(
     """
 
     def seal(root: Folder, shells: Manifest, outcome: CopyOutcome) -> None:
-        if rounding:
-            warnings.extend(said(rounding.conclude(outcome.differing)))
+        for check, differing in zip(checks, outcome.differing, strict=True):
+            warnings.extend(said(check.conclude(differing)))
         if warning := steps.never_stepped(shells, outcome.digests):
             warnings.extend(said([warning]))
             shells = shells.replace(warnings=(*shells.notices.warnings, warning))
@@ -403,7 +420,7 @@ def _filled(
         seal,
         running.copying,
         running.begin,
-        rounding,
+        checks,
         _has_digests(layout),
     )
 

@@ -46,7 +46,7 @@ def names_only(layout: Layout, format: Format, source: Manifest, document: bytes
         ],
         read_back=read_back,
         has_digests=False,
-        check=None,
+        checks=(),
     )
 
 

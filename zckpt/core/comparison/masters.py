@@ -26,6 +26,7 @@ from ..checkpoint.entries import Entry, Key
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.weights import agreement
 from ..grouping import by_key
+from ..passes.full_checks import Differing
 from ..passes.loading import head
 from ..passes.plan import Match
 from ..passes.resources import Copying
@@ -131,22 +132,24 @@ def _compared(manifest: Manifest, elements: str) -> Iterator[_Compared]:
 
 
 class Rounding:
-    """The masters whose elements are all compared while a conversion copies.
+    """The masters whose elements are all compared while a conversion copies: a `FullCheck`.
 
-    `matches` pairs them with weights, in the same order in all processes that share the conversion.
+    `matches` pairs them with weights.
     """
+
+    name, about = "masters", "comparing masters with their weights"
+    measures = False
 
     def __init__(self, manifest: Manifest, hint: str, accepted: bool) -> None:
         self._about = hint, accepted
         self._manifest = manifest
         self._compared = [*_compared(manifest, ALL)]
         self._wholes = [each for each in self._compared if each.whole]
-        self.matches = [each.match for each in self._wholes]
+        self.matches: Sequence[Match] = [each.match for each in self._wholes]
 
-    @property
-    def length(self) -> int:
-        """The bytes of all masters and weights in `matches`."""
-        return sum(each.length for own in self.matches for each in (own.a, own.b) if each)
+    def compared(self) -> list[Notice]:
+        """Compares all masters in this process; returns warnings, or raises as `check`."""
+        return check(self._manifest, ALL, *self._about)
 
     def begin(self) -> None:
         """Compares the beginnings of masters before a byte is written; raises as `check`."""
@@ -154,30 +157,24 @@ class Rounding:
         if not accepted:
             check(self._manifest, BEGINNINGS, hint, accepted)
 
-    def refuse(self, differing: Mapping[int, int]) -> None:
-        """Raises the errors of `check` for differing masters, unless differences are accepted.
-
-        `differing` maps the index of a match to the first element that differs.
-        """
+    def refuse(self, differing: Mapping[int, Differing]) -> None:
+        """Raises the errors of `check` for differing masters, unless differences are accepted."""
         hint, accepted = self._about
         if differing and not accepted:
             _told(self._manifest, self._wrong(differing), hint, accepted)
 
-    def conclude(self, differing: Mapping[int, int]) -> list[Notice]:
-        """Reports all masters that differ, after the comparison: warns, or raises as `check`.
-
-        `differing` maps the index of a match to the first element that differs.
-        """
+    def conclude(self, differing: Mapping[int, Differing]) -> list[Notice]:
+        """Reports all masters that differ, after the comparison: warns, or raises as `check`."""
         return _told(self._manifest, self._wrong(differing, copies=True), *self._about)
 
     def _wrong(
-        self, differing: Mapping[int, int], copies: bool = False
+        self, differing: Mapping[int, Differing], copies: bool = False
     ) -> list[tuple[Manifest, Result]]:
         results_by_id = {
             id(self._wholes[number]): Result(
-                self.matches[number], (None, None), Difference(1, first)
+                self.matches[number], (None, None), Difference(each.count, each.first)
             )
-            for number, first in differing.items()
+            for number, each in differing.items()
         }
         rest = [each for each in self._compared if copies and not each.whole]
         results = results_of(self._manifest, [each.match for each in rest])
@@ -242,7 +239,7 @@ def beginning(match: Match) -> Match:
     """The match of the first elements only: those of each fragment of both entries."""
     assert match.b is not None
     ranges = sorted({*_heads(match.a.fragments), *_heads(match.b.fragments)})
-    return Match(_part(match.a, ranges), _part(match.b, ranges), match.how)
+    return Match(_part(match.a, ranges), _part(match.b, ranges), match.how, match.copy)
 
 
 def _heads(fragments: Fragments) -> Iterator[tuple[int, int]]:
@@ -270,7 +267,7 @@ def _part(entry: Entry, ranges: Iterable[tuple[int, int]]) -> Entry:
         runs = fragments.part(start, stop, size)
         parts += [Fragment(first + run.start, first + run.stop, run.extent) for run in runs]
         first += stop - start
-    return Entry(*entry.key, entry.dtype, (first,), Runs(parts))
+    return Entry(*entry.key, entry.dtype, (first,), Runs(parts), axis=entry.axis)
 
 
 # -- where a difference is

@@ -1,6 +1,7 @@
 """Compares the replicas that ranks hold of one tensor, and checks that slices are not replicas.
 
-This happens before a conversion writes anything. What may be done if replicas differ depends on the
+Before a conversion writes anything, it compares the first elements of replicas, and leaves the rest
+to the processes that copy (`Replicas`). What may be done if replicas differ depends on the
 axis whose ranks hold them (`AXES`). Some drift by nature. For others the user has to choose one
 replica, or their mean; a format's hints say how.
 
@@ -9,7 +10,7 @@ Slices of a cut parameter never have equal moments. If they do, the rule that cu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -29,10 +30,12 @@ from ..checkpoint.manifest import Manifest
 from ..checkpoint.placement import EP_RANK, STAGE, TENSOR_RANK, Placement
 from ..checkpoint.weights import is_optimizers
 from ..grouping import by_key
+from ..passes.full_checks import Differing
 from ..passes.loading import head
 from ..passes.plan import Match
 from . import masters
 from .compare import Result, compare
+from .difference import Difference
 
 SAMPLE = 1 << 14  # elements that are compared of each slice
 RANK0, MEAN = "rank0", "mean"
@@ -70,16 +73,91 @@ Hints = Mapping[str, str]
 """Maps an axis to what the user may do if the replicas on its ranks differ."""
 
 
-def compare_copies(manifest: Manifest, chosen: str | None, hints: Hints) -> list[Notice]:
-    """Compares every replica with the tensor that is used; returns warnings.
+Judge = Callable[[Sequence[Result]], list[Notice]]
+"""Returns warnings about replicas that differ, or raises InconsistentCheckpoint."""
+
+
+class Replicas:
+    """The replicas that a conversion compares with the tensors that are used: a `FullCheck`.
+
+    `judge` gets the results of those that differ, in the order of `matches`.
+    """
+
+    name, about = "copies", "comparing the copies of ranks"
+    measures = True
+
+    def __init__(self, manifest: Manifest, matches: Sequence[Match], judge: Judge) -> None:
+        self.matches = matches
+        self._manifest, self._judge = manifest, judge
+
+    def compared(self) -> list[Notice]:
+        """Compares all elements in this process; returns warnings, or raises."""
+        results = compare(self.matches, self._manifest, self._manifest).results
+        return self._judge([result for result in results if result.differs])
+
+    def begin(self) -> None:
+        """Compares the first elements of all fragments; raises if a difference may not be."""
+        results = masters.results_of(self._manifest, [*map(masters.beginning, self.matches)])
+        self._refuse({n: result for n, result in enumerate(results) if result.differs})
+
+    def refuse(self, differing: Mapping[int, Differing]) -> None:
+        """Raises if a difference may not be."""
+        self._refuse(self._results(differing))
+
+    def conclude(self, differing: Mapping[int, Differing]) -> list[Notice]:
+        """Returns the warnings of all differences, or raises."""
+        return self._judge([*self._results(differing).values()])
+
+    def _refuse(self, results: Mapping[int, Result]) -> None:
+        """Raises if a difference may not be.
+
+        Other elements may differ too: those of the parameter that the error names are measured.
+        """
+        try:
+            self._judge([*results.values()])
+        except InconsistentCheckpoint as error:
+            named = [match for match in self.matches if match.a.parameter == error.subject]
+            measured = iter(compare(named, self._manifest, self._manifest).results)
+            is_named = [match.a.parameter == error.subject for match in self.matches]
+            complete = {n: next(measured) for n, own in enumerate(is_named) if own}
+            all_results = sorted((dict(results) | complete).items())
+            self._judge([result for _, result in all_results if result.differs])
+            raise
+
+    def _results(self, differing: Mapping[int, Differing]) -> dict[int, Result]:
+        return {
+            number: Result(
+                self.matches[number],
+                (None, None),
+                Difference(each.count, each.first, max_abs=each.max_abs, nans=(each.nans, 0)),
+            )
+            for number, each in sorted(differing.items())
+        }
+
+
+def replicas_of(manifest: Manifest, chosen: str | None, hints: Hints) -> Replicas:
+    """The comparison of every replica with the tensor that is used.
 
     `chosen` says which value is used if replicas differ: RANK0, MEAN or OWN. With OWN, replicas
-    that drift by nature, which may be large, are not compared. Raises InconsistentCheckpoint if
+    that drift by nature, which may be large, are not compared. InconsistentCheckpoint is raised if
     replicas that should be equal differ and nothing is chosen.
     """
     axes = {axis: ranks for axis, ranks in AXES.items() if chosen != OWN or not ranks.drift}
     matches = [match for match in copies_of(manifest) if _axis(match.a) in axes]
-    differing = [each for each in compare(matches, manifest, manifest).results if each.differs]
+
+    def judge(differing: Sequence[Result]) -> list[Notice]:
+        return _judged(manifest, differing, axes, chosen, hints)
+
+    return Replicas(manifest, matches, judge)
+
+
+def _judged(
+    manifest: Manifest,
+    differing: Sequence[Result],
+    axes: Mapping[str, Ranks],
+    chosen: str | None,
+    hints: Hints,
+) -> list[Notice]:
     warnings: list[Notice] = []
     for axis, ranks in axes.items():
         own_axis = (each for each in differing if _axis(each.match.a) == axis)
@@ -124,15 +202,13 @@ def not_compared(manifest: Manifest) -> list[Notice]:
     return [warning("not-compared", message)]
 
 
-def check_joined(manifest: Manifest, chosen: str | None, hints: Hints) -> list[Notice]:
-    """Checks the slices and replicas of a joined model; returns warnings.
+def check_joined(manifest: Manifest) -> None:
+    """Checks that the ranks of a joined model hold slices, and no parts of a sum.
 
-    Raises as `check_slices` and `compare_copies`, and UnsupportedCheckpoint if a parameter is a sum
-    of the ranks' parts.
+    Raises as `check_slices`, and UnsupportedCheckpoint if a parameter is a sum of the ranks' parts.
     """
     _refuse_sums(manifest)
     check_slices(manifest)
-    return compare_copies(manifest, chosen, hints)
 
 
 def copies_of(manifest: Manifest) -> Iterator[Match]:

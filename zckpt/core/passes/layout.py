@@ -11,6 +11,7 @@ from ..checkpoint.entries import Key
 from ..checkpoint.manifest import Manifest, Sibling
 from ..storage.fragments import Extent
 from ..storage.records import RecordCounts
+from .full_checks import Differing, FullCheck
 
 
 class Shell(Struct, frozen=True):
@@ -59,8 +60,8 @@ class Layout(Struct, frozen=True):
     """Whether one file holds everything that the source has."""
     has_digests: bool = False
     """Whether the files state the CRC-32 of each tensor."""
-    check: Callable[[], Sequence[Notice]] | None = None
-    """Reads tensors of the source before the first byte is written, and returns warnings."""
+    checks: Sequence[FullCheck] = ()
+    """Comparisons of the source's tensors, without which the target must not be complete."""
 
 
 class CopyOutcome(Struct, eq=False):
@@ -68,8 +69,8 @@ class CopyOutcome(Struct, eq=False):
 
     `digests` maps the position of a model rank to a dictionary, which maps the keys of the target's
     entries to their CRC-32s, as far as these were requested. `files` maps paths to sizes and
-    CRC-32s. `records` maps the extents of records in the target's files to CRC-32s. `differing`
-    maps the index of a compared master that differs from its weight to the first such element.
+    CRC-32s. `records` maps the extents of records in the target's files to CRC-32s. `differing` has
+    the differences that each check has found, in the order of the checks, by index of the match.
     `tensors` is the number of all tensors. `counts` says how many records of the source were
     checked. A record stays unchecked if it was saved without a CRC, or if only a small part of it
     was read.
@@ -78,7 +79,7 @@ class CopyOutcome(Struct, eq=False):
     digests: dict[int, dict[Key, int]] = field(default_factory=dict)
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     records: dict[Extent, int] = field(default_factory=dict)
-    differing: dict[int, int] = field(default_factory=dict)
+    differing: Sequence[dict[int, Differing]] = ()
     tensors: int = 0
     bytes: int = 0
     counts: RecordCounts = field(default_factory=RecordCounts)

@@ -25,7 +25,7 @@ from ..deepspeed_states.options import CONFIG, LATER_NAMES, OLDER_NAMES
 from ..format import Beginning, Functions, differs
 from ..groups import of_trained
 from .gather import partitions
-from .model_ranks.tensor_ranks import check
+from .model_ranks.tensor_ranks import check, copies
 from .older_model import continued
 from .read import read
 from .write import lay_out, lay_out_like
@@ -140,6 +140,7 @@ FUNCTIONS = Functions(
     partitions=partitions,
     averaged=averaged,
     check=check,
+    copies=copies,
     check_slices=check_slices,
     groups=of_trained,
     continued=continued,

@@ -22,7 +22,7 @@ from ...core.checkpoint.facts import Pipeline, layers_of
 from ...core.checkpoint.grid import Grid, GridPlace
 from ...core.checkpoint.manifest import Manifest, Sibling
 from ...core.checkpoint.placement import Table
-from ...core.comparison.replicas import compare_copies
+from ...core.comparison.replicas import Replicas, replicas_of
 from ...core.passes.layout import Shell
 from ...core.ranks.merge import merge
 from ...core.storage import sources
@@ -111,10 +111,9 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
         names = {path: f"{tag}/{path.rpartition('/')[2]}" for path in self.copied}
         return [(name, Sibling(name, path, sources.size(path))) for path, name in names.items()]
 
-    def check(self) -> list[Notice]:
-        """Compares copies of tensors of which the target gets only one; warns if they differ."""
-        warnings = (compare_copies(model, None, IF_COPIES_DIFFER) for model in self.copies)
-        return [*chain.from_iterable(warnings)]
+    def checks(self) -> list[Replicas]:
+        """The comparisons of tensors' copies of which the target gets only one."""
+        return [replicas_of(model, None, IF_COPIES_DIFFER) for model in self.copies]
 
 
 def target_ranks(source: Manifest, options: Options) -> TargetRanks:

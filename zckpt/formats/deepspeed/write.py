@@ -74,7 +74,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         loading=loading if options.weights_only else lightning.resuming(source, loading),
         read_back=None if grid is None else partial(ranks.read_back, tag=first.tag),
         source=ranks.source,
-        check=ranks.check,
+        checks=ranks.checks(),
     )
 
 

@@ -15,7 +15,7 @@ from .files import OF_RANKS, kind_of
 from .fsdp2 import is_interleaved
 from .gather import partitions
 from .masters import sharding
-from .read import check, read, rebuilt, way_out
+from .read import copies, read, rebuilt, way_out
 from .write import lay_out, lay_out_like, seal
 
 
@@ -48,7 +48,7 @@ FUNCTIONS = Functions(
     lay_out_like=lay_out_like,
     seal=seal,
     partitions=partitions,
-    check=check,
+    copies=copies,
     rebuilt=rebuilt,
     way_out=way_out,
     obstacles=obstacles,

@@ -8,6 +8,7 @@ rule that rounding proves (buffers/placing.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from math import prod
 
@@ -16,8 +17,9 @@ from ...core.checkpoint.entries import Entry
 from ...core.checkpoint.facts import NamedWeightsEngine
 from ...core.checkpoint.manifest import Manifest
 from ...core.checkpoint.weights import is_optimizers
-from ...core.comparison.masters import ALL, results_of, unlike
-from ...core.comparison.replicas import copies_of
+from ...core.comparison.compare import Result
+from ...core.comparison.masters import unlike
+from ...core.comparison.replicas import Replicas, copies_of
 from ...core.storage.fragments import ZEROS, Extent, solid
 from ...errors import InconsistentCheckpoint, Notice, counted, listed, warning
 from ...training.faults import MIXED_BUCKETS
@@ -32,22 +34,24 @@ OTHERS = (
 )
 
 
-def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
-    """Compares all copies of tensors; a conversion calls this before it writes anything.
+def copies(manifest: Manifest, replicas: str | None) -> list[Replicas]:
+    """The comparison of all copies of tensors.
 
-    Raises InconsistentCheckpoint with the parameters whose copies differ between ranks.
+    InconsistentCheckpoint is raised with the parameters whose copies differ between ranks.
     """
-    results = results_of(manifest, [*copies_of(manifest)])
-    different = dict.fromkeys(r.match.a.parameter for r in results if r.differs)
-    if different:
-        raise InconsistentCheckpoint(
-            "copies-differ",
-            f"{manifest.root}: ranks hold different copies of {listed(list(different), 4)}",
-            hint="Megatron-Core keeps copies equal: take an earlier checkpoint, or the weights "
-            "alone with --weights-only",
-            file=manifest.root,
-        )
-    return []
+
+    def judge(differing: Sequence[Result]) -> list[Notice]:
+        if different := dict.fromkeys(result.match.a.parameter for result in differing):
+            raise InconsistentCheckpoint(
+                "copies-differ",
+                f"{manifest.root}: ranks hold different copies of {listed(list(different), 4)}",
+                hint="Megatron-Core keeps copies equal: take an earlier checkpoint, or the weights "
+                "alone with --weights-only",
+                file=manifest.root,
+            )
+        return []
+
+    return [Replicas(manifest, [*copies_of(manifest)], judge)]
 
 
 def way_out(manifest: Manifest) -> str:
@@ -57,14 +61,15 @@ def way_out(manifest: Manifest) -> str:
     return f"{MIXED_BUCKETS.message}; {MIXED_BUCKETS.hint}"
 
 
-def rebuilt(manifest: Manifest) -> Manifest:
+def rebuilt(manifest: Manifest, elements: str) -> Manifest:
     """Drops masters that do not round to their weights, and their moments.
 
+    `elements` says which ones are compared: BEGINNINGS or ALL (core/comparison/masters.py).
     Masters and moments of vectors are then dropped too. Norms are often constant, so a wrong master
     may round to its weight by chance. A warning names the parameters.
     """
-    wrong = {result.match.a.parameter for _, result in unlike(manifest, ALL)}
-    if not wrong or sharding(manifest) != READABLE:  # `check` refuses other shardings
+    wrong = {result.match.a.parameter for _, result in unlike(manifest, elements)}
+    if not wrong or sharding(manifest) != READABLE:  # a conversion refuses other shardings
         return manifest
     vectors = {name for name, item in manifest.parameters.items() if len(item.shape) < 2}
     lost = [name for name in manifest.parameters if name in {*vectors, *wrong}]

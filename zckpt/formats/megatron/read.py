@@ -68,7 +68,7 @@ from .manifest import (
     size_of,
     without_weights,
 )
-from .masters import check as check
+from .masters import copies as copies
 from .masters import rebuilt as rebuilt
 from .masters import way_out as way_out
 from .names import axes_of, named, places, without_prefix

@@ -2,7 +2,7 @@
 
 from ..format import Functions, other_dp
 from .gather import partitions
-from .read import check, read
+from .read import copies, read
 from .write import lay_out, seal
 
 FUNCTIONS = Functions(
@@ -10,6 +10,6 @@ FUNCTIONS = Functions(
     lay_out=lay_out,
     seal=seal,
     partitions=partitions,
-    check=check,
+    copies=copies,
     obstacles=other_dp,
 )

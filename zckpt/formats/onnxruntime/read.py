@@ -2,8 +2,8 @@
 
 Other copies of a weight are not used if they may be stale (see legacy.py). They must be equal if
 ONNX Runtime keeps them current on every rank: the weights of fp32 runs, frozen weights, 16-bit
-copies. `read` compares the checksums that the files state. `check` compares the bytes of tensors
-without checksums, before a writer copies them. Because the engine casts each 16-bit copy from its
+copies. `read` compares the checksums that the files state. A conversion compares the bytes of
+tensors without checksums (`copies`). Because the engine casts each 16-bit copy from its
 master after each update, a conversion also compares all elements of masters and 16-bit copies
 (`Format.compares`).
 """
@@ -18,8 +18,9 @@ from ...core.checkpoint.entries import Entry, Key
 from ...core.checkpoint.facts import NamedWeightsEngine
 from ...core.checkpoint.manifest import Files, Manifest, Notices, Parameter, Run, Sighting
 from ...core.checkpoint.origin import Origin
-from ...core.comparison.masters import first_difference, refuse_damage, results_of
-from ...core.comparison.replicas import copies_of
+from ...core.comparison.compare import Result
+from ...core.comparison.masters import first_difference, refuse_damage
+from ...core.comparison.replicas import Replicas, copies_of
 from ...core.passes.plan import Match
 from ...core.storage.fragments import Fragment, Runs, solid
 from ...errors import (
@@ -52,20 +53,21 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         raise not_understood(path, error) from error
 
 
-def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
-    """Compares the copies of tensors on several ranks that `read` could not compare by checksums.
+def copies(manifest: Manifest, replicas: str | None) -> list[Replicas]:
+    """The comparison of copies on several ranks that `read` could not compare by checksums.
 
-    Called before a conversion writes anything; `inspect` reads no tensor. Raises
-    InconsistentCheckpoint for ranks that hold different copies, CorruptCheckpoint if a damaged file
-    is the cause.
+    A conversion makes it; `inspect` reads no tensor. InconsistentCheckpoint is raised for ranks
+    that hold different copies, CorruptCheckpoint if a damaged file is the cause.
     """
-    matches = list(_replicas_without_checksums(manifest))
-    results = results_of(manifest, matches)
-    if wrong := next((result for result in results if result.differs), None):
-        places = first_difference(wrong)
-        refuse_damage(manifest, places)
-        raise different_copies(wrong.match.a.parameter, *(place.file for place in places))
-    return []
+
+    def judge(differing: Sequence[Result]) -> list[Notice]:
+        for wrong in differing:
+            places = first_difference(wrong)
+            refuse_damage(manifest, places)
+            raise different_copies(wrong.match.a.parameter, *(place.file for place in places))
+        return []
+
+    return [Replicas(manifest, [*_replicas_without_checksums(manifest)], judge)]
 
 
 def _replicas_without_checksums(manifest: Manifest) -> Iterator[Match]:

@@ -17,8 +17,15 @@ from zckpt.core.checkpoint.optimizer_states import StateRow, States
 from zckpt.core.checkpoint.origin import Origin
 from zckpt.core.checkpoint.placement import Cut, Replicated
 from zckpt.core.storage.fragments import Extent, solid
-from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
-from zckpt.formats.deepspeed.model_ranks.tensor_ranks import check, joined_slices
+from zckpt.errors import (
+    InconsistentCheckpoint,
+    MissingData,
+    Notice,
+    UnsupportedCheckpoint,
+    WrongOption,
+)
+from zckpt.formats.deepspeed.model_ranks import tensor_ranks
+from zckpt.formats.deepspeed.model_ranks.tensor_ranks import joined_slices
 
 from ....conftest import texts
 
@@ -55,6 +62,14 @@ def ranks(root: Path, info: Any = INFO, **second: list[float]) -> list[Manifest]
     """Two ranks, the second with these values of its own."""
     other = {**VALUES, "embed": [3.0, 4], **second}
     return [rank(root, 0, info, **VALUES), rank(root, 1, info, **other)]
+
+
+def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
+    """What one process says that runs all checks alone."""
+    lines = tensor_ranks.check(manifest, replicas)
+    for each in tensor_ranks.copies(manifest, replicas):
+        lines += each.compared()
+    return lines
 
 
 def rules_in(root: Path, text: str) -> str:

@@ -17,7 +17,14 @@ from ....core.checkpoint.inert import to_json
 from ....core.checkpoint.manifest import Manifest
 from ....core.checkpoint.placement import EP_RANK, TENSOR_RANK, Shapes, Sliced, Table
 from ....core.checkpoint.states import as_unsupported
-from ....core.comparison.replicas import OWN, RANK0, check_joined, compare_apart, compare_copies
+from ....core.comparison.replicas import (
+    OWN,
+    RANK0,
+    Replicas,
+    check_joined,
+    compare_apart,
+    replicas_of,
+)
 from ....core.ranks.merge import in_order, merge
 from ....errors import (
     InconsistentCheckpoint,
@@ -142,30 +149,41 @@ IF_COPIES_DIFFER = {
 
 
 def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
-    """Compares the copies of tensors that model ranks hold; returns warnings.
+    """Compares the beginnings of copies that may differ, and of slices; returns warnings.
 
-    Raises InconsistentCheckpoint if copies of tensor ranks differ and `replicas` does not choose
-    one, or if a rule cuts a parameter that all ranks hold in full. Raises UnsupportedCheckpoint for
-    parts of a sum.
+    Raises InconsistentCheckpoint if a rule cuts a parameter that all ranks hold in full, and
+    UnsupportedCheckpoint for parts of a sum.
     """
     if manifest.ranks:
-        return _own_copies(manifest)
-    if manifest.run.origin.zero_stage == 0 and layers_of(manifest.run.engine):
-        return compare_copies(manifest, RANK0 if replicas == RANK0 else None, IF_COPIES_DIFFER)
-    return check_joined(manifest, replicas, IF_COPIES_DIFFER) if manifest.run.origin.tp else []
+        return compare_apart(manifest)
+    if manifest.run.origin.tp and not _has_whole_experts(manifest):
+        check_joined(manifest)
+    return []
 
 
-def _own_copies(manifest: Manifest) -> list[Notice]:
-    """Warnings about copies that differ between model ranks which are kept apart.
+def copies(manifest: Manifest, replicas: str | None) -> list[Replicas]:
+    """The comparisons of copies that model ranks hold.
 
-    If the files or the rules show how tensors are cut, copies on tensor ranks are compared too.
-    Otherwise that comparison is left out: each rank keeps its own copy anyway.
+    InconsistentCheckpoint is raised if copies of tensor ranks differ and `replicas` does not choose
+    one. If model ranks are kept separate, each keeps its own copy anyway: then differences are only
+    warnings, and copies on tensor ranks are compared only if the files or the rules show how
+    tensors are cut.
     """
-    warnings = compare_apart(manifest)
-    if len(manifest.models) == 1:  # there are no copies on other tensor ranks
-        return warnings
-    try:
-        model = joined_slices(manifest.models, manifest.run.origin.tp_rules, KEEP)
-    except (InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption):
-        return warnings
-    return [*warnings, *compare_copies(model, OWN, IF_COPIES_DIFFER)]
+    if manifest.ranks:
+        if len(manifest.models) == 1:  # there are no copies on other tensor ranks
+            return []
+        try:
+            model = joined_slices(manifest.models, manifest.run.origin.tp_rules, KEEP)
+        except (InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption):
+            return []
+        return [replicas_of(model, OWN, IF_COPIES_DIFFER)]
+    if _has_whole_experts(manifest):
+        chosen = RANK0 if replicas == RANK0 else None
+        return [replicas_of(manifest, chosen, IF_COPIES_DIFFER)]
+    has_tensor_ranks = bool(manifest.run.origin.tp)
+    return [replicas_of(manifest, replicas, IF_COPIES_DIFFER)] if has_tensor_ranks else []
+
+
+def _has_whole_experts(manifest: Manifest) -> bool:
+    """Whether ep ranks without ZeRO each have a copy of all parameters that are no experts."""
+    return manifest.run.origin.zero_stage == 0 and bool(layers_of(manifest.run.engine))

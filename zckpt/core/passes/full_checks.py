@@ -1,0 +1,81 @@
+"""What a conversion must know of a comparison of complete tensors that it makes while it copies.
+
+    begin       before the first byte: the first elements of each tensor, so that what is plainly
+                wrong fails immediately
+    refuse      after each region: an error for a difference that may not be
+    conclude    when all elements are compared, by whichever processes: warnings
+
+`comparison` has the checks: masters with their weights, and replicas of ranks. `copying` divides
+the elements among processes. It passes on differences, and does not judge them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from ...errors import Notice
+from .plan import Match
+
+
+class Differing(Struct, frozen=True):
+    """By how much compared elements of two tensors differ.
+
+    `first` is the number of the first element that differs, `count` the number of those found.
+    `max_abs` is the largest distance, or None if the elements are not numbers. `nans` counts the
+    NaNs on both sides.
+    """
+
+    first: int
+    count: int = 1
+    max_abs: float | None = None
+    nans: int = 0
+
+    def with_more(self, other: Differing | None) -> Differing:
+        """The difference of these elements and of `other` ones of the same two tensors."""
+        if other is None:
+            return self
+        distances = [one for one in (self.max_abs, other.max_abs) if one is not None]
+        return Differing(
+            min(self.first, other.first),
+            self.count + other.count,
+            max(distances, default=None),
+            self.nans + other.nans,
+        )
+
+
+class FullCheck(Protocol):
+    """A comparison of the tensors in `matches`, which all processes list in the same order."""
+
+    name: str
+    """The check's name in the journal; several checks of a conversion may have the same."""
+    about: str
+    """A description of the work, for the user."""
+    measures: bool
+    """Whether all elements that differ are measured; else only the first one is needed."""
+    matches: Sequence[Match]
+
+    def compared(self) -> list[Notice]:
+        """Compares all elements in this process alone; returns warnings, or raises as `refuse`."""
+        ...
+
+    def begin(self) -> None:
+        """Compares the first elements of each tensor; raises as `refuse`."""
+
+    def refuse(self, differing: Mapping[int, Differing]) -> None:
+        """Raises an error if one of these differences may not be.
+
+        `differing` maps the index of a match to the difference of its elements in one region.
+        """
+
+    def conclude(self, differing: Mapping[int, Differing]) -> list[Notice]:
+        """Returns warnings about all differences, by index of the match; raises as `refuse`."""
+        ...
+
+
+def length_of(checks: Sequence[FullCheck]) -> int:
+    """The bytes that all checks together compare."""
+    matches = (match for check in checks for match in check.matches)
+    return sum(entry.length for match in matches for entry in (match.a, match.b) if entry)
