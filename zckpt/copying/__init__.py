@@ -3,7 +3,7 @@
     convert.py        the five steps of a conversion
     copy.py           fills the files of a target
     assembling.py     assembles one chunk of a file
-    comparing.py      compares masters with their weights meanwhile
+    comparing.py      compares complete tensors meanwhile: masters with weights, replicas
     filling.py        a file while it is filled: its regions, and the checksums of its bytes
     targets.py        checks whether a target may be written at a path, and fits there
     staging.py        makes the target appear completely or not at all
