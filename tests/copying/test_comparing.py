@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from zckpt.copying import filling
 from zckpt.copying.comparing import Row
@@ -20,6 +21,7 @@ from zckpt.copying.staging import Staging
 from zckpt.core.checkpoint.entries import Entry
 from zckpt.core.checkpoint.manifest import Files, Manifest, Run
 from zckpt.core.comparison.masters import Rounding
+from zckpt.core.comparison.replicas import RANK0, Replicas, replicas_of
 from zckpt.core.passes.full_checks import FullCheck
 from zckpt.core.passes.layout import CopyOutcome, Layout, Shell
 from zckpt.core.passes.resources import Copying
@@ -28,7 +30,7 @@ from zckpt.core.storage.fragments import Extent, solid
 from zckpt.core.storage.marks import lines_in
 from zckpt.errors import InconsistentCheckpoint
 
-from ..conftest import fork
+from ..conftest import fork, texts
 
 MIB = 1 << 20
 SHAPES = {"a": 700_001, "b": 3, "c": 1_000_000, "d": 1 << 17}
@@ -92,6 +94,31 @@ class Conversion:
         """The regions of masters in a journal, by where they begin."""
         data = (self.target.parent / "out.partial" / journal).read_bytes()
         return {region.start for region in regions_in(lines_in(data)) if region.file == MASTERS}
+
+
+class WithReplicas(Conversion):
+    """Beside the masters there are another rank's replicas of them; rank 0's are taken."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.replicas = {name: tensor.clone() for name, tensor in self.masters.items()}
+
+    def save(self) -> None:
+        super().save()
+        data = (tensor.numpy().tobytes() for tensor in self.replicas.values())
+        (self.run / "replicas").write_bytes(b"".join(data))
+
+    def checks(self) -> list[FullCheck]:
+        return [*super().checks(), self.comparison()]
+
+    def comparison(self) -> Replicas:
+        manifest, path = self.manifest(str(self.run)), str(self.run / "replicas")
+        replicas = [
+            replace(manifest.entries[name, "master"], axis="ep rank", fragments=fragments)
+            for name, offset in zip(SHAPES, accumulate([0, *SHAPES.values()]), strict=False)
+            for fragments in [solid(SHAPES[name], Extent(path, 4 * offset, 4 * SHAPES[name]))]
+        ]
+        return replicas_of(replace(manifest, replicas=tuple(replicas)), RANK0, {"ep rank": HINT})
 
 
 @pytest.fixture
@@ -225,3 +252,44 @@ def test_a_run_that_goes_on_does_not_compare_again(conversion: Conversion) -> No
     assert left == []
     assert outcome is not None
     assert conversion.target.exists()
+
+
+def test_every_region_has_an_element(
+    conversion: Conversion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nobody would note it, and the target would never be complete."""
+    for region in (BYTES - 1, BYTES - 5, BYTES // 3 - 1):
+        monkeypatch.setattr(filling, "REGION", region)
+        row = Row(MASTERS, conversion.rounding(), 3 << 20)
+        portions = [*row.portions(set())]
+        assert portions[-1].stop == BYTES
+        assert {part.region for part in row.parts(portions)} == {one.start for one in portions}
+
+
+def test_differences_of_replicas_are_added_over_regions_and_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the last part says is what one process says that compares everything at once."""
+    monkeypatch.setattr(filling, "REGION", MIB)
+    conversion = WithReplicas(tmp_path)
+    places = ("a", 3, 2.0), ("a", 70_000, 1.0), ("a", 699_999, float("nan")), ("c", 500_000, -5.0)
+    for name, place, more in places:
+        conversion.replicas[name][place] += more
+    conversion.replicas["d"][:2] += 1
+    conversion.save()
+    lines: list[str] = []
+
+    def seal(_root: Any, _shells: Any, outcome: CopyOutcome) -> None:
+        of_masters, of_replicas = outcome.differing
+        assert of_masters == {}
+        lines.extend(texts(conversion.comparison().conclude(of_replicas)))
+
+    for number in (3, 1, 2):
+        outcome = conversion.convert(Part(number, 3), seal)
+        assert (outcome is None) == (number != 2)
+    assert lines == texts(conversion.comparison().compared())
+    assert "a differ; rank 0's is taken: master in 3 of 700001 elements, 1 of which is" in lines[0]
+    assert lines[1].endswith(
+        "c differ; rank 0's is taken: master in 1 of 1000000 elements by at most 5"
+    )
+    assert [line.split()[5] for line in lines] == ["a", "c", "d"]

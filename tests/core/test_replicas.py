@@ -73,6 +73,7 @@ def test_copies_of_stages_that_differ(tmp_path: Path) -> None:
     pair = entry(tmp_path, "w/master", [1, 2]), entry(tmp_path, "w/master", [1, 4], "stage")
     (warning,) = texts(compare_copies(manifest(*pair), None))
     assert warning.startswith("the stages' copies of w differ; the first stage's is taken")
+    replicas_of(manifest(*pair), None, HINTS).begin()  # raises nothing: they may differ
     assert averaged(manifest(*pair)).entries["w", "master"].mean == ()
 
 
@@ -116,6 +117,11 @@ def test_the_axis_says_what_may_be_done(axis: str, said: str, hint: str, tmp_pat
     with pytest.raises(InconsistentCheckpoint, match=said) as raised:
         compare_copies(joined, None)
     assert raised.value.hint == hint
+    with pytest.raises(InconsistentCheckpoint, match=said) as early:
+        replicas_of(joined, None, HINTS).begin()
+    assert str(early.value) == str(raised.value)
+    assert early.value.hint == hint
+    replicas_of(joined, "rank0", HINTS).begin()
     (warning,) = texts(compare_copies(joined, "rank0"))
     assert warning.startswith(f"the {said.partition(' hold')[0]}' copies of w differ; rank 0's is")
 
