@@ -104,6 +104,21 @@ def test_replicas_are_compared_once_by_all(tmp_path: Path, launch: Launch) -> No
     assert each_once(logs, "copies/", check)
 
 
+def test_comparisons_of_a_target_are_shared_too(tmp_path: Path, launch: Launch) -> None:
+    """A target of one stage gets one of two stages' copies, for each of two tensor ranks."""
+    zckpt.reshard(GRID, tmp_path / "single", pp=1, copying=COPYING)
+    logs = [tmp_path / f"log-{rank}" for rank in range(2)]
+    preparing = {rank: noting(log, logs) for rank, log in enumerate(logs)}
+    words = ("reshard", GRID, tmp_path / "shared", "--pp", 1, *ONE_THREAD)
+    done(launch(2, *words, preparing=preparing))
+    assert files(tmp_path / "shared") == files(tmp_path / "single")
+    ranges = compared(logs)
+    assert {row for row, _ in ranges} == {"copies/", "copies/1/", "copies/2/"}
+    for own in ranges.values():
+        assert own[0][0] == 0
+        assert all(one[1] == other[0] for one, other in pairwise(own))
+
+
 def test_parts_share_the_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check = check_of(GRID)
     zckpt.convert(GRID, tmp_path / "single", copying=COPYING)
