@@ -7,7 +7,7 @@ folder:
 
     files.py     which files make the checkpoint            detect, detect_weak, ROLES
     options.py   the options of a target                    OPTIONS, REASONS
-    read.py      the manifest of these files                read, check
+    read.py      the manifest of these files                read, check, copies
     write.py     the files of a target                      lay_out, seal
     functions.py why a run does not load them as they are   obstacles
     gather.py    the engine's own rule for its pieces       partitions
