@@ -456,7 +456,7 @@ class TestConvert:
         assert bool(said) == ("batch" in ended.err)
 
     def test_says_that_no_number_of_ranks_was_given(self, tmp_path: Path, zckpt: Zckpt) -> None:
-        warning = "Warning: no --dp was given: the target is for 4 ranks, as the source"
+        warning = "Warning: no --dp was given: the target is for 4 ranks, like the source"
         assert warning in zckpt("reshard", EXAMPLE, tmp_path / "a").err
         assert warning not in zckpt("reshard", EXAMPLE, tmp_path / "b", "--stage", 3).err
 

@@ -186,7 +186,7 @@ def test_a_schedule_goes_on_where_it_is(tmp_path: Path) -> None:
     assert (scheduler["base_lrs"], scheduler["_last_lr"]) == ([0.004] * 6, [0.001] * 6)
     assert scheduler["last_epoch"] == 2
     said = [text for text in texts(report["warnings"]) if "initial_lr" in text]
-    assert said[0].startswith("lr of group 0 is 0.001: the run's initial_lr (0.004)")
+    assert said[0].startswith("lr of group 0 becomes 0.001: the run's initial_lr (0.004)")
 
 
 def test_runs_that_do_not_fit(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_runs_that_do_not_fit(tmp_path: Path) -> None:
     rows: list[tuple[str, type[Exception], str]] = [
         ("weights", MissingData, "does not state the groups"),
         ("larger", MissingData, "only the run has 3.weight, 3.bias"),
-        ("wide", MissingData, r"have other shapes .*0\.weight \(\[8, 8\] and \[9, 8\]\)"),
+        ("wide", MissingData, r"the shapes in .* differ: 0\.weight \(\[8, 8\] and \[9, 8\]\)"),
         ("sgd", WrongOption, "is AdamW, that of --groups-from .* is SGD"),
     ]
     for run, error, message in rows:
@@ -313,14 +313,14 @@ def test_what_it_cannot_reach(tmp_path: Path) -> None:
 
     assert "keeps no base rates" in said("deepspeeds", last_batch_iteration=3)
     assert said("plateau", min_lrs=[0, 0], _last_lr=[0.01, 0.01], best=1.0) == ""
-    assert "goes by max_lrs too" in said("cyclic", base_lrs=[0.01] * 2, max_lrs=[0.1] * 2)
+    assert "also uses max_lrs" in said("cyclic", base_lrs=[0.01] * 2, max_lrs=[0.1] * 2)
     config = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}}
     made = Made(tmp_path / "config")
     report = package.convert(
         made.folder, tmp_path / "to", to="deepspeed", config=config, set_group={"lr": 1e-5}
     )
     assert any(
-        "change scheduler.params.warmup_max_lr there" in t for t in texts(report["warnings"])
+        "change scheduler.params.warmup_max_lr in it too" in t for t in texts(report["warnings"])
     )
 
 
@@ -329,15 +329,15 @@ def test_wrong_values(tmp_path: Path) -> None:
     rows: list[tuple[Mapping[Any, Any], str]] = [
         ({"rate": 1.0}, "--set-group rate: no such hyper-parameter"),
         ({1: {"rate": 1.0}}, "--set-group 1:rate: no such hyper-parameter"),
-        ({2: {"lr": 1.0}}, "names group 2: .* has 2 groups"),
-        ({"lr": "low"}, "the groups have lr=0.01"),
-        ({"betas": (0.9,)}, "the groups have betas="),
-        ({"amsgrad": 1.0}, "the groups have amsgrad=False"),
+        ({2: {"lr": 1.0}}, "there is no group 2: .* has 2 groups"),
+        ({"lr": "low"}, "does not fit the present value 0.01"),
+        ({"betas": (0.9,)}, "does not fit the present value \\("),
+        ({"amsgrad": 1.0}, "does not fit the present value False"),
     ]
     for values, message in rows:
         with pytest.raises(WrongOption, match=message) as caught:
             package.convert(tmp_path / "before", tmp_path / "out", set_group=values)
-        if "no such" in message or "names group" in message:
+        if "no such" in message or "there is no group" in message:
             assert "group 0 has weight_decay, lr, betas, " in caught.value.hint
     (tmp_path / "weights").mkdir()
     torch.save(model().state_dict(), tmp_path / "weights" / "model.pt")

@@ -377,7 +377,9 @@ def test_numbers_of_any_rank_that_a_target_lacks(files: Files, number: int) -> N
     read_back(looks, named)
     assert report["left_out"] == []
     read_back(looks, whole)
-    assert texts(report["left_out"]) == ["rho, beside the optimizer's states"]
+    assert texts(report["left_out"]) == [
+        "rho: numbers of the optimizer that belong to no parameter"
+    ]
 
 
 def test_an_optimizer_without_its_states_cannot_take_a_step(files: Files) -> None:

@@ -273,14 +273,14 @@ def test_a_complete_target_is_left_as_it_is(sources: dict[str, Path], tmp_path: 
     with pytest.raises(TargetExists, match="written with another source"):
         zckpt.convert(sources["dcp"], tmp_path / "out", resume=True)
     (tmp_path / "out" / "master.safetensors").unlink()
-    with pytest.raises(TargetExists, match=r"master\.safetensors is missing"):
+    with pytest.raises(TargetExists, match=r"it lacks master\.safetensors"):
         zckpt.convert(sources["zero-3"], tmp_path / "out", resume=True)
 
 
 def test_a_target_of_nobody_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").touch()
-    with pytest.raises(TargetExists, match="does not say of which run it is"):
+    with pytest.raises(TargetExists, match="does not state which run wrote it"):
         zckpt.convert(sources["zero-3"], tmp_path / "out", resume=True)
 
 
@@ -386,6 +386,6 @@ def test_several_checkpoints_of_a_run_are_continued(
     zckpt.reshard(run, tmp_path / "empty", resume=True, **options)
     assert files(tmp_path / "empty") == files(tmp_path / "good")
     shutil.rmtree(tmp_path / "out" / "checkpoint-2")
-    with pytest.raises(TargetExists, match="checkpoint-2 is missing there") as caught:
+    with pytest.raises(TargetExists, match="but it lacks checkpoint-2") as caught:
         zckpt.reshard(run, tmp_path / "out", resume=True, **options)
     assert caught.value.hint

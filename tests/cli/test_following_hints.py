@@ -280,7 +280,7 @@ def test_two_models_of_accelerate(
     to = ("--to", "dcp", "--dialect", "accelerate")
     both = [f"{root}.{name}" for root in ("model", "model_1") for name in NAMES]
     hint = zckpt("convert", run, tmp_path / "out", *to).err
-    assert "--param-names FILE, each after its model's" in hint
+    assert "--param-names FILE, each prefixed" in hint
     assert "--root model --param-names FILE" in hint
     (tmp_path / "both.txt").write_text("\n".join(both))
     (tmp_path / "one.txt").write_text("\n".join(NAMES))

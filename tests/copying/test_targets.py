@@ -203,14 +203,14 @@ def test_a_complete_target_is_known(tmp_path: Path) -> None:
     with pytest.raises(TargetExists, match="was written with other options"):
         is_complete(target, OTHER)
     (tmp_path / "out" / "x" / "y" / "b").unlink()
-    with pytest.raises(TargetExists, match="but x/y/b is missing there"):
+    with pytest.raises(TargetExists, match="but it lacks x/y/b"):
         is_complete(target, RUN)
 
 
 def test_a_target_without_a_mark_is_of_another_run(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "a").touch()
-    with pytest.raises(TargetExists, match="does not say of which run it is"):
+    with pytest.raises(TargetExists, match="does not state which run wrote it"):
         is_complete(str(tmp_path / "out"), RUN)
 
 

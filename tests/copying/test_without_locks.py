@@ -273,5 +273,5 @@ class TestMarkFiles:
         monkeypatch.setattr(targets, "MARKING", 0.1)
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "a").touch()
-        with pytest.raises(TargetExists, match="does not say of which run"):
+        with pytest.raises(TargetExists, match="does not state which run"):
             is_complete(str(tmp_path / "out"), RUN)

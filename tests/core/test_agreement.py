@@ -31,7 +31,7 @@ def test_each_step_is_said_with_its_places(policy: str | None) -> None:
 
 def test_a_step_is_a_whole_number_unless_a_policy_decides() -> None:
     need_whole([("a", 3.0)])
-    with pytest.raises(InconsistentCheckpoint, match=r"step is 2\.5, which is no number .*: b"):
+    with pytest.raises(InconsistentCheckpoint, match=r"step is 2\.5, not a whole number .*: b"):
         agree([("a", 3), ("b", 2.5)], policy=None)
     assert agree([("a", 2.5)], KEEP) == 2.5
     assert agree([("a", 3), ("b", 2.5)], "max") == 3

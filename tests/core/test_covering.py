@@ -164,5 +164,5 @@ def test_every_tensor_of_a_manifest_is_asked() -> None:
         sound.replace(sibling_weights=(hole,)),
         replace(sound, states=States((StateRow("Q", "unsupported", ("w",), tensors=(hole,)),))),
     ):
-        with pytest.raises(UnsupportedCheckpoint, match=r"/run: .* reader of halves .* h/param"):
+        with pytest.raises(UnsupportedCheckpoint, match=r"/run: .* halves reader .* h/param"):
             covering.refuse_holes(wrong, "halves")

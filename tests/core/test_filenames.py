@@ -82,7 +82,9 @@ def test_names_inside(name: str) -> None:
     "name", ["/etc/passwd", "..", "../a", "a/../../b", "a/..", "", ".", "a\0b"]
 )
 def test_names_outside(name: str) -> None:
-    with pytest.raises(CorruptCheckpoint, match=r"/run: \.metadata names a file outside of it"):
+    with pytest.raises(
+        CorruptCheckpoint, match=r"/run: \.metadata names a file outside of this directory"
+    ):
         path_inside("/run", name, ".metadata")
 
 
@@ -90,4 +92,4 @@ def test_names_outside(name: str) -> None:
 def test_a_name_that_is_no_text(name: Any) -> None:
     with pytest.raises(CorruptCheckpoint) as refused:
         path_inside("/run", name, ".metadata")
-    assert refused.value.message == f"/run: .metadata names a file by {name!r}"
+    assert refused.value.message == f"/run: a file name in .metadata is not a text: {name!r}"

@@ -119,8 +119,8 @@ def test_a_name_that_says_nothing(kind: str, name: str, saved_as: str | None) ->
     names = saved_names(ROLES[kind], own)
     refuse_others(names)
     assert texts(nameless(names)) == [
-        "1 of 2 rank files state no name of their own: if one of these was swapped or copied, no "
-        "name shows it"
+        "1 of 2 rank files do not state the name under which they were saved: zckpt cannot see "
+        "whether these were swapped or copied over each other"
     ]
 
 
@@ -175,7 +175,7 @@ def test_a_file_that_stands_in_for_a_lost_one_states_no_place() -> None:
 def test_a_missing_file() -> None:
     error = missing_file("/run/a.pt", "index.json", "copy it")
     assert isinstance(error, IncompleteCheckpoint)
-    assert error.message == "/run/a.pt is missing, which index.json names"
+    assert error.message == "/run/a.pt is missing, although index.json lists it"
     assert error.hint == "copy it"
     assert missing_file("/run/a.pt").message == "/run/a.pt is missing"
 

@@ -162,10 +162,10 @@ def test_scalars_have_their_type_in_json_and_their_shape_if_they_have_one() -> N
 @pytest.mark.parametrize(
     ("scalar", "message"),
     [
-        ({"dtype": "complex"}, "a number of type .*complex"),
-        ({"dtype": "F8_E4M3"}, "a number of type .*F8_E4M3"),
-        ({"dtype": "F32", "shape": [2]}, r"a number of shape \[2\]"),
-        ({"dtype": "F32", "shape": [1, 0]}, r"a number of shape \[1, 0\]"),
+        ({"dtype": "complex"}, "a number has the unknown type .*complex"),
+        ({"dtype": "F8_E4M3"}, "a number has the unknown type .*F8_E4M3"),
+        ({"dtype": "F32", "shape": [2]}, r"a number has the shape \[2\]"),
+        ({"dtype": "F32", "shape": [1, 0]}, r"a number has the shape \[1, 0\]"),
     ],
 )
 def test_scalars_of_other_types_and_shapes_are_refused(

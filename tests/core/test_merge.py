@@ -57,11 +57,11 @@ def with_state(rank: Manifest, **state: Any) -> Manifest:
 FAULTS: dict[str, tuple[Any, str]] = {
     "a slice is missing": (
         lambda rank: without_entry(rank, "a/param"),
-        "run: rank 1 lacks a/param, or has another number of its elements",
+        "run: rank 1 lacks a/param, or its slice has a wrong size",
     ),
     "a slice of another size": (
         lambda rank: with_entry(rank, "a/exp_avg", shape=(2,)),
-        "run: rank 1 lacks a/exp_avg, or has another number of its elements",
+        "run: rank 1 lacks a/exp_avg, or its slice has a wrong size",
     ),
     "another type": (
         lambda rank: with_entry(rank, "a/param", dtype="F32"),
@@ -73,25 +73,25 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     "another shape where shapes are listed": (
         lambda rank: with_parameter(rank, "b", shape=(3,)),
-        "run: ranks differ in the shape, the group, the step or the numbers of b",
+        "run: ranks disagree on the shape, the group, the step or another number of b",
     ),
     "another group": (
         lambda rank: with_parameter(rank, "a", group=1),
-        "run: ranks differ in the shape, the group, the step or the numbers of a",
+        "run: ranks disagree on the shape, the group, the step or another number of a",
     ),
     "other numbers": (
         lambda rank: replace(
             rank, states=States((StateRow("d", "number", ("a",), Scalar(2.0, "F32")),))
         ),
-        "run: ranks differ in the shape, the group, the step or the numbers of a",
+        "run: ranks disagree on the shape, the group, the step or another number of a",
     ),
     "a frozen one": (
         lambda rank: with_parameter(rank, "a", trainable=False),
-        "run: ranks differ in the shape, the group, the step or the numbers of a",
+        "run: ranks disagree on the shape, the group, the step or another number of a",
     ),
     "no step": (
         lambda rank: with_parameter(rank, "a", step=None),
-        "run: ranks differ in the shape, the group, the step or the numbers of a",
+        "run: ranks disagree on the shape, the group, the step or another number of a",
     ),
     "another step": (
         lambda rank: with_parameter(rank, "a", step=9),
@@ -99,7 +99,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     "no whole number of updates": (
         lambda rank: with_parameter(rank, "a", step=2.5),
-        "the optimizer's step is 2.5, which is no number of updates: a, run",
+        "the optimizer's step is 2.5, not a whole number of updates: a, run",
     ),
     "counters of another save": (
         lambda rank: with_state(rank, counters={"global_steps": 4}),
@@ -279,11 +279,11 @@ def test_groups_of_stages_are_known_by_their_settings() -> None:
     with pytest.raises(InconsistentCheckpoint, match="the hyper-parameters of groups in"):
         numbered_alike([stage("0", 4.0), stage("1", 1.0, 2.0)])
     assert numbered_alike([stage("0", 1.0), replace(stage("1", 2.0), groups=None)])[1] is None
-    message = r"run: .* has 1 of 2 groups, and their hyper-parameters do not show which ones$"
+    message = r"run: .* 1 of 2 optimizer groups, and their hyper-parameters do not show which ones$"
     with pytest.raises(UnsupportedCheckpoint, match=message) as caught:
         numbered_alike([stage("0", 1.0), stage("1", 1.0, 1.0)])
     assert (caught.value.hint or "").startswith(
-        "make the groups of the optimizer differ in a hyper-"
+        "give each optimizer group a different hyper-parameter"
     )
 
 

@@ -259,8 +259,8 @@ def test_a_step_is_lost_where_each_parameter_has_its_own(where: str | None, is_l
 def test_who_needs_a_state(parameter: Parameter, is_named: bool) -> None:
     lost, stateless = missing_states(kept("v 2 a", "w 2 a", x=parameter))
     said = (
-        "x: the optimizer has no state, as other parameters of the same group have: never updated, "
-        "or lost"
+        "x: the optimizer has no state, although other parameters of the same group have "
+        "one: never updated, or the state is lost"
     )
     assert (lost, texts(stateless)) == ([], [said] if is_named else [])
 

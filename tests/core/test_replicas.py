@@ -63,8 +63,8 @@ def test_copies_of_tensor_ranks_that_differ(tmp_path: Path) -> None:
     joined = manifest(*pair)
     with pytest.raises(InconsistentCheckpoint, match=r"of 1 parameter \(w\): w: master in 1 of 2"):
         compare_copies(joined, None)
-    assert "rank 0's is taken" in compare_copies(joined, "rank0")[0].message
-    assert "their mean is taken" in compare_copies(joined, "mean")[0].message
+    assert "rank 0's is used" in compare_copies(joined, "rank0")[0].message
+    assert "their mean is used" in compare_copies(joined, "mean")[0].message
     assert averaged(joined).entries["w", "master"].mean == pair
     assert compare_copies(manifest(pair[0], replace(pair[0], axis="tensor rank")), None) == []
 
@@ -72,7 +72,7 @@ def test_copies_of_tensor_ranks_that_differ(tmp_path: Path) -> None:
 def test_copies_of_stages_that_differ(tmp_path: Path) -> None:
     pair = entry(tmp_path, "w/master", [1, 2]), entry(tmp_path, "w/master", [1, 4], "stage")
     (warning,) = texts(compare_copies(manifest(*pair), None))
-    assert warning.startswith("the stages' copies of w differ; the first stage's is taken")
+    assert warning.startswith("the stages' replicas of w differ; the first stage's is used")
     replicas_of(manifest(*pair), None, HINTS).begin()  # raises nothing: they may differ
     assert averaged(manifest(*pair)).entries["w", "master"].mean == ()
 
@@ -100,7 +100,7 @@ def test_equal_slices(
 
 
 def test_parts_of_a_sum() -> None:
-    with pytest.raises(UnsupportedCheckpoint, match="a part of w, and the whole is the sum"):
+    with pytest.raises(UnsupportedCheckpoint, match="w is the sum of the tensor ranks' values"):
         check_joined(manifest(rules={"w": "sum", "v": "0"}))
 
 
@@ -123,7 +123,9 @@ def test_the_axis_says_what_may_be_done(axis: str, said: str, hint: str, tmp_pat
     assert early.value.hint == hint
     replicas_of(joined, "rank0", HINTS).begin()
     (warning,) = texts(compare_copies(joined, "rank0"))
-    assert warning.startswith(f"the {said.partition(' hold')[0]}' copies of w differ; rank 0's is")
+    assert warning.startswith(
+        f"the {said.partition(' hold')[0]}' replicas of w differ; rank 0's is"
+    )
 
 
 def test_ranks_that_keep_their_own_copies(tmp_path: Path) -> None:
@@ -135,7 +137,7 @@ def test_ranks_that_keep_their_own_copies(tmp_path: Path) -> None:
         entry(tmp_path, "v/param", [2], "stage"),
     )
     (warning,) = texts(compare_copies(joined, OWN))
-    assert warning.endswith("and each rank keeps its own: w: param in 2 of 2 elements by at most 1")
+    assert warning.endswith("each rank keeps its replica: w: param in 2 of 2 elements by at most 1")
 
 
 def test_masters_of_stages_that_are_apart(tmp_path: Path) -> None:
@@ -146,7 +148,7 @@ def test_masters_of_stages_that_are_apart(tmp_path: Path) -> None:
         assert len(compare_apart(replace(manifest(), models=(model, model)))) == count
     apart = replace(manifest(), models=(manifest(first, replace(other, axis="stage")),))
     (warning,) = texts(compare_apart(apart))
-    assert warning == "the stages' copies of w differ, and each stage keeps its own"
+    assert warning == "the stages' replicas of w differ, and each stage keeps its replica"
     moments = manifest(
         *(replace(each, parameter="w", slot="exp_avg", axis="stage") for each in (first, other))
     )
@@ -185,7 +187,7 @@ def test_copies_that_drift_by_nature_have_no_mean(tmp_path: Path) -> None:
     pair = entry(tmp_path, "w/master", [1, 2]), entry(tmp_path, "w/master", [1, 4], "stage")
     joined = manifest(*pair)
     (warning,) = texts(compare_copies(joined, "mean"))
-    assert "; the first stage's is taken: master in 1 of 2 elements by at most 2" in warning
+    assert "; the first stage's is used: master in 1 of 2 elements by at most 2" in warning
     for file in tmp_path.iterdir():
         file.unlink()
     assert compare_copies(joined, OWN) == []

@@ -76,7 +76,7 @@ def test_a_weight_without_entries_is_refused() -> None:
         lambda: lacking.trained,
         lambda: lacking.stored,
     ):
-        with pytest.raises(MissingData, match="no weights of w"):
+        with pytest.raises(MissingData, match="no weight w"):
             choice()
 
 

@@ -446,7 +446,7 @@ def test_what_a_checkpoint_lacks_is_said(tmp_path: Path) -> None:
     assert (
         "Missing key in checkpoint state_dict: the checkpoint has no epochs, scheduler.x" in message
     )
-    assert "nothing asks for its model.bias, epoch" in message
+    assert "unused keys of the checkpoint: model.bias, epoch" in message
     assert "zckpt does not load" not in message
     load(state, dcp.StorageReader(tmp_path / "run"), allow_partial_load=True)
     assert state["model"]["weight"].any()
@@ -466,7 +466,7 @@ def test_numbers_that_a_checkpoint_has_are_keys_as_any_other(tmp_path: Path) -> 
     load({"optim": state}, dcp.StorageReader(tmp_path / "run"))
     assert equal(state, optimizer.state_dict())
     state["state"][2] = {"exp_avg": torch.zeros(4)}
-    with pytest.raises(CheckpointException, match=r"has no optim\.state\.2\.exp_avg\. Only whole"):
+    with pytest.raises(CheckpointException, match=r"has no optim\.state\.2\.exp_avg\. Keys were"):
         load({"optim": state}, dcp.StorageReader(tmp_path / "run"))
 
 
@@ -668,5 +668,5 @@ def test_files_of_items_that_nobody_asks_for_are_not_opened(tmp_path: Path) -> N
     state = {"model": {"temperature": torch.zeros(())}}  # only on the first rank
     load(state, dcp.StorageReader(tmp_path / "run"))
     assert state["model"]["temperature"] > 1
-    with pytest.raises(CheckpointException, match=r"is missing, which \.metadata names"):
+    with pytest.raises(CheckpointException, match=r"is missing, although \.metadata lists it"):
         load({"model": {"readout.bias": torch.zeros(19)}}, dcp.StorageReader(tmp_path / "run"))

@@ -39,7 +39,7 @@ HOSTILE = {
         "type object",
     ),
     "another class": (array((1,), FLOATS, b"\0" * 8, Global("os.system")), "os.system"),
-    "a type that is code": (array((1,), Global("os.system"), b""), "without a type"),
+    "a type that is code": (array((1,), Global("os.system"), b""), "without a dtype"),
     "a call of a call": (Foreign(Foreign(Global("torch.device"), ("cpu",)), ()), "torch.device"),
     "a function": (Global("os.system"), "os.system"),
     "no dtype of torch": (Global("torch.save"), "torch.save"),

@@ -59,12 +59,12 @@ CONTRADICTIONS: dict[str, tuple[Change, type[Exception], str]] = {
     "a damaged key of an item": (
         lambda m: renamed(m, "m.w", "m.u"),
         errors.CorruptCheckpoint,
-        r"no path leads to m\.u",
+        r"no state dict path is stated for m\.u",
     ),
     "an item without a path": (
         lambda m: m.planner_data.pop("m.w"),
         errors.CorruptCheckpoint,
-        r"no path leads to m\.w",
+        r"no state dict path is stated for m\.w",
     ),
     "a path of no kind": (
         lambda m: m.planner_data.update({"m.w": ("m", 2.5)}),
@@ -74,7 +74,7 @@ CONTRADICTIONS: dict[str, tuple[Change, type[Exception], str]] = {
     "a location of no item": (
         lambda m: m.state_dict_metadata.pop("m.w"),
         errors.CorruptCheckpoint,
-        r"files of m\.w, which no item describes",
+        r"files for m\.w, but has no such items",
     ),
     "a value without a location": (
         lambda m: m.storage_data.pop(MetadataIndex("note.epoch")),
@@ -89,7 +89,7 @@ CONTRADICTIONS: dict[str, tuple[Change, type[Exception], str]] = {
     "a piece outside of its tensor": (
         lambda m: setattr(m.state_dict_metadata["m.w"], "size", torch.Size((3, 3))),
         errors.InconsistentCheckpoint,
-        r"piece of m\.w of shape \[4, 3\] at \[0, 0\] lies outside of its shape \[3, 3\]",
+        r"chunk of m\.w of shape \[4, 3\] at \[0, 0\] exceeds the tensor's shape \[3, 3\]",
     ),
     "a piece of other axes": (
         lambda m: setattr(m.state_dict_metadata["m.w"], "size", torch.Size((12,))),

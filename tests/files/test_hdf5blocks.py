@@ -42,7 +42,7 @@ def test_a_group_that_a_flipped_bit_empties(path: Path) -> None:
     path.write_bytes(data)
     with h5py.File(path) as file:
         assert not len(file) or not len(file["optimizer"])
-    with pytest.raises(errors.CorruptCheckpoint, match="are not those that its heap names"):
+    with pytest.raises(errors.CorruptCheckpoint, match="do not match the names in its heap"):
         names(path)
 
 

@@ -97,7 +97,7 @@ def test_no_door_takes_it(
     if name != "dcp":  # whose items torch's planner asks for, and no manifest
         doors.append(load_in_torch)
     for door in doors:
-        with pytest.raises(errors.UnsupportedCheckpoint, match=f"reader of {name} does not give"):
+        with pytest.raises(errors.UnsupportedCheckpoint, match=f"{name} reader finds elements"):
             door()
     assert not [*tmp_path.glob("target*")]
 
@@ -112,6 +112,6 @@ def test_no_target_has_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     if name == "hf":
         (tmp_path / "config.json").write_text('{"model_type": "a model"}')
         command = partial(zckpt.export, config=tmp_path / "config.json")
-    with pytest.raises(errors.UnsupportedCheckpoint, match=f"reader of {name} does not give"):
+    with pytest.raises(errors.UnsupportedCheckpoint, match=f"{name} reader finds elements"):
         command(source, target)
     assert not [*tmp_path.glob("target*")]

@@ -111,7 +111,9 @@ def test_numbers_that_the_universal_loader_does_not_take(kind: str, tmp_path: Pa
 
     run = changed(run, tmp_path / "strange", counted)
     report = zckpt.convert(run, tmp_path / "new", to="deepspeed-universal")
-    assert "rho, state.n, beside the optimizer's states" in texts(report["left_out"])
+    assert "rho, state.n: numbers of the optimizer that belong to no parameter" in texts(
+        report["left_out"]
+    )
     (file,) = (tmp_path / "new").rglob("optimizer_state.pt")
     held = torch.load(file, weights_only=False)
     assert "rho" not in {*held, *held.get("optimizer_state_dict", ())}
@@ -177,7 +179,9 @@ def test_numbers_are_compared_by_their_places(
 def test_a_layout_without_a_place_in_the_state(tmp_path: Path) -> None:
     source = with_numbers(tmp_path, "source", 3)
     report = zckpt.convert(source, tmp_path / "new", to="dcp", dcp_layout="flat")
-    assert "state.n, beside the optimizer's states" in texts(report["left_out"])
+    assert "state.n: numbers of the optimizer that belong to no parameter" in texts(
+        report["left_out"]
+    )
 
 
 @pytest.mark.engines
@@ -200,7 +204,9 @@ def test_a_number_under_the_name_of_a_parameter(tmp_path: Path) -> None:
     zckpt.convert(source, tmp_path / "gathered", to="gathered")
     assert zckpt.verify(source, tmp_path / "gathered")["equal"]
     report = zckpt.convert(source, tmp_path / "dcp", to="dcp")
-    assert "state.trunk.bias, beside the optimizer's states" in texts(report["left_out"])
+    assert "state.trunk.bias: numbers of the optimizer that belong to no parameter" in texts(
+        report["left_out"]
+    )
     assert not zckpt.verify(source, tmp_path / "dcp")["equal"]
 
 
@@ -344,7 +350,7 @@ def test_a_number_that_all_model_ranks_have(tmp_path: Path) -> None:
 def test_a_target_without_a_place_for_numbers(tmp_path: Path) -> None:
     run = run_of(tmp_path, "stage 2", 3)
     report = zckpt.convert(run, tmp_path / "new", to="onnxruntime", drop_state=[])
-    assert "rho, beside the optimizer's states" in texts(report["left_out"])
+    assert "rho: numbers of the optimizer that belong to no parameter" in texts(report["left_out"])
 
 
 # -- compared as they are

@@ -71,7 +71,7 @@ def test_a_beginning_that_cannot_be(
     before = files(tmp_path)
     words = ("convert", sources["dcp"], tmp_path / "new", *SMALL)
     results = ended(launch(2, *words, preparing={0: partial(sends, value, 2)}))
-    refused(results, "is no length and CRC-32")
+    refused(results, "is not a length and a CRC-32")
     after = {
         name: data
         for name, data in files(tmp_path).items()
@@ -87,7 +87,7 @@ def test_an_end_that_cannot_be(
 ) -> None:
     words = ("convert", sources["dcp"], tmp_path / "new", *SMALL)
     results = ended(launch(2, *words, preparing={1: partial(sends, value, 1)}))
-    refused(results, "is no length and CRC-32")
+    refused(results, "is not a length and a CRC-32")
     assert not (tmp_path / "new").exists()
 
 
@@ -146,9 +146,9 @@ def test_a_result_that_cannot_be(
     results = ended(launch(2, *words, preparing={rank: partial(sends, value, number)}))
     if rank == 0:  # which has its own result, and reports it
         assert results[1].code == 1
-        assert "it is no result" in results[1].err
+        assert "it is not a result" in results[1].err
     else:
-        refused(results, "it is no result")
+        refused(results, "it is not a result")
 
 
 @pytest.mark.parametrize("value", first([7, {}, [1, "x", 0], [1, None, 1], [1, "x", 256], ["x"]]))

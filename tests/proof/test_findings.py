@@ -171,8 +171,8 @@ def test_what_one_checkpoint_lacks_or_has_too_much(tmp_path: Path) -> None:
         "u: the optimizer's max_sq is missing, which other parameters of the same group have",
     ]
     assert texts(report["notes"]) == [
-        "n: the optimizer has no state, as other parameters of the same group have: never updated, "
-        "or lost",
+        "n: the optimizer has no state, although other parameters of the same group have "
+        "one: never updated, or the state is lost",
         "not read: shards of w: no kind that is known",
     ]
 

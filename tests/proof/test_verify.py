@@ -727,6 +727,6 @@ def test_a_type_that_is_not_cast_is_named(tmp_path: Path, zckpt: Zckpt) -> None:
     words = ("convert", tmp_path / "x.pt", tmp_path / "out")
     ended = zckpt(*words, "--weights-only", "--dtype", "bf16")
     assert ended.code == 1
-    assert "a.weight/param is of type F8_E4M3, which zckpt does not turn into BF16" in ended.err
-    assert "without --dtype" in ended.err
+    assert "a.weight/param is of type F8_E4M3, which zckpt does not convert to BF16" in ended.err
+    assert "leave out --dtype" in ended.err
     assert zckpt(*words, "--to", "dcp").code == 0

@@ -144,7 +144,7 @@ def test_a_complete_target_that_another_user_has_prepared(
         ended = zckpt(*RESHARD, *CONTINUED[command])
     assert (ended.code, ended.out) == (1, "")
     owner = path.stat().st_uid
-    other = f"belongs to user {owner + 1}, and your files to user {owner}"
+    other = f"belongs to user {owner + 1}, your new files to user {owner}"
     assert f"{target} exists, but {COMPLETE[place] or 'it'} {other}" in ended.err
     ended = zckpt(*RESHARD, *CONTINUED[command])
     assert (ended.code, "is complete already" in ended.out) == (0, True)

@@ -1,4 +1,4 @@
-"""Writes a target: lays out its files, fills them, seals them, and renames the directory.
+"""Writes a target: creates its files, fills them, adds checksums, and renames the directory.
 
     convert.py        the five steps of a conversion
     copy.py           fills the files of a target

@@ -26,7 +26,7 @@ TENSOR, SOURCE = "tensor", "source"
 
 
 class Target(Protocol):
-    """A target file whose shell was laid out: `file` is its open descriptor."""
+    """A target file that exists without tensor data; `file` is its open descriptor."""
 
     @property
     def path(self) -> str: ...
@@ -34,15 +34,16 @@ class Target(Protocol):
     def file(self) -> int: ...
 
     def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
-        """The CRC-32s that this file needs of `data`, its bytes from `start` on."""
+        """The CRC-32s that the file's checksums need of `data`, its bytes from `start` on."""
 
 
 class Assembler(Struct, frozen=True, eq=False):
-    """Assembles chunks, for one thread.
+    """Assembles chunks of target files, for one thread.
 
-    Pairs are given by their `id`. `numbers` maps each pair that is hashed to its index. `checking`
-    has the pairs whose bytes are hashed to check the records of the source. `hashed_first` has the
-    indices of the pairs whose elements are hashed before they are cast.
+    Pairs of a target's and a source's tensor are identified by Python's `id`. `numbers` maps each
+    pair whose tensor gets a CRC-32 to its index. `checking` has the pairs whose bytes are hashed to
+    check the records of the source. `hashed_first` has the indices of the pairs whose elements are
+    hashed before they are cast.
     """
 
     reader: ElementReader
@@ -51,7 +52,7 @@ class Assembler(Struct, frozen=True, eq=False):
     hashed_first: Container[int]
 
     def assemble(self, target: Target, chunk: Chunk, view: memoryview) -> list[Passed]:
-        """Puts a chunk's bytes into `view`; returns their CRC-32s."""
+        """Puts a chunk's bytes into `view`; returns the CRC-32s of its parts."""
         passed: list[Passed] = []
         self._keep_shell(target, chunk, view)
         same: list[ReadRequest] = []
@@ -103,7 +104,7 @@ class Assembler(Struct, frozen=True, eq=False):
         return passed
 
     def _mean(self, piece: TargetPiece, offset: int, view: memoryview) -> None:
-        """Fills the elements of a piece whose values are the mean of all replicas.
+        """Fills elements whose values are the mean of all replicas.
 
         `view` begins at byte `offset` of the file.
         """
@@ -125,9 +126,9 @@ class Assembler(Struct, frozen=True, eq=False):
                 put_mean(copies, view[at : at + (stop - start) * size], dtype)
 
     def _runs(self, piece: TargetPiece, at: int, view: memoryview) -> list[Passed]:
-        """Fills a piece that consists of runs at a stride.
+        """Fills a piece that consists of several runs of elements at a stride.
 
-        It reads the source's rows that contain them, and copies the runs.
+        It reads the source's rows that contain the runs, and copies the runs. Returns CRC-32s.
         """
         import numpy as np
 
@@ -167,7 +168,7 @@ class Assembler(Struct, frozen=True, eq=False):
         """The CRC-32s of a chunk's bytes: of parts of tensors, of records and of the file.
 
         Tensors are hashed only if their pair is in `numbers`. `crcs` maps bytes [begin, end) of
-        `view` to CRC-32s that are known already.
+        `view` to CRC-32s that were computed before.
         """
         passed: list[Passed] = []
         begin = chunk.offset
@@ -190,9 +191,10 @@ class Assembler(Struct, frozen=True, eq=False):
 
 
 def _passed_runs(key: Key, entry: Entry, piece: TargetPiece, runs: memoryview, stop: int) -> Passed:
-    """The share of a piece's runs in the CRC-32 of `entry`, whose `key` it gets.
+    """Computes what a piece's runs contribute to the CRC-32 of the tensor `entry`.
 
-    `runs` are the bytes of the runs, one after the other. The last run ends at element `stop`.
+    `runs` has the bytes of the runs, one after the other. The last run ends at element `stop`. The
+    result is stored under `key`.
     """
     size = SIZES[entry.dtype]
     crc = crc_of_runs(runs, (piece.stop - piece.start) * size, piece.stride * size)

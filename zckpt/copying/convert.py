@@ -2,7 +2,7 @@
 
     1. shells      the target's files, with their headers and with holes where tensors go
     2. read back   the target format's own reader says which bytes of the shells are which elements
-    3. join        every element of the target gets its place in the source
+    3. join        every element of the target is matched with bytes in the source
     4. copy        bytes are copied, and each is hashed on the way
     5. seal        checksums are written into the files; one rename makes the directory the target
 
@@ -43,9 +43,9 @@ HasDigests = Callable[[Manifest], bool]
 
 
 def files_of(layout: Layout) -> dict[str, int]:
-    """The names and sizes of all files that a layout writes.
+    """Maps the name of each file that a layout writes to its size in bytes.
 
-    It builds every shell, so call it once.
+    It builds every file without tensor data, so call it once.
     """
     with uncollected():
         shells = {shell.name: shell.size for shell in layout.shells()}
@@ -53,12 +53,12 @@ def files_of(layout: Layout) -> dict[str, int]:
 
 
 def chunk_size_of(source: Manifest, copying: Copying) -> int:
-    """The number of bytes that a conversion of `source` copies at a time."""
+    """The number of bytes that a conversion of `source` copies in one step of a thread."""
     return chunk_size(source.dp, copying.jobs, copying.memory)
 
 
 def memory_of(source: Manifest, copying: Copying) -> int:
-    """The bytes of all buffers that a conversion of `source` allocates."""
+    """The total size of the buffers that a conversion of `source` allocates, in bytes."""
     return 2 * copying.jobs * chunk_size_of(source, copying)
 
 
@@ -108,7 +108,7 @@ def convert(
         if outcome is None:
             if not staging.sharing.part:
                 raise ProcessLost(
-                    "process-lost", f"regions of {staging.target} are missing: a process was lost"
+                    "process-lost", f"parts of {staging.target} are missing: a process was lost"
                 )
             staging.postpone()
             return None
@@ -167,9 +167,10 @@ def take_part(
     checks: Sequence[FullCheck] = (),
     has_digests: HasDigests = lambda _: True,
 ) -> None:
-    """Writes this process's portions of a target that another process lays out and completes.
+    """Writes this process's share of a target that another process begins and completes.
 
-    Raises as `convert`, and Interrupted for a KeyboardInterrupt: the target was begun.
+    Raises the errors of `convert`, and Interrupted for a KeyboardInterrupt, since the target has
+    been begun.
     """
     if (begun := sharing.begun()) is None:
         sharing.end()
@@ -196,7 +197,7 @@ def take_part(
 
 
 def _strictest_mode(source: Manifest) -> int:
-    """The permissions that all files of a source have, which the target's files get."""
+    """The strictest permissions among a source's files; the target's files get them."""
     mode = 0o666
     for file in source.files.paths:
         mode &= os.stat(file).st_mode

@@ -1,9 +1,10 @@
 """Fills the files of a target from a source, chunk by chunk (2 MiB).
 
 `assembling` puts the bytes into an aligned buffer, which is written. At most as many threads
-assemble as there are processors, but at least two, while others write. A region consists of
-consecutive chunks. When all of them are written, the file is synced, and the region is noted in the
-journal with the CRC-32s of its parts. A later run reads these and skips the region.
+assemble as there are processors, but at least two, while others write. A region is a byte range of
+a file: several consecutive chunks. When all of them are written, the file is synced, and the region
+is noted in the journal with the CRC-32s of its parts. A later run reads the notes and skips the
+region.
 
 Files beside the tensors are pairs of bytes, and have regions too. So do tensors that are compared
 meanwhile, such as masters with their weights (`comparing`).
@@ -53,7 +54,7 @@ Task = tuple[TargetFile, Chunk] | ComparedPart
 
 
 class _Copy(Struct, eq=False, dict=True):
-    """One copy in progress, shared by its threads."""
+    """One copy in progress, which its threads share."""
 
     pairs: Sequence[Pair]
     source: Manifest
@@ -125,7 +126,7 @@ class _Copy(Struct, eq=False, dict=True):
         self._skip(name)
 
     def _skip(self, name: str) -> None:
-        """Reads the regions of a file that an earlier run has noted, and counts them as done."""
+        """Reads which regions of a file an earlier run has noted, and counts them as done."""
         for region in self.take(self.journal.regions.get(name, ()) if self.journal else ()):
             if self.progress:
                 self.progress(region.stop - region.start)
@@ -155,9 +156,9 @@ class _Copy(Struct, eq=False, dict=True):
                 yield Portion(name, region.start, region.stop, is_complete)
 
     def take(self, regions: Iterable[Region]) -> list[Region]:
-        """Adopts regions that an earlier run or another process has written, with their CRC-32s.
+        """Counts regions that an earlier run or another process has written, with their CRC-32s.
 
-        Returns the regions that were not known before.
+        Returns the regions that were not counted before.
         """
         taken = []
         for region in regions:
@@ -242,9 +243,9 @@ class _Copy(Struct, eq=False, dict=True):
         passed: Sequence[Passed],
         log: list[PassedRecord] | None,
     ) -> UnfinishedRegion | None:
-        """Counts a chunk that was written; returns its region once it is complete.
+        """Counts a chunk as written; returns its region once all chunks of the region are.
 
-        `log` has the parts of source records that were read for it.
+        `log` lists the parts of source records that were read for the chunk.
         """
         region = target.regions[chunk.offset // target.width]
         with self.lock:
@@ -259,7 +260,7 @@ class _Copy(Struct, eq=False, dict=True):
         return region if is_complete else None
 
     def _complete(self, target: TargetFile, written: UnfinishedRegion) -> None:
-        """Syncs a region and notes it; small files are collected and synced together."""
+        """Syncs a complete region and notes it; small files are collected and synced together."""
         region = Region(target.name, written.start, written.stop, written.sums.take())
         self._count(region.passed)
         if not is_small(target.size):
@@ -278,7 +279,7 @@ class _Copy(Struct, eq=False, dict=True):
         carry_out_all(complete, self._sync)
 
     def _sync(self, complete: tuple[TargetFile, Region]) -> None:
-        """Syncs a region and notes it."""
+        """Syncs a region to the disk and notes it in the journal."""
         target, region = complete
         target.close()
         self._note(region)
@@ -296,18 +297,21 @@ class _Copy(Struct, eq=False, dict=True):
             known[number] = difference.with_more(known.get(number))
 
     def _checked(self, log: list[PassedRecord]) -> Iterator[Passed]:
-        """Empties `log`, and yields its parts of source records as the journal notes them."""
+        """Empties `log`, and yields its parts of source records in the form of the journal."""
         for number, start, stop, crc in log:
             yield (CHECKED, number, 0), start, stop, crc
         log.clear()
 
     def close(self, error: BaseException) -> None:
-        """Closes files after a failure, without a sync, whose failure would hide the first one."""
+        """Closes files after a failure, without a sync: an error of it would hide the first one."""
         for target in self.targets.values():
             target.stack.__exit__(type(error), error, error.__traceback__)
 
     def finish(self) -> CopyOutcome:
-        """Checks the remaining records and the source's digests; raises CorruptCheckpoint."""
+        """Checks the remaining records and the source's digests, and returns the copy's results.
+
+        Raises CorruptCheckpoint.
+        """
         for target in self.targets.values():
             self.outcome.files[target.path] = target.size, self._crc((FILE, target.number, 0))
             for place, extent in enumerate(target.records):
@@ -339,7 +343,7 @@ class _Copy(Struct, eq=False, dict=True):
 
 
 def scattered(pairs: Sequence[Pair]) -> set[int]:
-    """The indices of the pairs whose target tensor is cut along another axis than the first."""
+    """The indices of pairs whose target tensor is cut along another axis than the first."""
     return {number for number, pair in enumerate(pairs) if not _is_in_order(pair.target.fragments)}
 
 
@@ -347,9 +351,9 @@ def counted(pairs: Sequence[Pair], checker: RecordChecker) -> set[int]:
     """The `id`s of the pairs whose bytes are hashed to check the records of the source.
 
     The bytes of a source entry may be in several pairs: only one of them is selected. An entry is
-    identified by its fragments, since each model rank may have an entry of that name. If all pairs
-    of an entry have target tensors that are cut along inner axes, none is selected: `checker` is
-    told to read the entry's records once more in the end.
+    identified by its fragments, since each model rank may have an entry of that name. If all target
+    tensors of an entry are cut along inner axes, no pair is selected, and `checker` is told to read
+    the entry's records once more in the end.
     """
     first: dict[int, int] = {}
     cut = scattered(pairs)
@@ -371,10 +375,10 @@ def _is_in_order(fragments: Fragments) -> bool:
 
 
 def _flats_cut_otherwise(pairs: Iterable[Pair]) -> Iterator[Extent]:
-    """The source's flat buffers with tensors that the target also keeps in flat buffers.
+    """Yields the source's flat buffers whose tensors the target also keeps in flat buffers.
 
-    The ranks of the target cut such tensors elsewhere: the same bytes of a flat buffer may be read
-    for two of them, and its padding for none.
+    The ranks of the target cut such tensors at other elements: the same bytes of a source buffer
+    may be read for two ranks, and its padding for none.
     """
     # by the identity of the flat buffers: the slices that extend into most of them
     longest: dict[int, Slices] = {}

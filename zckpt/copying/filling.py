@@ -1,4 +1,4 @@
-"""A target file while it is filled: its regions, and the checksums of its bytes."""
+"""A target file while it is filled: its regions (byte ranges), and their checksums."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ CoverOf = Callable[[Key], Cover | Scattered]
 class Sums(Struct, eq=False):
     """Collects the CRC-32s of tensors, files and records from parts that arrive in any order.
 
-    A cover is made for a key only when its second part arrives: a small tensor has just one.
+    For each of them, a `Cover` is created only when its second part arrives: a small tensor has
+    just one part.
     """
 
     _alone: dict[Key, Passed] = field(default_factory=dict)
     _covers: dict[Key, Cover | Scattered] = field(default_factory=dict)
 
     def add(self, passed: Iterable[Passed], cover_of: CoverOf) -> None:
-        """Adds the CRC-32s of parts; `cover_of` makes the empty cover of a key."""
+        """Adds the CRC-32s of parts; `cover_of` creates the empty cover for a key."""
         alone, covers = self._alone, self._covers
         for part in passed:
             key, start, stop, crc = part
@@ -57,7 +58,7 @@ class Sums(Struct, eq=False):
         return None if length else 0
 
     def take(self) -> list[Passed]:
-        """Returns the parts so far, with neighboring parts merged, and forgets them."""
+        """Returns the parts collected so far, with neighboring parts merged, and forgets them."""
         covered = [(key, *part) for key, cover in self._covers.items() for part in cover.parts()]
         alone = self._alone.values()
         self._alone, self._covers = {}, {}
@@ -65,9 +66,9 @@ class Sums(Struct, eq=False):
 
 
 class UnfinishedRegion(Struct, eq=False):
-    """Bytes [start, stop) of a target file that are being written, and the CRC-32s of parts so far.
+    """Bytes [start, stop) of a target file that are being written, with CRC-32s so far.
 
-    `left` is the number of chunks that are still missing.
+    `left` is the number of chunks that are not written yet.
     """
 
     start: int
@@ -122,9 +123,9 @@ class TargetFile(Struct, eq=False, dict=True):
         self.writer.sync()
 
     def edges(self, start: int, stop: int) -> Iterator[tuple[int, int, int | None]]:
-        """Cuts [start, stop) of the file where records begin and end.
+        """Cuts [start, stop) of the file at the beginnings and ends of records.
 
-        Each part comes with the position of the record that contains it, or None.
+        Yields the start and the stop of each part, and the index of the record around it, or None.
         """
         offset = start
         for place in range(max(0, bisect_right(self._starts, start) - 1), len(self.records)):
@@ -142,9 +143,9 @@ class TargetFile(Struct, eq=False, dict=True):
             yield offset, stop, None
 
     def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
-        """The CRC-32s of `data`, the bytes of the file from `start` on.
+        """Yields the CRC-32s of `data`, the bytes of the file from `start` on.
 
-        Yields one for the part of each record in these bytes, then one of all of them.
+        There is one for the part of each record in these bytes, then one for all of them.
         """
         crc, stop = 0, start + len(data)
         for first, last, place in self.edges(start, stop):

@@ -1,7 +1,7 @@
 """The journal of an unfinished target: which regions are complete and need not be repeated.
 
-    DST.partial/journal           a line for the run, then a line for every region that is synced,
-                                  and for every file that a power loss has destroyed
+    DST.partial/journal           a line for the run, then a line for every region (byte range of a
+                                  file) that is synced, and for every file lost in a power loss
     DST.partial/journal-2-of-3    the journal of one process, if several share the run
     DST.partial/DST/              the files of the target
 
@@ -58,7 +58,7 @@ class Identity(Struct, frozen=True):
     files: Mapping[str, int] = field(default_factory=dict)
 
     def mark(self) -> dict[str, str]:
-        """A short form of the identity: the CRC-32 of each of its parts."""
+        """A short form of the identity: the CRC-32 of each of its fields."""
         return {key: f"{crc32(_text(part)):08x}" for key, part in asdict(self).items()}
 
 
@@ -67,9 +67,9 @@ def _text(value: Any) -> bytes:
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Says in words in what an earlier run differs from this one; None if they are the same run.
+    """Describes how an earlier run differs from this one; None if they are the same run.
 
-    Both arguments are documents of identities, or both are marks.
+    Both arguments are the JSON of identities, or both are their short forms (`Identity.mark`).
     """
     for part, words in (
         ("version", "another version of zckpt"),
@@ -107,13 +107,13 @@ class Region(Struct, frozen=True):
 class Journal:
     """The journal of a run in the folder of an unfinished target; it is locked while it is open.
 
-    `regions` are those of an earlier run, by file; `is_new` is True if there was no earlier run.
-    `chunk` is the number of bytes that a run copies at a time. If there was an earlier run, it is
-    that run's `chunk`: otherwise its regions would not fit. If several processes shared the earlier
-    run, their regions are copied into this journal, and their journals are removed.
+    `regions` are what an earlier run has written, by file; `is_new` is True if there was no earlier
+    run. `chunk` is the number of bytes that a run copies in one step. If there was an earlier run,
+    that run's `chunk` is used: otherwise its regions would not fit. If several processes shared the
+    earlier run, their regions are copied into this journal, and their journals are removed.
 
     Raises TargetExists if another run has locked the journal, or if the earlier run has another
-    identity. Then nothing of this run stays there.
+    identity. In these cases nothing of this run remains there.
     """
 
     def __init__(self, folder: Folder, identity: Identity, chunk: int) -> None:
@@ -177,7 +177,7 @@ class Journal:
         return self._files[-1]
 
     def _is_at(self, file: int, path: str) -> bool:
-        """Whether `path` still leads to this open file, which another run may have removed."""
+        """Whether `path` still leads to this open file, since another run may have removed it."""
         now = self.folder.status(path)
         return now is not None and os.path.samestat(os.fstat(file), now)
 
@@ -189,7 +189,7 @@ class Journal:
         return {"run": asdict(self._identity), "chunk": self.chunk}
 
     def _read(self, file: int) -> int:
-        """Adds the regions that a journal notes; returns the bytes of its intact lines."""
+        """Adds the regions in a journal; returns the length of its intact lines in bytes."""
         lines = lines_of(file)
         self._take(lines)
         return sum(map(len, lines))
@@ -204,16 +204,16 @@ class Journal:
             self.regions.setdefault(region.file, []).append(region)
 
     def _compared(self, header: bytes) -> dict[str, Any]:
-        """Parses the first line of a journal; raises TargetExists if it is that of another run."""
+        """Parses the first line of a journal; raises TargetExists if another run wrote it."""
         document: dict[str, Any] = json.loads(header[9:])
         if reason := difference(document["run"], asdict(self._identity)):
             raise not_continued(self.folder.path, reason)
         return document
 
     def begin_again(self, name: str) -> None:
-        """Drops the regions of a lost file, and syncs that before the file is created again.
+        """Notes and syncs that a file was lost, before the file is created again.
 
-        Otherwise a later run would mistake the holes of the new file for these regions.
+        Otherwise a later run would take the holes of the new file for the regions noted before.
         """
         del self.regions[name]
         self._append([name])
@@ -237,7 +237,7 @@ class Journal:
                 self._synced = time.monotonic()
 
     def synced(self) -> tuple[int, int]:
-        """Syncs the journal; returns its length and its CRC-32."""
+        """Syncs the journal to the disk; returns its length in bytes and its CRC-32."""
         with naming(self.path):
             sync_data(self._file)
             data = pread(self._file, os.fstat(self._file).st_size, 0)
@@ -278,7 +278,7 @@ def in_use(folder: str) -> TargetExists:
 
 
 def regions_in(lines: Sequence[bytes]) -> list[Region]:
-    """The regions that a journal notes, without those of files that were lost later."""
+    """Parses a journal's lines to regions, without those of files that were lost later."""
     regions: dict[str, list[Region]] = {}
     for line in lines[1:]:
         document = json.loads(line[9:])
@@ -296,7 +296,10 @@ def regions_in(lines: Sequence[bytes]) -> list[Region]:
 
 
 def locked_in_time(file: int, seconds: float) -> bool:
-    """Locks a file whose process may be just ending; False if it is not free in `seconds`."""
+    """Locks a file, and waits for it up to `seconds`; False if it is still locked then.
+
+    The process that holds the lock may be just ending.
+    """
     end = time.monotonic() + seconds
     while not (is_locked := lock(file)) and time.monotonic() < end:
         time.sleep(0.05)
@@ -304,7 +307,7 @@ def locked_in_time(file: int, seconds: float) -> bool:
 
 
 def is_locked(folder: Folder) -> bool:
-    """Whether another run is writing into the folder of an unfinished target."""
+    """Whether another run is writing into this folder of an unfinished target."""
     try:
         file = folder.open(os.path.join(folder.path, JOURNAL), os.O_RDWR)
     except (OSError, TargetExists):
@@ -342,7 +345,7 @@ def set_mark(
 
 
 def set_mark_file(above: Folder, target: str, identity: Identity) -> None:
-    """Marks a target by a file beside it, unless something else is at that path."""
+    """Marks a target by a file beside it, unless something else is at the path of this file."""
     path = mark_file(target)
     with suppress(PermissionError, IsADirectoryError, FileExistsError):
         with suppress(FileNotFoundError):

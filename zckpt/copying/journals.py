@@ -1,10 +1,10 @@
 """Journals of several processes that write one target.
 
-Each process has a journal beside `journal`, so that none waits for another.
+Each process has a journal beside the file `journal`, so that none waits for another.
 
 The lock of `journal` shows who is at work. A process that leads others holds it exclusively. Parts
-of a run, which do not communicate, share it. A part that has written its regions asks for the
-exclusive lock: only the last part gets it, and completes the target.
+of a run (--part K/N), which do not communicate, share it. A part that has written its regions asks
+for the exclusive lock: only the last part gets it, and completes the target.
 
 The first line of `journal` identifies the run. A part that finds `journal` without this line, and
 is alone there, writes it. Only then does a part create a journal. So a part of another run leaves
@@ -41,10 +41,11 @@ LOOKING = 0.5  # seconds within which a command that only tests the lock release
 
 
 class PartJournal(Journal):
-    """The journal of one part of a run whose parts do not communicate.
+    """The journal of one part of a run whose parts do not communicate (--part K/N).
 
-    `regions` are those that any part has noted so far. `chunk` becomes a power of two: then all
-    parts cut files into the same regions, however much memory each one has.
+    `regions` are what any part has written so far. `chunk`, the bytes copied in one step, is
+    rounded to a power of two: then all parts cut files into the same regions, however much memory
+    each one has.
     """
 
     _is_new_part = False
@@ -107,9 +108,9 @@ class PartJournal(Journal):
             time.sleep(0.1)
 
     def _fix(self, file: int) -> None:
-        """Writes the identity of this run as the first line of `journal`, if that has none yet.
+        """Writes the identity of this run as the first line of `journal`, if it is still empty.
 
-        Raises TargetExists if a journal there is that of another run. This part holds the exclusive
+        Raises TargetExists if a journal there belongs to another run. This part holds the exclusive
         lock.
         """
         for name in self._names():
@@ -131,7 +132,7 @@ class PartJournal(Journal):
             sync_data(file)
 
     def _opened_parts(self) -> list[int]:
-        """The journals of single parts, except those that are just being removed."""
+        """Opens the journals of single parts; skips journals that are just being removed."""
         files = []
         for name in self._names():
             with suppress(FileNotFoundError):
@@ -144,7 +145,7 @@ class PartJournal(Journal):
             self.folder.unlink(self._path(self._name))
 
     def of_all_parts(self) -> list[Region] | None:
-        """The regions of all parts, if this one is the last to end and completes the target.
+        """The regions of all parts, if this part ends last and must complete the target.
 
         None if another part is still at work, or has completed the target.
         """
@@ -162,8 +163,8 @@ class PartJournal(Journal):
 class ProcessJournal(Journal):
     """The journal of one process of a run; another process, the leader, holds the lock.
 
-    `begun` are the length and the CRC-32 that the leader's journal had when this process joined.
-    `regions` and `chunk` are read from these bytes of it.
+    `begun` has the length and the CRC-32 of the leader's journal when this process joined.
+    `regions` and `chunk` are read from these bytes of the leader's journal.
     """
 
     def __init__(
@@ -190,9 +191,10 @@ def regions_of(folder: Folder, part: str, length: int, crc: int) -> list[Region]
 
 
 def _shown(folder: Folder, name: str, length: int, crc: int) -> bytes:
-    """Reads what another process has synced of its journal; a network filesystem may show it late.
+    """Reads the bytes of a journal that another process has synced.
 
-    Raises ProcessLost if it does not appear within VISIBLE seconds.
+    A network filesystem may show them late. Raises ProcessLost if they do not appear within VISIBLE
+    seconds.
     """
     path = os.path.join(folder.path, name)
     end = time.monotonic() + VISIBLE

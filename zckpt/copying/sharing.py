@@ -1,6 +1,7 @@
 """Divides the regions of a target among processes that share one conversion.
 
-A copy passes all portions of its target to a `Sharing`, and writes those that it gets back:
+A copy passes all portions (byte ranges of files) of its target to a `Sharing`, and writes those
+that it gets back:
 
     Sharing      one process writes everything
     Part         process K of N writes a share that follows from the sizes; the last one completes
@@ -30,7 +31,7 @@ the leader.
 
 
 class Portion(Struct, frozen=True):
-    """Bytes [start, stop) of a target file that one process writes; they become a region."""
+    """Bytes [start, stop) of a target file for one process to write; written, they are a region."""
 
     file: str
     start: int
@@ -47,7 +48,7 @@ class Sharing:
 
     Processes that communicate call `agree_on`, then rank 0 calls `begin` while the others call
     `begun`, then all call `mine`, `regions_of_others` and `end`. `rank` is 0 unless another process
-    lays out the target's files and completes it.
+    creates and completes the target's files.
     """
 
     rank = 0
@@ -55,7 +56,7 @@ class Sharing:
 
     @property
     def part(self) -> str:
-        """The name of this process's journal beside those of others; empty if it leads the run."""
+        """The name of this process's journal beside others; empty if this process leads the run."""
         return ""
 
     def agree_on(self, identity: Identity, target: str) -> None:
@@ -65,9 +66,10 @@ class Sharing:
         """Tells other processes that the target's files exist, with holes, and may be filled."""
 
     def begun(self) -> Begun | None:
-        """Waits for rank 0's `begin`; returns the state of its journal.
+        """Waits for rank 0's `begin`; returns the length and the CRC-32 of its journal.
 
-        None if it writes nothing.
+        On a filesystem without locks, also the name that identifies rank 0's process. None if rank
+        0 writes nothing.
         """
         return None
 
@@ -87,7 +89,7 @@ class Sharing:
     def regions_of_others(self, journal: Journal) -> Iterable[Region] | None:
         """The regions that other processes have written, for the process that completes the target.
 
-        None if another process will complete it. It is called after this process has written its
+        None if another process will complete it. Each process calls this after it has written its
         portions.
         """
         return ()
@@ -101,9 +103,9 @@ ALONE = Sharing()
 
 @contextmanager
 def ended(sharing: Sharing) -> Iterator[None]:
-    """Calls `sharing.end` at the end of the block, so that all processes leave it together.
+    """Inside the block work may be shared; at its end all processes wait for each other.
 
-    If the block raises an error, `sharing.end` is not called.
+    `sharing.end` does this. It is not called if the block raises an error.
     """
     yield
     sharing.end()
@@ -146,7 +148,7 @@ class Part(Sharing, Struct, frozen=True):
 
 
 def by_file(portions: Iterable[Portion]) -> Iterator[Sequence[Portion]]:
-    """Yields, for each file, its portions that are not complete yet."""
+    """Yields, for each file, those of its portions that are not complete yet."""
     left = (portion for portion in portions if not portion.is_complete)
     for _, same in groupby(left, key=lambda portion: portion.file):
         yield list(same)
@@ -158,7 +160,7 @@ def largest_first(portions: Iterable[Portion]) -> list[Portion]:
 
 
 def shares(portions: Iterable[Portion], count: int) -> list[list[Portion]]:
-    """Divides all portions into `count` shares of similar size, the same in all processes.
+    """Divides all portions into `count` shares of similar size, equally in all processes.
 
     The largest portion goes to the smallest share so far. Shares keep the order of the files.
     """

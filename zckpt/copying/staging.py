@@ -1,10 +1,10 @@
 """Makes a target directory appear completely or not at all.
 
 Everything is written into a folder within `<target>.partial` and synced to the disk. One rename
-makes that folder the target. Files that are copied unchanged are first written to its `.zckpt`,
-where readers find none: the shells are read back while these files have holes. A run that fails
-removes what it wrote. A run that is killed, or is interrupted after some work, leaves `.partial`
-with its journal, and can be continued.
+makes that folder the target. Files that are copied unchanged are first written to a subfolder
+`.zckpt`: the target's reader must not find them while they have holes. A run that fails removes
+what it wrote. A run that is killed, or is interrupted after some work, leaves `.partial` with its
+journal, and can be continued.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ ATTEMPTS = 20  # attempts to begin in a folder that ending runs remove meanwhile
 class Staging:
     """`with Staging(target) as staging:` write below `staging.root`; the end of the block renames.
 
-    `identity` is that of the run, and `chunk` the bytes that it copies at a time. With `resume` it
-    continues `<target>.partial` of an earlier run with the same identity: `journal.regions` are
-    complete. `before_rename` is called before the last check.
+    `identity` describes the run: source, options, files. `chunk` is the number of bytes that it
+    copies in one step. With `resume` it continues `<target>.partial` of an earlier run with the
+    same identity: `journal.regions` are complete. `before_rename` is called before the last check.
 
     `sharing` says which other processes write there. What others have written is never removed, and
     `postpone` leaves the target to another part.
 
     `above` is the directory of the target, if that is itself a part of an unfinished target.
 
-    Without locks, `partial` is a directory of this run alone. Nothing is continued there: `resume`
-    begins anew if `begins_anew`, and otherwise raises WrongOption, as a part does.
+    Without locks, `partial` is a directory of this run alone. Nothing can be continued there: with
+    `resume`, the run starts from the beginning if `begins_anew`, and otherwise raises WrongOption.
+    A part (--part K/N) also raises it.
 
     `warnings` are about failures after the target existed, and about remains of other runs.
 
@@ -127,8 +128,8 @@ class Staging:
     def _go_alone(self) -> None:
         """Chooses a directory name that no other run uses, for a filesystem without locks.
 
-        Raises WrongOption with --part, and with --resume unless the run may begin anew. Removes
-        what dead runs have left.
+        Raises WrongOption with --part, and with --resume unless the run may start from the
+        beginning. Removes what dead runs have left.
         """
         if self.sharing.part or (self.resume and not self._begins_anew):
             raise refusal(self.target, self.sharing.part)
@@ -177,7 +178,7 @@ class Staging:
     def _prepare(self, stack: ExitStack) -> None:
         """Removes files that an earlier run left without a journal; forgets regions of lost files.
 
-        After a power loss the folder has a journal, or nothing else.
+        The folder is synced first: so after a power loss it never has files without the journal.
         """
         self.folder.sync(self.partial)
         if self.journal.is_new and not self.sharing.part:
@@ -202,7 +203,7 @@ class Staging:
         return sum(each.stop - each.start for each in regions if not is_row(each.file))
 
     def lay(self, shells: Iterable[Shell], mode: int = 0o666) -> None:
-        """Writes the shells; their holes take no space on the disk yet.
+        """Writes the target's files without tensor data; their holes take no disk space yet.
 
         The umask applies to `mode`.
         """
@@ -224,7 +225,7 @@ class Staging:
             self.root.sync(self.path)
 
     def share(self) -> None:
-        """Lets others write too; from now on nothing is removed."""
+        """Lets other processes write too; from now on this process removes nothing."""
         self._is_shared = not self.sharing.is_alone
         self.sharing.begin(self.journal)
 
@@ -320,8 +321,8 @@ class Staging:
     def _leave(self, is_marked: bool) -> None:
         """Syncs the rename and removes the journal.
 
-        The target exists already: failures become warnings. On a filesystem without locks, the file
-        that marks the target is written here: another run's rename may have won.
+        The target exists already, so failures become warnings. On a filesystem without locks, the
+        file that marks the target is written now, because another run's rename may have come first.
         """
         try:
             if not is_marked:
@@ -346,7 +347,7 @@ class Staging:
         """Whether an interrupted run leaves `.partial` to be continued, instead of removing it.
 
         It does if it has worked for more than WORTH_KEEPING seconds, continues an earlier run, or
-        shares the target with other processes. No run does on a filesystem without locks, or
+        shares the target with other processes. It never does on a filesystem without locks, or
         without an identity by which a later run could recognize it.
         """
         if not self.has_locks:
@@ -356,9 +357,10 @@ class Staging:
         return bool(self.identity.files) and (continues or worked > WORTH_KEEPING)
 
     def _remove(self) -> None:
-        """Removes what was written.
+        """Removes everything that was written.
 
-        The journal is emptied first, since a kill may interrupt this.
+        The journal is emptied first: if a kill interrupts the removal, no later run trusts the
+        rest.
         """
         if self.sharing.part or (self._is_shared and self.has_locks):
             return
@@ -372,7 +374,7 @@ class Staging:
 def with_neighbors(
     parts: Iterable[tuple[int, bytes]], near: int
 ) -> Iterator[tuple[int, bytearray]]:
-    """Merges parts of a file that are less than `near` bytes apart; zeros fill the hole."""
+    """Merges byte ranges less than `near` bytes apart into one; zeros fill the gaps."""
     start, joined = 0, bytearray()
     for offset, data in parts:
         hole = offset - start - len(joined)
@@ -391,7 +393,7 @@ def waiting(root: str, name: str) -> str:
 
 @contextmanager
 def joined(target: str, writer: str = "") -> Iterator[tuple[Folder, Folder]]:
-    """Opens the `.partial` of a target that another process has begun, and the folder of its files.
+    """Opens the `.partial` of a target that another process has begun, and the folder in it.
 
     On a filesystem without locks, `writer` is the part of the name that identifies that process.
     """
@@ -406,7 +408,7 @@ def joined(target: str, writer: str = "") -> Iterator[tuple[Folder, Folder]]:
 
 
 def make_folders(path: str) -> None:
-    """Creates a directory and those above it, outermost first, each synced before the next."""
+    """Creates a directory and its missing parents, outermost first, and syncs each to the disk."""
     missing = []
     while not os.path.isdir(path):
         missing.append(path)

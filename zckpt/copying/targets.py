@@ -30,7 +30,7 @@ MARKING = 5.0  # seconds that may pass between the rename of a target and its ma
 
 
 def refuse_existing(target: str, partial: bool = True) -> None:
-    """Raises TargetExists if the target, or with `partial` its `.partial`, exists already."""
+    """Raises TargetExists if the target exists already, or with `partial` its `.partial`."""
     target = os.path.abspath(target)
     path = f"{target}.partial"
     if is_taken(target):
@@ -84,7 +84,7 @@ def stopped(path: str) -> TargetExists:
 def refuse_other_begun(target: str, identity: Identity) -> None:
     """Raises TargetExists if an unfinished target at the path cannot be continued by this run.
 
-    It only looks, and takes no lock.
+    It only reads the journal, and takes no lock.
     """
     path = f"{os.path.abspath(target)}.partial"
     if not os.path.lexists(path):
@@ -102,7 +102,7 @@ def refuse_other_begun(target: str, identity: Identity) -> None:
 
 
 def is_complete(target: str, identity: Identity) -> bool:
-    """Whether an earlier run of this identity has completed the target; reads no tensor.
+    """Whether an earlier run with this identity has completed the target; reads no tensor.
 
     Raises TargetExists if the target belongs to another run or user, or does not state its run.
     """
@@ -111,12 +111,12 @@ def is_complete(target: str, identity: Identity) -> bool:
         return False
     mark = _shown_mark(target)
     if not mark:
-        raise of_another_run(target, "and does not say of which run it is")
+        raise of_another_run(target, "and does not state which run wrote it")
     if reason := difference(mark, identity.mark()):
         raise of_another_run(target, f"and was written with {reason}")
     for name in identity.files:
         if not os.path.isfile(os.path.join(target, name)):
-            raise of_another_run(target, f"but {name} is missing there")
+            raise of_another_run(target, f"but it lacks {name}")
     _refuse_foreign(target, identity.files)
     path = f"{target}.partial"  # left by a run that was stopped after the rename
     if os.path.lexists(path):
@@ -139,7 +139,7 @@ def _shown_mark(target: str) -> dict[str, str]:
     """The mark of a target; empty if it has none.
 
     On a filesystem without locks, another run may have renamed the target and not marked it yet. So
-    the mark is awaited for MARKING seconds.
+    this function waits up to MARKING seconds for the mark.
     """
     if (mark := mark_of(target)) or has_locks_at(target):
         return mark
@@ -180,7 +180,7 @@ def _refuse_foreign(target: str, names: Iterable[str]) -> None:
         if user != owner:
             what = path.removeprefix(target).strip(os.sep) or "it"
             raise of_another_run(
-                target, f"but {what} belongs to user {user}, and your files to user {owner}"
+                target, f"but {what} belongs to user {user}, your new files to user {owner}"
             )
 
 
@@ -196,7 +196,7 @@ def of_another_run(target: str, reason: str) -> TargetExists:
 def remove_empty(folder: Folder, above: Folder) -> None:
     """Removes the folder of a target that was renamed, and its journals, from the folder `above`.
 
-    Raises OSError, with everything still there, if the folder contains anything but journals.
+    If the folder contains anything but journals, raises OSError and removes nothing.
     """
     contents = folder.names()
     if other_names := [name for name in contents if not is_journal(name)]:
@@ -263,9 +263,9 @@ def free_space(target: str) -> int:
 
 
 def free_for(target: str, resume: bool) -> int:
-    """The bytes that `target` may take: those that are free on its filesystem.
+    """The number of bytes that are free for `target` on its filesystem.
 
-    With `resume`, also those that its unfinished files already take.
+    With `resume`, the bytes of its unfinished files are added.
     """
     begun = allocated(f"{os.path.abspath(target)}.partial") if resume else 0
     return free_space(target) + begun
@@ -284,7 +284,7 @@ def need_space(target: str, size: int, resume: bool) -> None:
 
 
 def allocated(folder: str) -> int:
-    """The bytes on the disk that the files of a folder take; 0 if there is no folder."""
+    """The disk space in bytes that the files of a folder take; 0 if there is no folder."""
     if os.path.islink(folder) or not os.path.isdir(folder):
         return 0
     try:

@@ -3,9 +3,9 @@
     DST.node7-4711-9f2c8a1b.partial/journal     host, process and a random word: only this run's
     DST.node7-4711-9f2c8a1b.partial/DST/        the files of the target
 
-Without locks, no run can see which others are active. So none continues another one's work, and of
-several that end, the first rename wins. The journal names the process, so that the remains of a
-dead one can be removed.
+Without locks, no run can see which others are active. So no run continues the work of another, and
+if several write one target, the first rename wins. The journal names the process, so that later
+runs can remove what dead ones have left.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ OWN = re.compile(rf"(?s)(.+)\.({WRITER.pattern})\.partial", re.ASCII)
 class Process(Struct, frozen=True):
     """A process of this machine, or of another one.
 
-    `boot` identifies one start of a machine, `namespace` that of process numbers. `started`
-    distinguishes a process from an earlier one with its number. They are empty where the system
-    does not state them.
+    `boot` identifies one start of a machine, `namespace` the namespace of process numbers.
+    `started` distinguishes a process from an earlier one with its number. All three are empty where
+    the system does not state them.
     """
 
     boot: str
@@ -45,7 +45,7 @@ class Process(Struct, frozen=True):
 
     @property
     def is_gone(self) -> bool:
-        """Whether this record is of a process of this machine that has ended."""
+        """Whether this was a process of this machine and has ended."""
         here = this_process()
         if not here.boot or (self.boot, self.namespace) != (here.boot, here.namespace):
             return False
@@ -99,7 +99,7 @@ def _text(path: str) -> str:
 
 
 def new_writer() -> str:
-    """Host, process and a random word, for a name."""
+    """A new name for this writer: host, process number and a random word."""
     return f"{_host()}-{os.getpid()}-{os.urandom(4).hex()}"
 
 
@@ -114,7 +114,10 @@ def writer_of(partial: str) -> str:
 
 
 def refusal(target: str, part: str) -> WrongOption:
-    """The error that --part, or if `part` is empty --resume, needs a filesystem with locks."""
+    """The error that an option needs a filesystem with locks.
+
+    The option is --part if `part` is given, otherwise --resume.
+    """
     option = "--part" if part else "--resume"
     return WrongOption(
         "option-not-applicable",
@@ -128,7 +131,7 @@ def refusal(target: str, part: str) -> WrongOption:
 def refuse(target: str, part: str) -> None:
     """Raises the error of `refusal` if the filesystem of the target has no locks.
 
-    It is called before a large source is read.
+    It is called early, before a large source is read.
     """
     if not has_locks_at(target):
         raise refusal(target, part)
@@ -167,8 +170,8 @@ def clear(above: Folder, name: str) -> Left:
     """Removes unfinished targets that dead processes of this machine have begun without locks.
 
     They lie directly in the directory `above`. The result also lists the unfinished targets that
-    stay: those of other machines, and `name`.partial, which a run with locks has left. Targets that
-    a living process of this machine writes are not listed.
+    stay: those of other machines, and `name`.partial of a run with locks. Targets that a living
+    process of this machine writes are not listed.
     """
     left = Left([], [])
     with suppress(PermissionError):  # a directory may be writable and not listable
@@ -186,7 +189,7 @@ def clear(above: Folder, name: str) -> Left:
 
 
 def _noted(above: Folder, path: str) -> Process | None:
-    """The process that wrote the journal in an unfinished target; None if there is none."""
+    """Reads from the journal of an unfinished target which process writes it; None if unknown."""
     try:
         with above.inner(path) as folder, folder.opened(os.path.join(path, JOURNAL)) as file:
             return msgspec.convert(json.loads(lines_of(file)[0][9:])["process"], Process)
@@ -197,7 +200,8 @@ def _noted(above: Folder, path: str) -> Process | None:
 def _is_at_work(match: re.Match[str], process: Process | None) -> bool:
     """Whether a process of this machine may still be writing an unfinished target.
 
-    Before there is a journal that names the process, the directory's name does.
+    `match` is the directory's name, split into host, process and word: it identifies the process
+    until there is a journal.
     """
     if process is not None:
         here = this_process()

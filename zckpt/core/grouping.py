@@ -26,7 +26,7 @@ def neighbors(items: Sequence[V], most: int) -> list[Sequence[V]]:
 def portions(items: Iterable[V], size_of: Callable[[V], int], most: int) -> Iterator[list[V]]:
     """Cuts `items` into consecutive lists whose sizes add up to at most `most`.
 
-    `size_of` gives the size of an item. An item larger than `most` gets a list of its own.
+    `size_of` returns the size of an item. An item larger than `most` gets a separate list.
     """
     portion: list[V] = []
     size = 0

@@ -1,3 +1,3 @@
-"""The version of zckpt, for the package, its build and the reports that state it."""
+"""The version of zckpt, for the package, its build and the reports."""
 
 __version__ = "0.1.0"

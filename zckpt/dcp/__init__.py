@@ -5,12 +5,12 @@
 
     reader.py     StorageReader, which torch's loading calls
     source.py     the keys that a checkpoint lists, and the meaning of a program's key
-    keys.py       splits a key into the name of a weight, state or group, and the program's words
+    keys.py       splits a key into a prefix and the name of a weight, state or group
     table.py      the metadata that torch's planners see
     target.py     fills the state dict: values and tensors
     lacking.py    reports all keys that cannot be filled in one error
-    groups.py     hyper-parameters, by parameter
-    regions.py    reads parts of tensors from files into tensors
+    groups.py     finds hyper-parameters for a program's groups, by parameter
+    regions.py    reads shards of tensors from files into tensors
     values.py     makes objects of known classes; no pickle of a checkpoint is run
 
 It replaces torch's FileSystemReader and loads the same values, except for objects of classes that a

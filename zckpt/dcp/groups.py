@@ -1,6 +1,6 @@
 """Finds the hyper-parameters for a program's groups, by parameter and not by the group's number.
 
-A program's groups may have another order than the source's, or be parts of them. So a group of the
+A program's groups may have another order than the source's, or be parts of these. So a group of the
 program gets its value from the source's groups that contain its parameters. These groups must have
 the same value. The members of the program's groups do not change.
 """
@@ -22,11 +22,11 @@ from .keys import KeyMeaning, KeyNames
 
 
 class Groups(Struct, frozen=True, eq=False, dict=True):
-    """The source's hyper-parameters, for the groups of a state dict.
+    """Looks up the source's hyper-parameters for the groups of a program's state dict.
 
-    `state` is the flattened state dict. `keys` are its keys of hyper-parameters, with their
-    meanings. `members` are the names of the parameters in the groups of the program's optimizer, if
-    it was given.
+    `state` is the flattened state dict. `keys` maps its keys of hyper-parameters to their meanings.
+    `members` has the names of the parameters in each group of the program's optimizer, if it was
+    given.
     """
 
     names: KeyNames
@@ -36,9 +36,10 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
     _sources: dict[str, dict[int, str]] = field(default_factory=dict)
 
     def values(self, meaning: KeyMeaning) -> list[Any]:
-        """The value of a hyper-parameter, in a list; empty if the source has none for this group.
+        """A list with the value of a hyper-parameter; empty if the source has none for this group.
 
-        Raises InconsistentCheckpoint if parameters of the group have different values.
+        Raises InconsistentCheckpoint if parameters of the group have different values in the
+        source.
         """
         groups = self._groups
         values = [
@@ -70,20 +71,21 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
         ]
 
     def _difference(self, meaning: KeyMeaning, a: tuple[str, Any], b: tuple[str, Any]) -> str:
-        group = f"one group of the state dict has {a[0]} and {b[0]}"
+        group = f"one group of the state dict contains {a[0]} and {b[0]}"
         way_out = "build the optimizer with the source's groups"
         if meaning.name:
             group = f"the frozen {meaning.name} may be in the group of {a[0]} or of {b[0]}"
-            way_out = "leave it out of the optimizer, or give model= and optimizer="
+            way_out = "leave it out of the optimizer, or pass model= and optimizer="
         return (
-            f"{group}, whose {meaning.slot} differ in the source ({number(a[1])} and "
+            f"{group}, but their {meaning.slot} differs in the source ({number(a[1])} and "
             f"{number(b[1])}): {way_out}"
         )
 
     def sources(self, meaning: KeyMeaning) -> dict[int, str]:
-        """The source's groups that contain parameters of the program's group.
+        """Finds the source's groups that contain parameters of the program's group.
 
-        Maps the number of each source group to the name of one such parameter.
+        Maps the number of each to the name of one such parameter. `meaning` is that of a
+        hyper-parameter of the program's group.
         """
         parameters = self.names.manifest.parameters
         parameter = parameters.get(meaning.name)
@@ -100,12 +102,12 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
         return self._sources[name_or_front]
 
     def _companions(self, meaning: KeyMeaning) -> Sequence[str]:
-        """The source's names of all parameters in the same group of the program as this one.
+        """The source's names of all parameters in the program's group that `meaning` belongs to.
 
-        For a numbered group, these are its `params`. torch takes a flattened group's values from
-        its first parameter. This one may be frozen, and no file states the group of a frozen
-        parameter. If the optimizer is not given, all parameters with the same values count as one
-        group.
+        For a numbered group, these are its `params`. In a flattened state dict, torch takes a
+        group's values from its first parameter. This one may be frozen, and no file states the
+        group of a frozen parameter. If the optimizer is not given, all parameters with the same
+        values count as one group.
         """
         if not meaning.name:
             listed = self.state.get(f"{meaning.front}params")
@@ -120,7 +122,7 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def _equal_groups(self) -> list[list[str]]:
-        """Lists of parameters whose hyper-parameters are equal in a flattened target."""
+        """Lists of the parameters whose hyper-parameters are equal in a flattened state dict."""
         values: dict[str, dict[str, str]] = {}
         for key, meaning in self.keys.items():
             if meaning.name:

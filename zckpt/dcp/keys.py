@@ -1,11 +1,11 @@
 """Finds the meaning of a key in a program's state dict: a weight, a state or a hyper-parameter.
 
-    model.fc1.weight                        a weight; the program chose the first words
+    model.fc1.weight                        a weight; the program chose the prefix
     app.optim.state.fc1.weight.exp_avg      an optimizer's state for it
     optim.param_groups.0.lr                 a hyper-parameter of one of the program's groups
     optim.param_groups.fc1.weight.lr        the same, flattened
 
-The program chooses the words before a weight's name, wrappers add words, and an optimizer may
+The program chooses the prefix of a weight's name, wrappers add prefixes, and an optimizer may
 number its parameters. So this module splits a key, and looks up the rest among the source's names.
 """
 
@@ -31,12 +31,13 @@ NUMBERED = re.compile(r"(?:^|\.)state\.\d+\.[^.]+$")
 
 
 class KeyMeaning(Struct, frozen=True):
-    """The meaning of a key in the source.
+    """What a key of a program's state dict stands for in the source.
 
     `kind` is weight, state, group or extra. `name` is the source's name of a parameter, a buffer or
     a module's extra state; it is "" for a numbered group. `slot` is the key of a state or a
     hyper-parameter. `front` is the part before the parameter's name or, for a group, the beginning
-    of the group's keys. `rule` turned the program's name into the source's name.
+    of the group's keys. `rule` is the prefix rule that turned the program's name into the source's
+    name.
     """
 
     kind: str
@@ -47,11 +48,12 @@ class KeyMeaning(Struct, frozen=True):
 
 
 class KeyNames(Struct, eq=False, dict=True):
-    """Looks up keys among a source's names.
+    """Looks up the keys of a program's state dict among the source's names.
 
-    `numbers` are the names of the target's parameters by number, if its optimizer was given.
-    `words` are the first words of the keys that the source stores. A key that begins with one of
-    them must also have the source's root. `weights` maps stored keys of weights to names.
+    `numbers` has the names of the program's parameters in the order in which its optimizer numbers
+    them, if the optimizer was given. `words` are the first words of the keys that the source
+    stores. A key that begins with one of them must also have the source's root. `weights` maps
+    stored keys of weights to names.
     """
 
     manifest: Manifest
@@ -131,7 +133,7 @@ class KeyNames(Struct, eq=False, dict=True):
         return KeyMeaning("extra" if name in self.extra else "weight", name, "", "", rule)
 
     def parameter(self, name: str | int) -> tuple[str, PrefixRule] | None:
-        """The source's name of an optimizer's parameter, and the rule that found it."""
+        """The source's name of an optimizer's parameter, with the rule that found it; or None."""
         if isinstance(name, int) or (name.isdecimal() and name not in self._names):
             number = int(name)
             if number >= len(self.numbers):
@@ -144,7 +146,7 @@ class KeyNames(Struct, eq=False, dict=True):
         return self._parameters[name]
 
     def _lookup(self, name: str, rules: Iterable[PrefixRule]) -> tuple[str, PrefixRule] | None:
-        """The source's name by the first of `rules` that gives one, and that rule; or None.
+        """The source's name by the first of `rules` that leads to one, with that rule; or None.
 
         A tied weight gets the name under which the source stores it.
         """
@@ -168,12 +170,12 @@ class KeyNames(Struct, eq=False, dict=True):
         return [entry for entry in entries if entry is not None]
 
     def unused(self, meanings: Iterable[KeyMeaning]) -> list[str]:
-        """Names of the source to which no key refers."""
+        """The names in the source to which no key of the state dict refers."""
         used = {meaning.name for meaning in meanings}
         names = (*self.manifest.parameters, *self.manifest.buffers)
         return [name for name in names if name not in used]
 
 
 def _root(path: Sequence[Any]) -> str:
-    """The dotted path with a final dot, with which all keys below it begin; "" for no path."""
+    """The prefix of all keys below a path: the dotted path and a dot; "" for an empty path."""
     return f"{dotted(tuple(path))}." if path else ""

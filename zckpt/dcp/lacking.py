@@ -23,7 +23,7 @@ PARTIAL = (
 
 
 class Lookup(Struct, eq=False, dict=True):
-    """What the keys of a load mean in the source, and which of them cannot be filled.
+    """The meanings of the keys to load, and which keys cannot be filled.
 
     The checkpoint does not have the keys in `missing`. zckpt cannot restore the keys in
     `not_loaded`, for the reason in the error. Both grow during the look-up.
@@ -42,11 +42,11 @@ class Lookup(Struct, eq=False, dict=True):
         return {key: each for key, each in self.meanings.items() if isinstance(each, KeyMeaning)}
 
     def _match_rules(self) -> None:
-        """Requires one rule for the names of all weights, and one for the names of all states.
+        """Requires one prefix rule for the names of all weights, and one for those of all states.
 
-        With several rules, a copy of the weights beside the model (an average) would get the
-        model's values. If the program asks for stored keys of the source unchanged, keys that need
-        another rule count as missing. Otherwise raises MissingData.
+        If several rules were allowed, a second copy of the weights (such as an average) would get
+        the model's values. If the program also asks for stored keys of the source unchanged, keys
+        that need another rule count as missing. Otherwise raises MissingData.
         """
         names = self.source.names if self.by_name else None
         if names is None:
@@ -64,8 +64,8 @@ class Lookup(Struct, eq=False, dict=True):
                 raise MissingData(
                     "program-does-not-fit",
                     f"the keys {listed([keys[0] for keys in rules.values()])} match the source's "
-                    "names by different rules: load their state dicts one by one, or give "
-                    "StorageReader rename=[(REGEX, REPL)]",
+                    "names only with different prefixes: load their state dicts one by one, or "
+                    "pass rename=[(REGEX, REPL)] to StorageReader",
                 )
 
     def _asks_for_stored(self, front: str) -> bool:
@@ -117,12 +117,12 @@ class Lookup(Struct, eq=False, dict=True):
         else:
             unused = source.names.unused(self.by_name.values()) if source.names else []
         if unused:
-            text += f"; nothing asks for its {listed(unused)}"
+            text += f"; unused keys of the checkpoint: {listed(unused)}"
         sentences = [text]
         if source.why_nameless:
-            sentences.append(f"Only whole keys were compared: {source.why_nameless}")
+            sentences.append(f"Keys were not looked up by name: {source.why_nameless}")
         else:
             sentences.append(
-                "If it has them under other names, give StorageReader rename=[(REGEX, REPL)]"
+                "If it has them under other names, pass rename=[(REGEX, REPL)] to StorageReader"
             )
         return sentences

@@ -30,14 +30,14 @@ class StorageReader(storage.StorageReader):
     `zckpt.read`, `replicas` and `accept_weights` as for `zckpt.load`. `rename` are pairs (regex,
     replacement) as in `--rename`. A checkpoint that `convert` refuses is refused before a tensor is
     loaded; the coordinator of a load checks that for all ranks. A state dict from
-    `optimizer.state_dict()` numbers the parameters and needs `model` and `optimizer`; these also
+    `optimizer.state_dict()` numbers the parameters, so it needs `model` and `optimizer`; these also
     state the groups of frozen parameters.
 
     If the source has a key of the state dict, the value is loaded unchanged. Other keys are looked
     up by name. A float32 weight gets the fp32 master, if there is one. Other weights get the
     module's value, or the rounded master. Hyper-parameters are matched by parameter, not by the
     number of a group. Hyper-parameters that the source lacks, and the members of groups, stay as in
-    the target.
+    the program.
 
     Raises a ZckptError. The constructor raises it for the path. Loading raises it (inside torch's
     CheckpointException) for keys that the source lacks, and for objects whose pickles zckpt would
@@ -139,7 +139,7 @@ class StorageReader(storage.StorageReader):
     def set_up_storage_reader(
         self, metadata: metadata.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Makes the metadata show the keys that torch's planner needs while it makes its plan."""
+        """Prepares the metadata so that torch's planner finds every key while it makes its plan."""
         self._is_checked |= not is_coordinator  # the coordinator checks for all ranks
         table = metadata.state_dict_metadata
         self._table = table if isinstance(table, KeyTable) else None
@@ -166,7 +166,7 @@ class StorageReader(storage.StorageReader):
             self._is_checked = True
 
     def read_data(self, plan: planner.LoadPlan, planner: planner.LoadPlanner) -> Future[None]:
-        """Fills the values that this process loads; changes nothing if one is missing."""
+        """Fills the values in this process's plan; changes nothing if the source lacks one."""
         self._check([plan])
         LoadTarget(self._source, planner, plan.items).fill()
         done: Future[None] = Future()
@@ -181,7 +181,7 @@ def _no_tensor(_: Any) -> torch.Tensor:
 def _groups(
     model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
 ) -> list[list[str]]:
-    """Names of the parameters in an optimizer's groups, in the order in which it numbers them."""
+    """The names of the parameters in each group, in the order of the optimizer's numbers."""
     if (model is None) != (optimizer is None):
         raise WrongOption(
             "option-needed",

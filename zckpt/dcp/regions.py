@@ -1,9 +1,9 @@
-"""Reads parts of tensors, cut along any axes, from a checkpoint's files into a program's tensors.
+"""Reads shards of tensors, cut along any axes, from a checkpoint's files into a program's tensors.
 
-A process reads only the regions that it loads, in the order of the files, through one small buffer
-and on one thread, since all ranks read simultaneously. torch's `copy_` moves, casts and rounds. The
-CRC-32 of a record is checked if one process reads the complete record, because files have no
-checksums for parts.
+A process reads only the regions (blocks of tensors) that it loads, in the order of the files,
+through one small buffer and on one thread, since all ranks read simultaneously. torch's `copy_`
+moves, casts and rounds. The CRC-32 of a record is checked if one process reads the complete record,
+because files have no checksums for parts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BLOCK = 16 << 20  # bytes: the buffer that is read, and then copied into the ten
 
 
 class BoxRegion(Struct, frozen=True, eq=False):
-    """Elements [offset, offset + size) along each axis of an entry, and their target tensor."""
+    """A block of an entry: [offset, offset + size) along each axis, and the tensor it fills."""
 
     entry: Entry
     offsets: tuple[int, ...]
@@ -41,14 +41,14 @@ class BoxRegion(Struct, frozen=True, eq=False):
 
     @property
     def inner(self) -> int:
-        """The first axis from which the region includes every element."""
+        """The first axis from which on the region includes every element."""
         axis = len(self.sizes)
         while axis and self.sizes[axis - 1] == self.entry.shape[axis - 1]:
             axis -= 1
         return axis
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """The runs [start, stop) of row-major elements of the entry, in order."""
+        """Yields the runs [start, stop) of row-major elements of the entry, in order."""
         shape, axis = self.entry.shape, max(self.inner - 1, 0)
         strides = row_major(shape)
         length = prod(self.sizes[axis:])
@@ -59,7 +59,7 @@ class BoxRegion(Struct, frozen=True, eq=False):
             yield start, start + length
 
     def cut(self, most: int) -> Iterator[BoxRegion]:
-        """Regions of at most `most` elements, along the first axis that has more than one."""
+        """Yields regions of at most `most` elements, cut along the first axis longer than one."""
         if self.numel <= most:
             yield self
             return
@@ -74,7 +74,7 @@ class BoxRegion(Struct, frozen=True, eq=False):
             yield from BoxRegion(self.entry, tuple(offsets), tuple(sizes), part).cut(most)
 
     def position(self) -> tuple[str, int]:
-        """The file and the byte offset of the first element."""
+        """The file and the byte offset of the region's first element, to sort regions."""
         start, stop = next(self.runs())
         for fragment in self.entry.fragments.overlapping(start, stop):
             size = SIZES[self.entry.dtype]
@@ -83,7 +83,7 @@ class BoxRegion(Struct, frozen=True, eq=False):
         return "", 0
 
     def wanted(self, at: int) -> Iterator[ReadRequest]:
-        """Requests to read the region's runs into consecutive bytes of a buffer, from byte `at`."""
+        """Yields requests that read the region's elements into a buffer, from byte `at` on."""
         size = SIZES[self.entry.dtype]
         whole = self.inner <= 1  # many small runs: a record's checksum is not worth its pieces
         for start, stop in self.runs():
@@ -92,9 +92,10 @@ class BoxRegion(Struct, frozen=True, eq=False):
 
 
 def fill(regions: Iterable[BoxRegion], records: Sequence[Record]) -> None:
-    """Reads all regions, many small ones together; raises CorruptCheckpoint for damaged records.
+    """Reads all regions into their tensors, many small regions together.
 
-    Memory with two names (a tied weight) is filled once.
+    Memory with two names (a tied weight) is filled once. Raises CorruptCheckpoint for damaged
+    records.
     """
     seen = set()
     parts: list[BoxRegion] = []
@@ -118,5 +119,5 @@ def fill(regions: Iterable[BoxRegion], records: Sequence[Record]) -> None:
 
 
 def _room(region: BoxRegion) -> int:
-    """The bytes of a region in the buffer, rounded up so that the next region is aligned."""
+    """The bytes that a region takes in the buffer, rounded up so that the next one is aligned."""
     return align(region.numel * SIZES[region.entry.dtype], 8)

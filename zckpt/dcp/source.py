@@ -61,9 +61,9 @@ Meaning = StoredTensor | StoredValue | KeyMeaning
 
 
 class Listing(Struct):
-    """The listed keys in the order of a program's save, with the item and the path of each.
+    """The listed keys, in the order in which a program would save them, with their items and paths.
 
-    `weights` has the manifest's name for every key of a weight. `assumed` are warnings of
+    `weights` maps every key of a weight to its name in the manifest. `assumed` are warnings about
     hyper-parameters that are defaults, because the source does not have them.
     """
 
@@ -74,7 +74,7 @@ class Listing(Struct):
 
 
 class Source(Struct, eq=False, dict=True):
-    """The checkpoint to load; `groups` are the names in the groups of a program's optimizer.
+    """The checkpoint to load; `groups` has the names of parameters in each group of the program.
 
     `stored` has the items of a DCP directory that is loaded unchanged, else None. Raises a
     ZckptError if the path holds no checkpoint.
@@ -128,7 +128,7 @@ class Source(Struct, eq=False, dict=True):
     def check(self, accept_weights: bool, keys: Collection[str]) -> None:
         """Makes the checks of `convert` before a load; raises the errors of `zckpt.load`.
 
-        The stored items of a DCP directory are checked if zckpt can read a model or an optimizer
+        The stored items of a DCP directory are checked only if zckpt finds a model or an optimizer
         among them. `keys` are the keys to load.
         """
         try:
@@ -147,7 +147,7 @@ class Source(Struct, eq=False, dict=True):
 
     @property
     def _readable(self) -> Manifest:
-        """The manifest, also if the parameters of the optimizer have no names."""
+        """The manifest of the source, even if the parameters of its optimizer have no names."""
         try:
             return self.manifest
         except MissingData:
@@ -174,7 +174,7 @@ class Source(Struct, eq=False, dict=True):
 
     @cached_property
     def names(self) -> KeyNames | None:
-        """The object that looks up keys by name; None if a DCP directory contains no model."""
+        """An object that looks up keys by name; None if a DCP directory contains no model."""
         if self.stored is None:
             return KeyNames(self.manifest, self.numbers, weights=self.listing.weights)
         words = {key.partition(".")[0] for key in self.stored.items}
@@ -193,7 +193,7 @@ class Source(Struct, eq=False, dict=True):
         return by_name or item
 
     def _is_own(self, key: str, item: StoredTensor | StoredValue) -> bool:
-        """Whether the item listed under a key is loaded as it is, without a look-up by name."""
+        """Whether the item listed under a key is loaded unchanged, without a look-up by name."""
         if self.stored is not None:
             return not (self.numbers and NUMBERED.search(key))
         if isinstance(item, StoredTensor):
@@ -215,7 +215,7 @@ def listing_of(manifest: Manifest) -> Listing:
                 name = path[-1]
                 listing.weights[key] = dicts.aliases.get(name) or name
     except ZckptError as error:
-        warnings.warn(f"{manifest.root}: no keys are listed: {error.message}", stacklevel=2)
+        warnings.warn(f"{manifest.root}: zckpt lists no keys: {error.message}", stacklevel=2)
         return Listing({}, {})
     listing.assumed.extend(dicts.warnings[len(manifest.notices.warnings) :])
     return listing

@@ -6,7 +6,7 @@
     keys()        during a load: see `KeyTable.keys`
 
 torch uses `[key]` to decide how to request a value. Steps and other numbers of an optimizer are
-requested as bytes: bytes fit a target with an int and a target with a tensor.
+requested as bytes, which fit both an int and a tensor in the state dict.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class KeyTable(dict[str, Any]):
 
         If a program does not ask for every listed key, DefaultLoadPlanner concludes that torch 2.3
         wrote the checkpoint, since torch 2.3 did not flatten dictionaries without tensors. The
-        conclusion is wrong if a rank has no part of some of FSDP1's weights (torch 2.13). So during
-        a load the planner sees only keys whose values are such dictionaries.
+        conclusion is wrong if a rank has no shard of some of FSDP1's weights (torch 2.13). So
+        during a load the planner sees only keys whose values are such dictionaries.
         """
         if not self.is_loading:
             return super().keys()
@@ -110,11 +110,11 @@ def metadata_of(item: StoredTensor | StoredValue) -> metadata.STORAGE_TYPES:
 def tensor_metadata(
     dtype: str, shape: tuple[int, ...], stored: StoredTensor | None = None
 ) -> metadata.TensorStorageMetadata:
-    """The metadata of a tensor: its stored boxes, or else one box for the complete tensor."""
+    """The metadata of a tensor: its stored chunks, or else one chunk for the complete tensor."""
     size, kind = torch.Size(shape), getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
         raise UnsupportedCheckpoint(
-            "extra-missing", f"torch {torch.__version__} has no type {dtype}"
+            "extra-missing", f"torch {torch.__version__} has no dtype {dtype}"
         )
     boxes = [(offsets, box.sizes) for offsets, box in stored.boxes.items()] if stored else []
     return metadata.TensorStorageMetadata(

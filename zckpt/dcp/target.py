@@ -1,6 +1,6 @@
 """Fills the part of a state dict that one process loads.
 
-All keys are looked up first. If keys are missing, one error names them all, and nothing has
+All keys are looked up first. If keys are missing, one error names them all, and nothing has been
 changed. Then values are set and tensors are read.
 """
 
@@ -39,7 +39,7 @@ GROUP = re.compile(r"((?:^|.*?\.)param_groups\.\d+\.)[^.]+")
 
 
 class LoadTarget:
-    """The items that one process fills: the items of its plan, in the planner's state dict."""
+    """The items of one process's load plan, to be filled in the planner's state dict."""
 
     def __init__(
         self, source: Source, filler: planner.LoadPlanner, items: Sequence[planner.ReadItem]
@@ -59,7 +59,10 @@ class LoadTarget:
         self._regrouped: dict[str, bool] = {}
 
     def fill(self) -> None:
-        """Fills the items. Raises MissingData if the checkpoint lacks a key, or a ZckptError."""
+        """Fills the items of the plan.
+
+        Raises MissingData if the checkpoint lacks a key, and other ZckptErrors.
+        """
         values = [(item, value) for item in self.values for value in self._values(item)]
         self._refuse_gaps()
         entries = [(item, entry) for item in self.tensors for entry in self._entries(item)]
@@ -73,8 +76,8 @@ class LoadTarget:
     def _warn(self) -> None:
         if self.kept:
             warnings.warn(
-                f"{self.source.path} does not hold the hyper-parameters {listed(list(self.kept))}: "
-                "they stay unchanged",
+                f"{self.source.path} lacks the hyper-parameters {listed(list(self.kept))}: they "
+                "keep the program's values",
                 stacklevel=2,
             )
         for notice in self.source.listing.assumed if self.assumes else ():
@@ -83,7 +86,7 @@ class LoadTarget:
     # -- values that are not tensors in the source
 
     def _values(self, item: planner.ReadItem) -> list[Any]:
-        """The value of a key, in a list; empty if it stays unchanged or cannot be loaded."""
+        """A list with the value of a key; empty if it stays unchanged or cannot be loaded."""
         key = item.storage_index.fqn
         if key in self.lookup.missing:
             return []
@@ -94,7 +97,7 @@ class LoadTarget:
         return []
 
     def _looked_up(self, key: str, name: str) -> list[Any]:
-        """The value of a key, in a list; `name` is the key in the state dict."""
+        """A list with the value of a key; `name` is the key in the program's state dict."""
         meaning, stored = self.meanings[key], self.source.listing.items.get(key)
         if isinstance(meaning, StoredTensor):  # a step, which may be an int in the target
             number = self._box(key, meaning, ())
@@ -120,12 +123,12 @@ class LoadTarget:
         return []
 
     def _tensor(self, name: TensorName) -> torch.Tensor:
-        """Loads a tensor that belongs to the source's other state, not to a parameter."""
+        """Loads a tensor of the source that belongs to no parameter, such as an RNG state."""
         manifest = self.source.manifest
         return as_torch(manifest.entries[name.name, "state"], manifest.files.records)
 
     def _number(self, meaning: KeyMeaning) -> Scalar | None:
-        """The number of a 0-dimensional state, or None."""
+        """The number in a 0-dimensional optimizer state; None if the state is not one number."""
         manifest = self.source.manifest
         parameter = manifest.parameters[meaning.name]
         if meaning.slot == "step":
@@ -144,7 +147,10 @@ class LoadTarget:
         return Groups(names, self.source.groups, self.state, keys)
 
     def _is_regrouped(self, key: str) -> bool:
-        """Whether the source's group with the number of the target's group has other parameters."""
+        """Whether the source's group of the same number has other parameters than the target's.
+
+        The number of the group is part of `key`.
+        """
         match = GROUP.fullmatch(key)
         if match is None:
             return False
@@ -165,10 +171,10 @@ class LoadTarget:
         return bool(self._groups.sources(meaning))
 
     def _hyper_parameter(self, key: str, name: str) -> list[Any]:
-        """The value of a hyper-parameter for a key of the target, in a list; empty if none is set.
+        """A list with the value of a hyper-parameter for a program's key; empty if none is set.
 
-        It is the value that the source's groups have for the parameters of the target's group. If
-        there is none and the target has only a placeholder, it is the value stored under the key.
+        It is the value that the source's groups have for the parameters of the program's group. If
+        there is none and the program has only a placeholder, it is the value stored under the key.
         The members of a group (`params`) are never taken from the source's groups.
         """
         groups, stored = self._groups, self.source.listing.items.get(key)
@@ -190,7 +196,7 @@ class LoadTarget:
         return []
 
     def _is_blank(self, meaning: KeyMeaning, name: str) -> bool:
-        """Whether the target holds no value for a hyper-parameter, only a placeholder of torch's.
+        """Whether the program's value of a hyper-parameter is only a placeholder of torch.
 
         A numbered group is blank if its `params` are no list. A value is blank if it is None, a
         metadata record or "<bytes_io>".
@@ -203,7 +209,7 @@ class LoadTarget:
         return is_mark or value is None
 
     def _put(self, item: planner.ReadItem, value: Any) -> None:
-        """Sets a value in the target's type; a tensor is filled in place."""
+        """Sets a value in the type of the state dict's value; a tensor is filled in place."""
         current = self.state.get(item.dest_index.fqn)
         is_number = isinstance(value, (int, float))
         is_tensor = isinstance(value, torch.Tensor) and not value.shape
@@ -221,9 +227,9 @@ class LoadTarget:
     # -- tensors
 
     def _entries(self, item: planner.ReadItem) -> list[list[Entry]]:
-        """The entries that can fill an item; an empty list if the item cannot be loaded.
+        """A list with the entries that can fill an item; empty if the item cannot be loaded.
 
-        For a key that is loaded unchanged, the item is one stored box. For a key found by name,
+        For a key that is loaded unchanged, the item is one stored chunk. For a key found by name,
         these are the entries with this meaning: for a weight, the module's value and the master.
         """
         key, meaning = item.storage_index.fqn, self.meanings[item.storage_index.fqn]
@@ -246,13 +252,13 @@ class LoadTarget:
         if box is None:
             raise IncompleteCheckpoint(
                 "elements-missing",
-                f"{self.source.path} has no elements of {key} at {list(offsets)}",
+                f"{self.source.path} has no chunk of {key} at offsets {list(offsets)}",
                 file=self.source.path,
             )
         return box.open()
 
     def _refuse_gaps(self) -> None:
-        """Raises IncompleteCheckpoint if a part of a wanted tensor is in no box.
+        """Raises IncompleteCheckpoint if a part of a wanted tensor is in no stored chunk.
 
         torch's own reader would leave that part unchanged, without an error.
         """
@@ -297,8 +303,8 @@ class LoadTarget:
             if tuple(tensor.shape) != sizes:
                 raise InconsistentCheckpoint(
                     "program-does-not-fit",
-                    f"{item.storage_index.fqn}: the plan has a part of shape {list(sizes)}, the "
-                    f"planner's tensor has the shape {list(tensor.shape)}",
+                    f"{item.storage_index.fqn}: the load plan reads a shard of shape "
+                    f"{list(sizes)} into a tensor of shape {list(tensor.shape)}",
                 )
             widened = is_widened(entry.dtype, DTYPES.get(tensor.dtype))
             if widened and self._is_trained(item.storage_index.fqn):
@@ -312,7 +318,7 @@ class LoadTarget:
             )
 
     def _is_trained(self, key: str) -> bool:
-        """Whether a key is a weight that an optimizer updates; true if this is unknown."""
+        """Whether a key is a weight that an optimizer updates; True if that is unknown."""
         meaning = self.meanings[key]
         if not isinstance(meaning, KeyMeaning):
             return True
@@ -321,18 +327,18 @@ class LoadTarget:
 
 
 def _rebuilt(stored: StoredValue) -> Any:
-    """The value under a key; raises NotLoaded."""
+    """Restores the value stored under a key; raises NotLoaded if zckpt cannot."""
     item = stored.open()
     return rebuilt(item.value, lambda tensor: as_torch(item.entry(tensor), item.records))
 
 
 def _offsets(item: planner.ReadItem) -> tuple[int, ...]:
-    """The offsets at which the stored box of an item begins."""
+    """The offsets of the stored chunk that an item of a plan reads from."""
     return tuple(item.storage_index.offset or ())
 
 
 def _local(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """This process's parts of a tensor that may be distributed."""
+    """This process's shards of a tensor, which may be distributed."""
     if hasattr(tensor, "local_shards"):
         return [shard.tensor for shard in tensor.local_shards()]
     return [getattr(tensor, "_local_tensor", tensor)]

@@ -1,7 +1,7 @@
-"""Turns inert records of a program's state into objects of Python, torch and numpy.
+"""Converts inert records of a program's state to objects of Python, torch and numpy.
 
 A checkpoint's pickles are never run. They are read as plain data, in which an object is an inert
-record: the name of its class and its state (see inert.py). This module turns records into objects,
+record: the name of its class and its state (see inert.py). This module converts records to objects,
 but only of the classes in the tables below: zckpt calls these classes itself, with plain arguments.
 
 If a pickle refers to one value twice, the result has one object for both.
@@ -30,11 +30,11 @@ from ..files.torchfile import Tensor
 
 
 class NotLoaded(Exception):
-    """A value cannot be restored. The message is a clause: `it is an object of ...`."""
+    """A value cannot be restored; the message is a clause, such as `it is an object of ...`."""
 
 
 def rebuilt(value: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
-    """The value, in which objects replace inert records; `tensor` loads the tensors in it.
+    """Converts a value; objects replace the inert records in it, and `tensor` loads its tensors.
 
     Raises NotLoaded for an object of a class that is not in the tables.
     """
@@ -49,7 +49,7 @@ def rebuilt(value: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
 
 
 class _Rebuilding(Struct, eq=False):
-    """The conversion of `whole`, one value; `done` maps the id of each part of it to the result."""
+    """The conversion of one value, `whole`; `done` maps the id of each part to its result."""
 
     whole: Any
     tensor: Callable[[Any], torch.Tensor]
@@ -63,7 +63,7 @@ class _Rebuilding(Struct, eq=False):
             return self.done[id(value)]
         make = _MAKERS.get(kind)
         if make is None:
-            raise NotLoaded(f"it holds a {kind.__name__}, which no checkpoint should")
+            raise NotLoaded(f"it holds a {kind.__name__}, which zckpt does not load")
         return self.keep(value, make(self, value))
 
     def keep(self, value: Any, result: Any) -> Any:
@@ -84,7 +84,7 @@ class _Rebuilding(Struct, eq=False):
         return result
 
     def named(self, value: Global) -> Any:
-        """A class or constant that is used as a value, such as a dtype."""
+        """Restores a class or a constant that is used as a value, such as a dtype."""
         module, _, name = value.name.rpartition(".")
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
@@ -150,7 +150,7 @@ def _path(self: _Rebuilding, value: Foreign) -> pathlib.PurePath:
 
 
 def _file(self: _Rebuilding, value: Foreign) -> io.BytesIO:
-    """Makes a BytesIO, which TransformerEngine's modules have as extra state."""
+    """Makes a BytesIO, as TransformerEngine's modules have it in their extra state."""
     data, position, _ = value.state
     result = io.BytesIO(data)
     result.seek(position)
@@ -161,9 +161,12 @@ def _file(self: _Rebuilding, value: Foreign) -> io.BytesIO:
 
 
 def _dtype(self: _Rebuilding, value: Any) -> numpy.dtype[Any]:
-    """A numpy type from `dtype("f4", False, True)`, and a state with byte order and time unit."""
+    """Restores a numpy type from a pickled `dtype("f4", False, True)` and its state.
+
+    The state has the byte order and, for dates, the unit.
+    """
     if not isinstance(value, Foreign) or value.name != "numpy.dtype":
-        raise NotLoaded("it holds an array of numpy without a type")
+        raise NotLoaded("it holds a numpy array without a dtype")
     result = numpy.dtype(value.arguments[0])
     _, order, *_ = value.state or (0, "|")
     if value.state is not None and result.kind in "mM":
@@ -171,13 +174,16 @@ def _dtype(self: _Rebuilding, value: Any) -> numpy.dtype[Any]:
         unit = unit.decode() if isinstance(unit, bytes) else unit
         result = numpy.dtype(f"{result.str}[{count}{unit}]")
     if result.hasobject or result.names or result.subdtype:
-        raise NotLoaded(f"it holds an array of numpy's type {result}")
+        raise NotLoaded(f"it holds a numpy array of dtype {result}")
     ordered: numpy.dtype[Any] = result.newbyteorder(order) if order in "<>" else result
     return ordered
 
 
 def _array(self: _Rebuilding, value: Foreign) -> numpy.ndarray[Any, Any]:
-    """An array: `_reconstruct(ndarray, (0,), b"b")` and (version, shape, dtype, order, data)."""
+    """Restores an array from `_reconstruct(ndarray, (0,), b"b")` and its pickled state.
+
+    The state is (version, shape, dtype, order, data).
+    """
     cls, *_ = value.arguments
     if cls != Global("numpy.ndarray"):
         raise NotLoaded(self.about(getattr(cls, "name", str(cls)), "an object of"))
@@ -186,7 +192,7 @@ def _array(self: _Rebuilding, value: Foreign) -> numpy.ndarray[Any, Any]:
 
 
 def _buffer(self: _Rebuilding, value: Foreign) -> numpy.ndarray[Any, Any]:
-    """An array from `_frombuffer(data, dtype, shape, order)`, in pickles of protocol 5."""
+    """Restores an array from `_frombuffer(data, dtype, shape, order)` (pickle protocol 5)."""
     data, dtype, shape, order = value.arguments
     return _numbers(data, _dtype(self, dtype), shape, order)
 

@@ -1,6 +1,7 @@
 """Containers: where tensors lie in files of torch.save, safetensors, HDF5 and `.distcp`.
 
-A container gives values and the extents of tensors, and writes shells. A format interprets them.
+A container's reader gives values and the byte ranges of tensors; its writer makes files without
+tensor data, which is filled in later. The meaning of keys is left to the formats.
 
     zipdirectory.py   the members of a zip
     unpickle.py       reads a pickle as plain data; pickling.py writes one
@@ -10,9 +11,9 @@ A container gives values and the extents of tensors, and writes shells. A format
     safefile.py       reads and writes safetensors files
     hdf5file.py       reads HDF5 files; hdf5blocks.py checks them, hdf5shell.py writes them
     dcpfile.py        reads `.metadata` of torch.distributed.checkpoint, and checks it
-    dcptable.py       its contents as columns: items, their boxes and places
-    dcprows.py        objects in its pickle that become rows of these columns
-    dcpitems.py       the item files beside it
+    dcptable.py       the contents of `.metadata` as columns: items, their chunks and locations
+    dcprows.py        fills these columns directly while the pickle is read
+    dcpitems.py       the item files beside `.metadata`
     dcpnumbers.py     numbers of a few items, for many directories of one run
     dcpshell.py       writes such a directory
 """

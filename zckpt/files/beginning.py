@@ -1,8 +1,8 @@
 """Reads one number from the dictionary in a file of torch.save, without reading the complete file.
 
-A program states its counter before its tensors, or after them in the same pickle. The file is read
-from its beginning, and only as far as this number. No tensor is made, and no directory of the zip
-is read. So hundreds of files take less than a second.
+A program saves its counter before its tensors, or after them in the same pickle. The pickle is
+parsed from its beginning, and only up to this number. No tensor is made, and no directory of the
+zip is read. So hundreds of files take less than a second.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ PUT, INTEGER = rb"(?:q.|r.{4}|\x94)?", rb"(?:K(.)|M(.{2})|J(.{4}))"  # opcodes: 
 def number_in(path: str, keys: Collection[str], pair: tuple[str, str] | None = None) -> int | None:
     """The first integer in the saved dictionary whose key is one of `keys`; None if there is none.
 
-    `pair` are a key and the next one, if a program always writes them in this order. Their bytes
-    are searched for, so nothing else has to be parsed, however many tensors precede them. None also
-    for a file that cannot be parsed. Raises OSError.
+    `pair` is a key and the key that follows it, if a program always writes them in this order.
+    Their bytes are searched for, so nothing else has to be parsed, however many tensors precede
+    them. None also for a file that cannot be parsed. Raises OSError.
     """
     sign = pair and re.compile(_text(pair[0]) + INTEGER + _text(pair[1]), re.DOTALL)
     try:
@@ -58,7 +58,7 @@ def number_in(path: str, keys: Collection[str], pair: tuple[str, str] | None = N
 
 
 def _text(key: str) -> bytes:
-    """A pattern that matches the opcodes by which a pickle writes this text."""
+    """A regular expression that matches the opcodes by which a pickle writes this text."""
     return b"X" + re.escape(struct.pack("<I", len(key)) + key.encode()) + PUT
 
 

@@ -1,15 +1,15 @@
 """Reads the `.metadata` of torch.distributed.checkpoint, which says where items lie.
 
-    <dir>/.metadata      one pickle, written last: the shape, boxes and location of every item
+    <dir>/.metadata      one pickle, written last: the shape, chunks and location of every item
     <dir>/__R.metadata   instead of it, one per rank with that rank's items, if ranks saved without
                          collectives (use_collectives=False)
     <dir>/__R_K.distcp   items in sequence, each a complete file of torch.save; or values stored
                          that way, followed by all tensors as one safetensors file
 
-An item is a tensor or any other value under a key. A tensor is saved in boxes: a rank's local part
-is one box. The fields are those of torch 2.1 to 2.13; only their classes moved. torch reads
-`.metadata` with plain pickle. This module imports no class that a pickle names, and does not
-interpret keys.
+An item is a tensor or any other value under a key. A tensor is saved in boxes (torch calls them
+chunks): a rank's local shard is one box. The fields are those of torch 2.1 to 2.13; only their
+classes moved. torch reads `.metadata` with plain pickle. This module imports no class that a pickle
+names, and does not interpret keys.
 
 `.metadata` has no checksum, but it states most things twice: the keys of items and the paths that
 lead to them, the boxes of tensors and their locations in files. One changed bit in a key would
@@ -82,7 +82,8 @@ _laid: dict[str, ItemTable] = {}  # tables of folders that are laid out and not 
 def names_any(folder: str, texts: Sequence[bytes]) -> bool:
     """Whether one of these texts occurs in the `.metadata` of a folder, as a part of a key.
 
-    It is not unpickled, since keys are plain text in it. False if it is too large to be read.
+    The file is not unpickled, since keys are plain text in its bytes. False if it is too large to
+    be read.
     """
     path = os.path.join(folder, METADATA)
     if not sources.is_file(path) or sources.size(path) > most_metadata():
@@ -98,12 +99,12 @@ def names_any(folder: str, texts: Sequence[bytes]) -> bool:
 
 
 def most_metadata() -> int:
-    """The largest size of metadata in bytes for which there is memory."""
+    """The size in bytes of the largest `.metadata` for which this machine has memory."""
     return free_memory() // MEMORY
 
 
 def sealed(text: bytes) -> bytes:
-    """Appends the CRC-32 to a pickle."""
+    """The bytes of a pickle with their CRC-32 appended."""
     return text + b"\nzckpt-crc32 %08x\n" % crc32(text)
 
 
@@ -111,11 +112,11 @@ def check_seal(text: bytes) -> None:
     """Raises CorruptCheckpoint if a CRC-32 after the pickle is wrong; torch writes none."""
     match = SEAL.search(text, max(0, len(text) - 32))
     if match and crc32(text[: match.start()]) != int(match[1], 16):
-        raise CorruptCheckpoint("record-damaged", "its bytes do not have the CRC-32 behind them")
+        raise CorruptCheckpoint("record-damaged", "its bytes do not have the CRC-32 after them")
 
 
 def laid_table(folder: str) -> ItemTable:
-    """Reads the metadata of a folder, or takes the table that zckpt remembers after laying it out.
+    """Reads the metadata of a folder, or takes the table remembered from writing the folder.
 
     A remembered table is forgotten by this call.
     """
@@ -123,12 +124,13 @@ def laid_table(folder: str) -> ItemTable:
 
 
 def read_table(folder: str, is_laid: bool = False) -> ItemTable:
-    """The metadata of a folder: one `.metadata`, or those of all ranks combined.
+    """Reads the metadata of a folder: one `.metadata`, or those of all ranks combined.
 
-    With `is_laid`, zckpt has just laid out the folder: it is trusted, and the table is remembered
-    for the function that seals it. Raises CorruptCheckpoint (values of wrong types, parts that
-    contradict each other), IncompleteCheckpoint (no metadata, or none of some rank; an item without
-    a location), UnsupportedCheckpoint (items that are compressed or encrypted; more than there is
+    With `is_laid`, zckpt has just written the folder without its tensor data: the metadata is
+    trusted, and the table is remembered for the function that adds the checksums. Raises
+    CorruptCheckpoint (values of wrong types, parts that contradict each other),
+    IncompleteCheckpoint (no metadata, or none of some rank; an item without a location),
+    UnsupportedCheckpoint (items that are compressed or encrypted; more metadata than there is
     memory for).
     """
     with os.scandir(folder) as entries:
@@ -146,7 +148,7 @@ def read_table(folder: str, is_laid: bool = False) -> ItemTable:
     if not ranks:
         raise IncompleteCheckpoint(
             "unfinished-save",
-            f"{folder} has items but no {METADATA}, which is written last",
+            f"{folder} has item files but no {METADATA}, which is written last",
             hint="the save did not finish; take an earlier checkpoint",
             file=folder,
         )
@@ -170,7 +172,7 @@ def _read_one(folder: str, files: tuple[str, ...], name: str, is_laid: bool = Fa
 
 
 def _unpickled(name: str, is_laid: bool) -> tuple[Any, Rows]:
-    """Unpickles a metadata file; returns its value, and the columns (`Rows`) made meanwhile."""
+    """Unpickles a metadata file; returns its value, and the columns (`Rows`) filled meanwhile."""
     with sources.opened(name) as file:
         size = os.fstat(file.fileno()).st_size
         if size > (most := most_metadata()):
@@ -214,7 +216,7 @@ def _table(folder: str, files: tuple[str, ...], content: Any, rows: Rows) -> Ite
 def _combined(tables: list[ItemTable]) -> ItemTable:
     """Combines the tables of all ranks into one.
 
-    Several ranks may have saved a box, or a complete tensor. Then the first rank's location is
+    If several ranks have saved the same box, or a complete tensor, the first rank's location is
     used, and the others go to `copies`.
     """
     first = tables[0]
@@ -254,14 +256,14 @@ def _with_box(item: TensorItem | None, box: ItemBox) -> TensorItem:
 def _item(key: str, record: Any, most: int, columns: _Columns) -> TensorItem | None:
     """Reads the description of a tensor, and adds its boxes to `columns`.
 
-    None if the item is no tensor. `most` is the number of boxes that it may have. Raises
+    None if the item is not a tensor. `most` is the largest number of boxes that it can have. Raises
     CorruptCheckpoint.
     """
     fields = attributes(record)
     if not fields:  # BytesStorageMetadata
         return None
     if not {"properties", "size", "chunks"} <= fields.keys():
-        raise CorruptCheckpoint("file-damaged", f"{safe(key)} is neither a tensor nor a value")
+        raise CorruptCheckpoint("file-damaged", f"{safe(key)}: its record is incomplete")
     # TensorProperties pickles a tuple; the dtype is its first element
     properties = fields["properties"]
     properties = properties.state if isinstance(properties, Foreign) else None
@@ -275,13 +277,13 @@ def _item(key: str, record: Any, most: int, columns: _Columns) -> TensorItem | N
     chunks = fields["chunks"]
     if not isinstance(chunks, (list, tuple)) or sum(map(_count, chunks)) > most:
         raise CorruptCheckpoint(
-            "file-damaged", f"the pieces of {safe(key)} are not a list, or more than the files have"
+            "file-damaged", f"the chunks of {safe(key)} are not a list, or too many for the files"
         )
     boxes = columns.boxes_of(key, chunks)
     size = _numbers(fields["size"], key)
     if prod(size) >= MAX_NUMBER:
         raise CorruptCheckpoint(
-            "file-damaged", f"the sizes of {safe(key)} are those of {prod(size)} elements"
+            "file-damaged", f"{safe(key)} has an impossible size: {prod(size)} elements"
         )
     return TensorItem(dtype.name.removeprefix("torch."), size, boxes)
 
@@ -291,7 +293,7 @@ def _count(chunk: Any) -> int:
 
 
 class _Columns:
-    """Fills the columns of a table, from the rows and the records in a pickle."""
+    """Fills the columns of an `ItemTable` from a pickle's `Rows` and its other records."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -301,7 +303,7 @@ class _Columns:
         self._numbers: dict[int, int] = {}
 
     def _number(self, of_rows: int, key: str) -> int:
-        """Converts the index of a shape in `rows.shapes` to its index in `shapes`."""
+        """Converts the index of a shape in `rows.shapes` to that of the same shape in `shapes`."""
         number = self._numbers.get(of_rows)
         if number is None:
             number = self.shapes.number(_numbers(self.rows.shapes[of_rows], key))
@@ -323,21 +325,21 @@ class _Columns:
         return boxes.since(start)
 
     def locations(self, folder: str, storage: Mapping[Any, Any]) -> Places:
-        """Adds the location of every item to the columns; returns all, sorted."""
+        """Adds the location of every item to the columns; returns all locations, sorted."""
         places = EnteredPlaces(self.shapes)
         paths: dict[str, str] = {}  # paths of files, by their names in the metadata
         for key, offsets, name, offset, length in self._stated(storage):
             if name not in paths:
                 if not name.isprintable():
-                    raise CorruptCheckpoint("file-damaged", f"no file is called {name!r}")
+                    raise CorruptCheckpoint("file-damaged", f"not a file name: {name!r}")
                 paths[name] = path_inside(folder, name, METADATA)
             places.enter(key, offsets, paths[name], offset, length)
         return places.in_order()
 
     def _stated(self, storage: Mapping[Any, Any]) -> Iterator[tuple[str, int, str, int, int]]:
-        """For each item: its key, the index of its offsets in the table's shapes, and its place.
+        """Yields each item's key, index of its offsets in `shapes`, file, offset and length.
 
-        The index is -1 if the item has no offsets. The place is a file, an offset and a length.
+        The index is -1 if the item has no offsets, because it is not a chunk of a tensor.
         """
         for index, info in storage.items():
             if type(index) is Run:
@@ -415,7 +417,7 @@ def _numbers(values: Any, key: str) -> tuple[int, ...]:
 
 
 def _texts(values: Any) -> str:
-    """For a message: the texts in a list; for a value of another type the name of the type."""
+    """Lists texts for a message; for a value of another type, gives the name of the type."""
     if isinstance(values, (list, tuple)):
         return listed([str(value)[:80] for value in values[:9] if isinstance(value, str)])
     return type(values).__name__
@@ -445,7 +447,7 @@ def need_agreement(table: ItemTable, name: str) -> None:
         pathless = [key for key in table.items if key not in table.paths]
         if pathless:
             raise CorruptCheckpoint(
-                "file-damaged", f"{name}: no path leads to {_all_shown(pathless)}"
+                "file-damaged", f"{name}: no state dict path is stated for {_all_shown(pathless)}"
             )
     described = bytearray(len(table.locations))
     for key, item in table.items.items():
@@ -459,19 +461,19 @@ def need_agreement(table: ItemTable, name: str) -> None:
         unlisted_files = dict.fromkeys(key for key, _ in table.locations.named(rows))
         raise CorruptCheckpoint(
             "file-damaged",
-            f"{name}: it names files of {_all_shown([*unlisted_files])}, which no item describes",
+            f"{name}: it states files for {_all_shown([*unlisted_files])}, but has no such items",
         )
     _need_separate(table, name)
 
 
 def _places_of(table: ItemTable, key: str, item: TensorItem, name: str) -> Iterator[int]:
-    """Yields, for the boxes of a tensor, the rows of their places; raises as `need_agreement`."""
+    """Yields, for each box of a tensor, the row of its location; raises as `need_agreement`."""
     for box in item.boxes:
         if len(box.offsets) != len(item.shape) or len(box.sizes) != len(item.shape):
             raise CorruptCheckpoint(
                 "file-damaged",
-                f"{name}: a piece of {_all_shown([key])} has another number of axes than its shape "
-                f"{list(item.shape)}",
+                f"{name}: a chunk of {_all_shown([key])} has another number of axes than the "
+                f"tensor, whose shape is {list(item.shape)}",
             )
         if box.is_empty:  # several ranks may have an empty box
             row = table.locations.row(key, box.offsets)
@@ -483,14 +485,14 @@ def _places_of(table: ItemTable, key: str, item: TensorItem, name: str) -> Itera
         if any(map(gt, ends, item.shape)):
             raise InconsistentCheckpoint(
                 "file-damaged",
-                f"{name}: a piece of {_all_shown([key])} of shape {list(box.sizes)} at "
-                f"{list(box.offsets)} lies outside of its shape {list(item.shape)}",
+                f"{name}: a chunk of {_all_shown([key])} of shape {list(box.sizes)} at "
+                f"{list(box.offsets)} exceeds the tensor's shape {list(item.shape)}",
             )
         yield row
 
 
 def _all_shown(keys: list[str]) -> str:
-    """Lists the first keys in one line."""
+    """Lists the first four keys in one line."""
     return listed([*map(safe, keys)], 4)
 
 

@@ -7,9 +7,10 @@ An item is a file of torch.save inside of its file, or a tensor of the safetenso
                                          the data begin at byte 704 of the item in all genuine
                                          files that were examined (torch 2.13, Megatron-Core)
 
-Opening an item costs more than torch's complete reading of its description. Items of one kind have
-the same form. So a few of each kind are opened, and the places of the others are planned. Before
-the data of a planned item are read, the item is opened (`Record.crc`) and compared with the plan.
+Opening an item costs more than torch's complete reading of its description. Items with similar keys
+and equal dtypes are laid out alike. So a few of each kind are opened, and the data offsets of the
+others are computed ("planned"). Before the data of a planned item are read, the item is opened
+(`Record.crc`), and the computed offset is checked.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ class ItemFiles:
 
     A file has thousands of items, and opening it takes a millisecond on some network filesystems.
     So files stay open while this object lives (`keeps_open`), but at most a quarter of those that
-    the process may have open. `sizes` are the bytes of every file that was opened, by path.
-    `records` are the records of all items that were read as files of torch.save. With `plans`,
-    tensors whose form is known are not opened when the structure is read. With `is_laid`, zckpt has
-    just laid them out, and they are not opened later either.
+    the process may have open. `sizes` has the size of every opened file, by path. `records` are the
+    records of all items that were read as files of torch.save. With `plans`, tensors whose data
+    offset can be computed are not opened when the structure is read. With `is_laid`, zckpt has just
+    written the files without tensor data, and their items are not opened later either.
     """
 
     def __init__(self, keeps_open: bool = True, plans: bool = False, is_laid: bool = False) -> None:
@@ -77,9 +78,9 @@ class ItemFiles:
     def missing(
         self, location: ItemLocation, key: str, dtype: str, sizes: tuple[int, ...]
     ) -> SavedTensor | None:
-        """A tensor without data, for an item in a lost file whose place another file takes.
+        """Describes a tensor of a lost file as if it were there; None if its file is not lost.
 
-        None if no other file takes the place of the item's file.
+        Another rank's file stands in for the lost one (see `sources.standing_in`).
         """
         if not sources.is_stand_in(location.file):
             return None
@@ -88,7 +89,7 @@ class ItemFiles:
         return SavedTensor(key, dtype, sizes, extent)
 
     def stored(self, location: ItemLocation, key: str) -> SavedTensor | None:
-        """The tensor `key` of the safetensors file at this location.
+        """The tensor `key` in the safetensors file at this location.
 
         None if an item of torch.save is there instead. Raises IncompleteCheckpoint if the
         safetensors file lacks the tensor.
@@ -111,7 +112,7 @@ class ItemFiles:
         return self._tensors[begin][key]
 
     def torch_file(self, location: ItemLocation) -> TorchFile:
-        """The item as a complete file of torch.save."""
+        """Opens the item at a location as a complete file of torch.save."""
         if location.shared:
             raise InconsistentCheckpoint(
                 "elements-overlap",
@@ -132,10 +133,10 @@ class ItemFiles:
     def planned(
         self, location: ItemLocation, key: str, dtype: str, sizes: tuple[int, ...]
     ) -> Record | None:
-        """The record of a tensor's or a box's data in an item, without opening the item.
+        """The record of a tensor's or a box's data, computed without opening its item.
 
         The elements are row-major. None if the item must be opened: the first item of each file,
-        and the first of each form.
+        and the first of each kind.
         """
         if not self.plans or location.shared or location.file not in self.sizes:
             return None
@@ -180,9 +181,9 @@ class ItemFiles:
     def tensor_file(
         self, location: ItemLocation, key: str, dtype: str, sizes: tuple[int, ...]
     ) -> TorchFile:
-        """Opens the item of a tensor, to plan others of its form by it. Raises as `torch_file`.
+        """Opens the item of a tensor, to compute the data offsets of similar items from it.
 
-        The item may hold another value than the expected tensor.
+        The item may hold another value than the expected tensor. Raises as `torch_file`.
         """
         file = self.torch_file(location)
         if self.forms.note(file, key, dtype, sizes, location):
@@ -199,10 +200,10 @@ class ItemFiles:
     def reopened(
         self, location: ItemLocation, dtype: str, sizes: tuple[int, ...], data: Extent
     ) -> TorchFile | int:
-        """Opens an item whose data were planned.
+        """Opens an item whose data offset was computed.
 
         If all its bytes except the data equal those of an item that was read before, it is not
-        parsed, and only the CRC-32 of its data is returned.
+        parsed, and only the CRC-32 that it states for its data is returned.
         """
         outline = self.outlines.get((dtype, sizes, location.length))
         if outline is not None and outline.data == data.offset - location.offset:
@@ -245,7 +246,7 @@ class ItemFiles:
             yield box, file
 
     def unused(self, table: ItemTable) -> list[Extent]:
-        """Bytes of the item files that no item covers: a loss, or remains of another save.
+        """The byte ranges of item files that no item covers: lost items, or remains of a save.
 
         zckpt aligns items, so a gap before an aligned item is not reported if no item fits into it.
         """
@@ -273,7 +274,7 @@ class ItemFiles:
 
     @contextmanager
     def _opened(self, path: str) -> Iterator[int]:
-        """The descriptor of the file that is at the path now; raises as `sources.open_file`."""
+        """Yields the descriptor of the file at `path`; raises as `sources.open_file`."""
         with sources.naming(path):
             now = Fingerprint.of(os.stat(path))
             if path in self._open and self._open[path][1] != now:
@@ -287,36 +288,36 @@ class ItemFiles:
             yield opened.fileno()
 
     def _require(self, path: str, offset: int, length: int) -> None:
-        """Raises IncompleteCheckpoint if the file is missing, or ends before these bytes."""
+        """Raises IncompleteCheckpoint if the file is missing, or ends before these bytes end."""
         stop = offset + length
         if path not in self.sizes:
             if not sources.is_file(path):
-                hint = "copy the whole directory; every rank writes files of its own"
+                hint = "copy the whole directory: every rank writes separate files"
                 raise missing_file(path, METADATA, hint)
             self.sizes[path] = sources.size(path)
         if min(offset, length) < 0 or stop > self.sizes[path]:
             raise IncompleteCheckpoint(
                 "file-cut-short",
                 f"{path} has {self.sizes[path]} bytes, but {METADATA} needs at least {stop}",
-                hint="it was cut short; take another copy of it",
+                hint="it was cut short: copy it again",
                 file=path,
             )
 
 
 @lru_cache(64)
 def kind_of(key: str) -> str:
-    """The kind of a key: keys of one kind differ only in numbers."""
+    """The key with `#` in place of its numbers, so that keys of all layers become equal."""
     return NUMBER.sub("#", key)
 
 
 class _Forms:
-    """Where the data of items lie, learned from the items that were opened.
+    """Computes where the data of items lie, as learned from the items that were opened.
 
     Items of one kind have the same dtype, and keys that differ only in numbers: the same weight in
-    all layers. Items of a kind are planned only if all opened ones are row-major tensors with a
-    storage of their own. The first byte of the data follows from an item's length. torch and zckpt
-    align data to 64 bytes, and put equal numbers of bytes after data whose ends are aligned alike:
-    only the pickle before them has a variable length.
+    all layers. Items of a kind are planned (their data offsets are computed) only if all opened
+    ones are row-major tensors with separate storages. The first byte of the data follows from an
+    item's length. torch and zckpt align data to 64 bytes, and put equal numbers of bytes after data
+    whose ends are aligned alike: only the pickle before them has a variable length.
     """
 
     def __init__(self) -> None:
@@ -325,15 +326,15 @@ class _Forms:
         self._places: dict[tuple[int, int], int | None] = {}
 
     def place(self, key: str, dtype: str, length: int, item_length: int) -> int | None:
-        """Where `length` bytes of data begin in an item; None if the item must be opened."""
+        """The byte of an item at which `length` bytes of data begin; None if it must be opened."""
         return self.begin(length, item_length) if length and self.kind(key, dtype) else None
 
     def kind(self, key: str, dtype: str) -> bool:
-        """Whether items with this dtype and this kind of key are planned, instead of opened."""
+        """Whether the data offsets of items with this dtype and kind of key can be computed."""
         return self._kinds.get((kind_of(key), dtype), False)
 
     def begin(self, length: int, item_length: int) -> int | None:
-        """Where the data begin, as `place` returns it, for an item of a planned kind."""
+        """The first byte of the data, as `place` returns it; the kind of the key is not checked."""
         return self._places.get((item_length - length, length % ALIGNMENT))
 
     def note(
@@ -341,8 +342,8 @@ class _Forms:
     ) -> bool:
         """Learns from an item that was opened; returns whether it is a plain tensor.
 
-        A plain tensor has the stated type and shape, is row-major, and fills its only storage.
-        Items of its kind are planned only as long as all opened ones are plain.
+        A plain tensor has the stated type and shape, is row-major, and fills its only storage. The
+        offsets of other items of its kind are computed only as long as all opened ones are plain.
         """
         tensor, records = file.value, [*file.records.values()]
         kind, length = (kind_of(key), dtype), prod(sizes) * SIZES[dtype]
@@ -362,13 +363,12 @@ class _Forms:
 
 
 class _Outline(Struct, frozen=True):
-    """All bytes of an item, except its data and what differs in each save: checksums, ids.
+    """All bytes of an item, except its data and what differs in each save: checksums and ids.
 
     Another item with the same bytes describes its data in the same way, except for the CRC-32,
     which is at `crc_at` in the directory. `data` and `behind` are where the data begin and end.
-    `head` and `tail` are the bytes before and after the data, with zeros in the `gaps`.
-    `identity` is where the item's random id begins and ends, and where its CRC-32 is; None in files
-    of zckpt.
+    `head` and `tail` are the bytes before and after the data, with zeros in the `gaps`. `identity`
+    is where the item's random id begins and ends, and where its CRC-32 is; None in files of zckpt.
     """
 
     data: int
@@ -381,7 +381,7 @@ class _Outline(Struct, frozen=True):
 
     @classmethod
     def of(cls, file: int, item: Extent, data: Extent) -> _Outline:
-        """Reads the outline of an item; `data` is the extent of its data in the open `file`."""
+        """Reads the outline of the item at `item`, whose data are in the byte range `data`."""
         start, gaps, crc_at, identity = item.offset, list[tuple[int, int]](), 0, None
         for name, member in read_directory(file, item).items():
             stop = member.offset + member.length
@@ -404,7 +404,7 @@ class _Outline(Struct, frozen=True):
         return replace(outline, head=outline.blank(head, 0), tail=outline.blank(tail, behind))
 
     def bytes_of(self, file: int, offset: int, length: int) -> tuple[bytes, bytes]:
-        """An item's bytes before its data, and those after its data."""
+        """Reads an item's bytes before its data, and those after its data."""
         if length <= AT_ONCE:
             data = sources.pread(file, length, offset)
             return data[: self.data], data[self.behind :]
@@ -412,7 +412,7 @@ class _Outline(Struct, frozen=True):
         return sources.pread(file, self.data, offset), tail
 
     def blank(self, data: bytes, start: int) -> bytes:
-        """Replaces the gaps by zeros in bytes that begin at `start`."""
+        """Replaces checksums and ids by zeros in bytes that begin at `start` of the item."""
         blank = bytearray(data)
         for begin, stop in self.gaps:
             if start <= begin and stop <= start + len(data):
@@ -420,7 +420,7 @@ class _Outline(Struct, frozen=True):
         return bytes(blank)
 
     def crc(self, file: int, location: ItemLocation) -> int | None:
-        """The CRC-32 that the item at `location` states for its data.
+        """Reads the CRC-32 that the item at `location` states for its data.
 
         None if the item has other bytes, besides its data and checksums, than this outline.
         """
@@ -439,7 +439,10 @@ def _number(data: bytes, place: int) -> int:
 
 
 class _Planned(Struct, eq=False):
-    """A function that opens a planned item once, and returns the CRC-32 stated for its data."""
+    """A function that opens a planned item on its first call, and returns the CRC-32 of its data.
+
+    The item itself states this CRC-32.
+    """
 
     files: ItemFiles
     location: ItemLocation
@@ -451,7 +454,7 @@ class _Planned(Struct, eq=False):
     crc: int | None = None
 
     def __call__(self) -> int | None:
-        """Raises as `torch_file`, and UnsupportedCheckpoint if the data are not where planned."""
+        """Returns the stated CRC-32; raises as `torch_file`, or if the data lie elsewhere."""
         if not self.is_open:
             with self.files.lock:
                 self.crc = self.opened()
@@ -459,7 +462,7 @@ class _Planned(Struct, eq=False):
         return self.crc
 
     def opened(self) -> int | None:
-        """The CRC-32 that the item states; compares the item's form with the plan."""
+        """Opens the item, checks that its data lie as computed, and returns the stated CRC-32."""
         file = self.files.reopened(self.location, self.dtype, self.sizes, self.extent)
         if isinstance(file, int):
             return file
@@ -468,9 +471,9 @@ class _Planned(Struct, eq=False):
         if whole != self.extent or file.value.offset or not file.value.contiguous:
             raise UnsupportedCheckpoint(
                 "storage-unsupported",
-                f"{self.location.file} has {safe(self.key)} at byte {self.location.offset} in "
-                "another form than the items of its kind that zckpt opened: its elements are in "
-                "another order, or at another place",
+                f"{self.location.file}: item {safe(self.key)} at byte {self.location.offset} is "
+                "not stored like the similar items that zckpt opened: its elements are in another "
+                "order, or begin at another byte",
                 hint="in Python, read it with zckpt.read(PATH, opens_items=True)",
                 file=self.location.file,
             )
@@ -478,9 +481,9 @@ class _Planned(Struct, eq=False):
 
 
 class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
-    """The boxes of a tensor, each with its data in an item that is not opened.
+    """The boxes of a tensor, each with the computed byte range of its data in an unopened item.
 
-    For each box, three numbers are stored: its index in `boxes`, the row of its place, and the
+    For each box, three numbers are stored: its index in `boxes`, the row of its location, and the
     byte of the item at which its data begin. All else is made when it is read.
     """
 
@@ -519,14 +522,14 @@ class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
 
     @property
     def extents(self) -> Sequence[Extent]:
-        """The extent of each box's data."""
+        """The byte range of each box's data."""
         return Made(self._extent, range(len(self)))
 
     def is_open(self, place: int) -> bool:
         return bool(self._crcs) and self._crcs[place] != UNOPENED
 
     def crc(self, place: int) -> int | None:
-        """The CRC-32 that the item of a box states; raises as `_Planned`."""
+        """The CRC-32 that the item of box number `place` states; raises as `_Planned`."""
         if not self.is_open(place):
             location, sizes = self.places.at(self._rows[place]), self._box(place).sizes
             item = self.key, self.dtype, sizes, self._extent(place)
@@ -583,9 +586,9 @@ def require_same(
     stored: tuple[str, tuple[int, ...]] | None,
     stated: tuple[str, tuple[int, ...]],
 ) -> None:
-    """Raises InconsistentCheckpoint unless the stored dtype and shape are those of the metadata.
+    """Raises InconsistentCheckpoint unless an item has the dtype and shape stated for it.
 
-    `stored` is None for an item that is not a tensor.
+    `stored` is what the item has (None if it is not a tensor), `stated` what the metadata says.
     """
     if stored != stated:
         raise InconsistentCheckpoint(

@@ -3,8 +3,9 @@
     .metadata    [ frames | items, paths, locations | path and random id of the save, version ]
                             the same in all of them
 
-So `.metadata` is parsed once for all directories, and then only compared (torch 2.1 to 2.13). Items
-with equal numbers are equal files, byte by byte, and each is parsed once.
+So `.metadata` is parsed only for the first directory; those of the others are compared with it
+(torch 2.1 to 2.13). Items with equal numbers are equal files, byte by byte, and each is parsed
+once.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ Places = dict[str, list[tuple[int, int]]]
 
 
 def numbers_in(folder: str, choice: Choice) -> list[float]:
-    """The numbers in the items whose keys `choice` selects, without duplicates; [] without any.
+    """The numbers in the items that `choice` selects by their keys, without duplicates.
 
-    The items are files of torch.save. Raises as `read_table` and `TorchFile`, and OSError.
+    Empty if there are none. The items are files of torch.save. Raises as `read_table` and
+    `TorchFile`, and OSError.
     """
     path = os.path.join(folder, METADATA)
     if not sources.is_file(path) or sources.size(path) > most_metadata():
@@ -45,7 +47,7 @@ def numbers_in(folder: str, choice: Choice) -> list[float]:
 
 
 class _Metadata:
-    """A `.metadata` file; two of them are equal if they state the same about items."""
+    """A `.metadata` file; two of them compare as equal if they state the same about items."""
 
     def __init__(self, path: str) -> None:
         from hashlib import sha256
@@ -78,7 +80,7 @@ def _without_frames(text: bytes) -> bytes:
 
 @lru_cache(LAYOUTS)
 def _places(metadata: _Metadata, choice: Choice) -> Places:
-    """The places of the chosen items; empty if one is a tensor of a safetensors file."""
+    """The locations of the chosen items; empty if one is a tensor of a safetensors file."""
     table = read_table(metadata.folder)
     locations = [
         table.location(key, box)

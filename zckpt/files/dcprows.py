@@ -1,17 +1,18 @@
-"""Reads the boxes of tensors and the places of items from the pickle of `.metadata`, as columns.
+"""Reads the chunks of tensors and the locations of items from `.metadata`, as columns.
 
     chunk            offsets, sizes                      of a tensor's box
     index -> info    key, offsets -> file, offset, length    of an item
 
-There may be millions of them. Pickle writes each with 25 instructions, always the same ones. Here
-such a sequence, a form, is recognized as one, and becomes a row: a few numbers instead of four to
-six objects, which take 2 to 4 KB. Anything else is left to the unpickler, instruction by
-instruction. Both ways give the same result. So a form ends where its object ends, a row stands for
-just this object, and it enters a column only when the pickle puts it into a list or a dictionary.
+There may be millions of them, and pickle writes each with the same 25 instructions. This module
+recognizes such a sequence by a pattern, called a form, and stores a row: a few numbers instead of
+four to six objects, which take 2 to 4 KB. Anything else is left to the unpickler, instruction by
+instruction. Both ways give the same result: a form ends where its object ends, a row stands for
+exactly this object, and it enters a column only when the pickle puts it into a list or a
+dictionary.
 
-The pickle may number values within a form, and refer to them later. Boxes, indices, and the sizes
-and texts in them can be recalled by their numbers. If a pickle refers to another part, or numbers
-values in another way, `Unusual` is raised. The caller then begins again without rows.
+The pickle may number values within a form (its memo), and refer to them later. Boxes, indices, and
+the sizes and texts in them can be recalled by their numbers. If a pickle refers to another part, or
+numbers values in another way, `Unusual` is raised. The caller then starts again without rows.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ _INTEGERS = _form(_INT)
 
 
 class _Forms:
-    """The patterns of all forms: the bytes by which a pickle writes a box, an index or a place.
+    """Regular expressions for the bytes by which a pickle writes a chunk, an index or a location.
 
     `number` is the opcode that follows each value to which the pickle may refer later: MEMOIZE in
-    protocol 4, which gives the value a number. In pickles of zckpt's own writer it is empty.
+    protocol 4, which gives the value a number. In pickles of zckpt's writer it is empty.
     """
 
     def __init__(self, number: bytes) -> None:
@@ -80,18 +81,18 @@ PROTOCOL = 4  # the protocol of pickles whose values are numbered
 
 
 class Unusual(Exception):
-    """Is raised if a pickle has a structure that the forms do not cover: read it without them."""
+    """The pickle has a structure that the forms do not cover: it must be read without them."""
 
 
 class IndexRow(Struct, frozen=True, gc=False, eq=False):
-    """An item's key, and the index of its offsets in `Rows.shapes`; -1 if it has no offsets."""
+    """The key of an item, and the index of its offsets in `Rows.shapes`; -1 if it has none."""
 
     key: str
     offsets: int
 
 
 class InfoRow(Struct, frozen=True, gc=False):
-    """The place of an item."""
+    """The location of an item: its file, and its first byte and length there."""
 
     file: str
     offset: int
@@ -99,9 +100,9 @@ class InfoRow(Struct, frozen=True, gc=False):
 
 
 class Run(Struct, frozen=True, eq=False):
-    """Rows [start, stop) of a column, in place of as many objects.
+    """Rows [start, stop) of the columns, in place of as many objects of the pickle.
 
-    They are boxes in a list, or the keys of a dictionary of places.
+    They stand for chunks in a list, or for the keys of a dictionary of locations.
     """
 
     start: int
@@ -109,12 +110,12 @@ class Run(Struct, frozen=True, eq=False):
 
 
 class Rows:
-    """The columns of one pickle, and the forms that fill them.
+    """The columns that are filled from one pickle, and the forms (patterns) that fill them.
 
     `shapes` are all different offsets and sizes. For each box, `box_offsets` and `box_sizes` are
-    indices in `shapes`. `names` are all different keys and files. For each place, `place_keys` and
-    `place_files` are indices in `names`, `place_offsets` is an index in `shapes`, and `offsets` and
-    `lengths` are bytes in the file.
+    indices in `shapes`. `names` are all different keys and files. For each location, `place_keys`
+    and `place_files` are indices in `names`, `place_offsets` is an index in `shapes`, and `offsets`
+    and `lengths` are bytes in the file.
     """
 
     def __init__(self, text: bytes) -> None:
@@ -143,22 +144,22 @@ class Rows:
         }
 
     def match(self, cls: str, data: Any, position: int, memo: dict[int, Any]) -> Any:
-        """Recognizes the object that follows a class; returns its row, and the position after it.
+        """Matches the object that follows a class; returns its row, and the position after it.
 
-        None if the class has no form, or the bytes do not have it.
+        None if there is no form for the class, or the bytes do not match it.
         """
         form = self._forms.get(cls)
         return None if form is None else form(data, position, memo)
 
     def _count(self, count: int) -> None:
-        """Counts values to which the pickle gave memo numbers, but which `recall` does not find."""
+        """Counts memo numbers that the pickle gave to values which `recall` cannot return."""
         if self.is_numbered:
             self.skipped += count
 
     def recall(self, number: int) -> Any:
         """The value within a form to which the pickle gave this memo number.
 
-        Raises Unusual if no value that `Rows` remembers has the number.
+        Raises Unusual if the value was not remembered.
         """
         if (place := _place(self._recalled, number)) is not None:
             value = self._values[place]
@@ -170,7 +171,7 @@ class Rows:
         raise Unusual
 
     def forget_numbers(self) -> None:
-        """Frees the memory of the pickle's numbers, after the pickle was read to its end."""
+        """Frees the memory used for memo numbers, once the pickle has been read to its end."""
         for numbers in (self._recalled, self._values, self._box_numbers, self._index_numbers):
             del numbers[:]
         del self._index_keys[:], self._index_offsets[:]
@@ -178,19 +179,23 @@ class Rows:
     # -- columns
 
     def boxes(self, run: Run) -> Iterator[tuple[int, int]]:
-        """Yields, for each box in a run, the indices in `shapes` of its offsets and its sizes."""
+        """Yields for each box in a run of rows the indices in `shapes` of its offsets and sizes."""
         rows = slice(run.start, run.stop)
         yield from zip(self.box_offsets[rows], self.box_sizes[rows], strict=True)
 
     def places(self, run: Run) -> Iterator[tuple[str, int, str, int, int]]:
-        """Yields each place in a run: key, index of offsets in `shapes`, file, offset, length."""
+        """Yields the locations in a run of rows, each as five values.
+
+        They are the item's key, the index of its offsets in `shapes`, its file, its offset and its
+        length.
+        """
         names = self.names
         for row in range(run.start, run.stop):
             key, file = names[self.place_keys[row]], names[self.place_files[row]]
             yield key, self.place_offsets[row], file, self.offsets[row], self.lengths[row]
 
     def extend(self, target: list[Any], items: list[Any]) -> None:
-        """Appends values to a list; consecutive boxes become one run."""
+        """Appends values to a list; runs of consecutive chunks are merged into one."""
         for item in items:
             if type(item) is Run and target:
                 last = target[-1]
@@ -200,9 +205,10 @@ class Rows:
             target.append(item)
 
     def set_items(self, target: dict[Any, Any], flat: list[Any]) -> list[Any]:
-        """Adds the places among the pairs in `flat` to the columns, and returns all other items.
+        """Adds the locations among the pairs in `flat` to the columns; returns all other items.
 
-        `flat` has a key and its value in turn. One `Run` of rows in `target` stands for all places.
+        `flat` has keys and values in turn. One `Run` of rows in `target` stands for all these
+        locations.
         """
         start, number_of = len(self.offsets), self._number_of
         rest: list[Any] = []
@@ -223,7 +229,7 @@ class Rows:
         return [*rest, *flat[len(flat) & ~1 :]]
 
     def _as_object(self, value: Any) -> Any:
-        """Turns a row into the object that the unpickler would have made; keeps other values."""
+        """Converts a row to the object that the unpickler would have made; keeps other values."""
         if type(value) is IndexRow:
             offsets = {} if value.offsets < 0 else {"offset": self.shapes[value.offsets]}
             return Foreign.instance(INDEX, fqn=value.key, **offsets)
@@ -347,8 +353,8 @@ class Rows:
     ) -> int | None:
         """The index in `shapes` of a shape that a pickle writes in one of three ways.
 
-        It is a new torch.Size with the tuple `text`, a `plain` tuple, or a reference to one that
-        was written before. None for a reference to any other value.
+        It is a new torch.Size with the tuple `text`, a `plain` tuple, or a reference to a shape
+        that was written before. None for a reference to any other value.
         """
         if plain is not None:
             known = self._known_shapes.get(b"t" + plain)
@@ -406,7 +412,7 @@ class Rows:
         return known
 
     def _word(self, ref: bytes | None, memo: dict[int, Any]) -> Any:
-        """The value of a reference that many forms repeat; it is looked up only once."""
+        """The value of a reference that occurs in many forms; it is looked up only once."""
         if ref is None:
             return None
         known = self._words.get(ref)
@@ -415,7 +421,7 @@ class Rows:
         return known
 
     def _value(self, ref: bytes, memo: dict[int, Any]) -> Any:
-        """Looks up a reference by its number in the pickle; raises as `recall`."""
+        """Looks up a reference by its memo number; raises as `recall`."""
         number = ref[1] if len(ref) == 2 else int.from_bytes(ref[1:], "little")
         return memo[number] if number in memo else self.recall(number)
 
@@ -432,7 +438,7 @@ def _integers(text: bytes) -> tuple[int, ...]:
 
 
 def _integer(text: bytes) -> int:
-    """The integer that an instruction puts on the stack."""
+    """The integer that a pickle instruction puts on the stack."""
     code = text[:1]
     if code in b"KM":
         return int.from_bytes(text[1:], "little")

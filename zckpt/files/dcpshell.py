@@ -1,6 +1,7 @@
 """Writes a directory of torch.distributed.checkpoint: item files and `.metadata`.
 
-An item file is a sequence of aligned items. `.metadata` is the object that torch pickles.
+An item file is a sequence of aligned items. `.metadata` is a pickle of the object that torch would
+write. The data of tensors are filled in later.
 """
 
 from __future__ import annotations
@@ -58,25 +59,25 @@ class SavedItem(Struct, frozen=True):
 
 @lru_cache(1 << 12)
 def tensor_shell(dtype: str, sizes: tuple[int, ...]) -> Shell:
-    """The shell of a tensor, cached for tensors of equal dtype and sizes."""
+    """The file of one tensor without its data, cached for tensors of equal dtype and sizes."""
     storages = Storages()
     return shell("archive", storages.tensor(dtype, sizes), storages)
 
 
 @lru_cache(1 << 12)
 def scalar_shell(value: Scalar, _text: str) -> Shell:
-    """The shell of a number, cached for equal numbers. `_text` distinguishes 0.0 from -0.0."""
+    """The file of one number, cached for equal numbers; `_text` distinguishes 0.0 from -0.0."""
     storages = Storages()
     return shell("archive", storages.scalar(value), storages)
 
 
 def in_files(items: Iterable[ItemShell], limit: int) -> Iterator[list[ItemShell]]:
-    """Distributes the items over files; a file of several items has at most `limit` bytes."""
+    """Distributes items over files of at most `limit` bytes; a larger item gets its own file."""
     return portions(items, lambda item: align(item.shell.size, ALIGNMENT), limit)
 
 
 def item_file(name: str, items: Sequence[ItemShell]) -> tuple[Shell, list[SavedItem]]:
-    """The shell of the file `name`, which holds these items, and the location of each."""
+    """Makes the file `name` from these items, without tensor data; also returns their locations."""
     size, parts, saved = 0, [], []
     for item in items:
         start = align(size, ALIGNMENT)
@@ -143,7 +144,7 @@ def _write_near(file: int, patches: Sequence[tuple[int, int]]) -> None:
 
 
 def crcs_of(outcome: Any) -> dict[str, dict[int, int]]:
-    """The CRC-32s of the records that a copy has filled, by file and offset."""
+    """The CRC-32s of the records that a copy has filled: file -> offset in the file -> CRC-32."""
     crcs: dict[str, dict[int, int]] = {}
     for extent, crc in outcome.records.items():
         crcs.setdefault(extent.file, {})[extent.offset] = crc
@@ -207,7 +208,7 @@ def _properties(torch_dtype: str) -> Repeated:
 
 
 def _record(name: str, **state: Any) -> Foreign:
-    """An object of one of torch.distributed.checkpoint's dataclasses."""
+    """An object of a dataclass of torch.distributed.checkpoint, with these attributes."""
     return Foreign.instance(f"{PACKAGE}.{name}", **state)
 
 

@@ -1,8 +1,8 @@
-"""The contents of `.metadata`: tensors, their boxes, and where they lie.
+"""The contents of `.metadata`: tensors, their chunks ("boxes"), and the locations of items.
 
-A checkpoint of many ranks has millions of boxes, and an object for each takes hundreds of bytes. So
-boxes and places are columns of numbers. The objects for a tensor's boxes, and for the place of one,
-are made when they are read:
+A checkpoint of many ranks has millions of chunks, and an object for each takes hundreds of bytes.
+So chunks and locations are stored as columns of numbers. The objects for a tensor's chunks, and for
+the location of one, are made when they are read:
 
     boxes     offsets, sizes                              each the index of a tuple in `Shapes`
     places    key and offsets as one number, in order; file, offset, length
@@ -43,26 +43,26 @@ class ItemBox(Struct, frozen=True):
 
 
 class Shapes:
-    """Offsets and sizes of boxes: each tuple is stored once, and identified by its index."""
+    """Offsets and sizes of boxes: each different tuple is stored once, and found by its index."""
 
     def __init__(self) -> None:
         self.values: list[tuple[int, ...]] = []
         self._numbers: dict[tuple[int, ...], int] = {}
 
     def number(self, values: tuple[int, ...]) -> int:
-        """The index of these offsets or sizes in `values`; they are added if they are new."""
+        """The index of a tuple of offsets or sizes in `values`; it is added if it is new."""
         number = self._numbers.setdefault(values, len(self.values))
         if number == len(self.values):
             self.values.append(values)
         return number
 
     def known(self, values: tuple[int, ...]) -> int | None:
-        """The index of these offsets or sizes in `values`; None if they were never added."""
+        """The index of a tuple of offsets or sizes in `values`; None if it was never added."""
         return self._numbers.get(values)
 
 
 class BoxColumns:
-    """The boxes of all tensors of a table."""
+    """The boxes of all tensors of a table, as columns of indices in `Shapes`."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
@@ -101,9 +101,9 @@ class BoxRows(Sequence[ItemBox]):
 
 
 class TensorItem(Struct, frozen=True):
-    """A tensor under a key.
+    """The description of a tensor: its dtype, shape and boxes.
 
-    `torch_dtype` is torch's name of its type, which zckpt may not support.
+    `torch_dtype` is torch's name of its dtype, which zckpt may not support.
     """
 
     torch_dtype: str
@@ -112,7 +112,7 @@ class TensorItem(Struct, frozen=True):
 
     @property
     def dtype(self) -> str:
-        """The type's name in a manifest; raises UnsupportedCheckpoint."""
+        """The dtype's name in a manifest; raises UnsupportedCheckpoint for unsupported types."""
         dtype = FROM_TORCH.get(self.torch_dtype)
         if dtype is None:
             raise UnsupportedCheckpoint(
@@ -157,7 +157,7 @@ class Places(Mapping[ItemKey, ItemLocation]):
 
     @classmethod
     def of(cls, locations: Mapping[ItemKey, ItemLocation]) -> Places:
-        """Makes the columns from a dictionary."""
+        """Makes the columns from a dictionary of keys (with box offsets) and locations."""
         entered = EnteredPlaces(Shapes())
         for (key, offsets), location in locations.items():
             number = -1 if offsets is None else entered.shapes.number(offsets)
@@ -165,7 +165,7 @@ class Places(Mapping[ItemKey, ItemLocation]):
         return entered.in_order()
 
     def row(self, key: str, offsets: tuple[int, ...] | None) -> int | None:
-        """The row of an item; None if there is none."""
+        """The index of the row with an item's location; None if there is none."""
         number = self.key_numbers.get(key)
         of_offsets = -1 if offsets is None else self.shapes.known(offsets)
         if number is None or of_offsets is None:
@@ -201,7 +201,7 @@ class Places(Mapping[ItemKey, ItemLocation]):
             yield names[key], values[offsets - 1] if offsets else None
 
     def by_file(self) -> Iterator[tuple[str, list[int]]]:
-        """The rows of each file, in the order of their bytes."""
+        """Yields each file with its rows, in the order of their bytes."""
         in_file = [array("i") for _ in self.paths]
         for row, file in enumerate(self.files):
             in_file[file].append(row)
@@ -210,7 +210,7 @@ class Places(Mapping[ItemKey, ItemLocation]):
 
 
 class EnteredPlaces:
-    """Collects places in the order in which the metadata states them; `in_order` sorts them."""
+    """Collects locations in the order in which the metadata lists them; `in_order` sorts them."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
@@ -220,7 +220,7 @@ class EnteredPlaces:
         self._offsets, self._lengths = array("q"), array("q")
 
     def enter(self, key: str, offsets: int, path: str, offset: int, length: int) -> None:
-        """Adds an item's place; `offsets` is the index of its offsets in `shapes`, or -1."""
+        """Adds an item's location; `offsets` is the index of its offsets in `shapes`, or -1."""
         self._of_keys.append(self._keys.setdefault(key, len(self._keys)))
         self._of_offsets.append(offsets)
         self._files.append(self._paths.setdefault(path, len(self._paths)))
@@ -228,7 +228,7 @@ class EnteredPlaces:
         self._lengths.append(length)
 
     def in_order(self) -> Places:
-        """All places, sorted; raises CorruptCheckpoint if one item has two."""
+        """All locations, sorted; raises CorruptCheckpoint if one item has two."""
         places = Places(self.shapes, self._keys, [*self._paths])
         base = places.base = len(self.shapes.values) + 1
         pairs = zip(self._of_keys, self._of_offsets, strict=True)
@@ -241,7 +241,7 @@ class EnteredPlaces:
         for row in range(1, len(codes)):
             if places.codes[row] == places.codes[row - 1]:
                 twice = called(*next(places.named([row])))
-                raise CorruptCheckpoint("file-damaged", f"two files are stated for {twice}")
+                raise CorruptCheckpoint("file-damaged", f"it states two locations for {twice}")
         places.shared = bytearray(len(codes))
         for _, rows in places.by_file():
             for row, after in pairwise(rows):
@@ -276,7 +276,7 @@ class ItemTable(Struct, frozen=True):
         return self.locations.at(self.row(key, None if box is None else box.offsets))
 
     def row(self, key: str, offsets: tuple[int, ...] | None) -> int:
-        """The row of an item's place; raises as `location`."""
+        """The index of the row with an item's location; raises as `location`."""
         row = self.locations.row(key, offsets)
         if row is None:
             raise IncompleteCheckpoint(
@@ -287,7 +287,7 @@ class ItemTable(Struct, frozen=True):
         return row
 
     def by_file(self) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-        """For each file, the offsets and lengths of items, in the order of their bytes."""
+        """Yields each file with its items' offsets and lengths, in the order of their bytes."""
         places, copies = self.locations, dict[str, list[tuple[int, int]]]()
         for copy in chain.from_iterable(self.copies.values()):
             copies.setdefault(copy.file, []).append((copy.offset, copy.length))

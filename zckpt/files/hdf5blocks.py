@@ -1,12 +1,12 @@
-"""Checks that the parts of an HDF5 file without checksums agree.
+"""Checks an HDF5 file without checksums for contradictions between its parts.
 
 Files of the old kind, which h5py writes by default, have addresses in superblock, headers, B-trees
 and heaps (HDF5 file format specification 3.0, II.A, III.A to III.E, IV.A). A flipped bit in one of
 them can lead to other bytes, or empty a group, and the library reports nothing. Three rules reveal
-it:
+such damage:
 
-* A group has the names that its heap lists. A link that was deleted leaves a free block in the
-  heap, or its name if that has less than 16 bytes, which looks like damage. Engines delete none.
+* A group has exactly the names in its heap. A deleted link leaves a free block in the heap, or its
+  name if that has less than 16 bytes, which looks like damage. Engines delete no links.
 * No two blocks share bytes.
 * Bytes beside a dataset that belong to no block are zero. They are not zero where a deleted dataset
   lay, or one whose address has changed.
@@ -96,7 +96,7 @@ class Blocks(Struct, eq=False, dict=True):
                 )
 
     def orphans(self) -> list[Extent]:
-        """Runs of bytes beside a dataset that belong to no block and are not zero."""
+        """The byte ranges beside datasets that belong to no block and are not zero."""
         orphans, left = [], MAX_GAPS
         before = FileBlock(0, 0, "")
         last = FileBlock(self.size, self.size, "")
@@ -118,7 +118,7 @@ class Blocks(Struct, eq=False, dict=True):
             self.blocks.add(FileBlock(start, start + length, owner, is_data))
 
     def _messages(self, address: int, name: str) -> Iterator[tuple[int, bytes]]:
-        """The messages of an object header, with their types."""
+        """Yields the messages of an object header: the type and the bytes of each."""
         head = self._read(16, address, name)
         if head[:1] != b"\1":
             self.is_old = False
@@ -146,7 +146,7 @@ class Blocks(Struct, eq=False, dict=True):
                 at = stop
 
     def _add_tree(self, root: int, name: str) -> None:
-        """Adds the B-tree of a group's links, and its leaves."""
+        """Adds the blocks of a group's B-tree, and those of the symbol nodes (leaves) below it."""
         waiting, nodes = [root], {root}
         while waiting:
             node = waiting.pop()
@@ -157,10 +157,10 @@ class Blocks(Struct, eq=False, dict=True):
             level, count = struct.unpack_from("<BH", data, 5)
             for number in range(count):
                 if 40 + 16 * number > len(data):
-                    raise self._damaged(f"a B-tree of {name} has {count} children")
+                    raise self._damaged(f"a B-tree of {name} has too many children: {count}")
                 child = struct.unpack_from("<Q", data, 32 + 16 * number)[0]
                 if child in nodes:
-                    raise self._damaged(f"a B-tree of {name} has a child twice")
+                    raise self._damaged(f"a B-tree of {name} lists a child twice")
                 nodes.add(child)
                 if level:
                     waiting.append(child)
@@ -175,14 +175,16 @@ class Blocks(Struct, eq=False, dict=True):
         self._add(heap, 32, group)
         self._add(address, size, group)
         if size > MAX_HEAP:
-            raise self._damaged(f"the names of {group} have {size:,} bytes")
+            raise self._damaged(
+                f"the heap with the names of {group} has {size:,} bytes, which is too large"
+            )
         listed = _names(self._read(size, address, group), free)
         if listed != names:
             name = min(listed ^ names).decode("utf-8", "backslashreplace")
             raise CorruptCheckpoint(
                 "file-damaged",
-                f"{self.path} is a damaged HDF5 file: the links of its group {group} are not those "
-                f"that its heap names: see {name!r}",
+                f"{self.path} is a damaged HDF5 file: the links of its group {group} do not match "
+                f"the names in its heap: see {name!r}",
                 hint="use another copy of this file; if links were deleted from it on purpose, "
                 "rewrite it with `h5repack`",
                 file=self.path,

@@ -41,9 +41,9 @@ class Dataset(Struct, frozen=True):
 
 
 class HDF5Contents(Struct, frozen=True):
-    """A file's tensors and values (numbers, lists of them, text) by their paths inside it.
+    """A file's tensors, and its values (numbers, lists of them, text), by their paths inside it.
 
-    `orphans` are bytes beside datasets that belong to no object, though they are not zero.
+    `orphans` are byte ranges beside datasets that belong to no object, though they are not zero.
     """
 
     tensors: Mapping[str, Dataset]
@@ -52,7 +52,7 @@ class HDF5Contents(Struct, frozen=True):
 
 
 def import_h5py() -> Any:
-    """The h5py package; raises MissingExtra."""
+    """Imports h5py; raises MissingExtra if it is not installed."""
     try:
         import h5py
     except ImportError as error:
@@ -65,7 +65,7 @@ def import_h5py() -> Any:
 
 
 def is_hdf5(path: str) -> bool:
-    """Whether a file begins as an HDF5 file."""
+    """Whether a file begins like an HDF5 file."""
     with sources.opened(path) as file:
         return file.read(8) == MAGIC
 
@@ -88,7 +88,7 @@ def root_names(path: str) -> set[bytes]:
 
 @contextmanager
 def _opened(h5py: Any, path: str) -> Iterator[tuple[int, Any]]:
-    """The descriptor of an open file, and h5py's object for it."""
+    """Opens a file; yields its descriptor and h5py's object for it."""
     with sources.opened(path) as file:
         # h5py is faster if it opens a path itself, but that file may have no bytes of its own
         given = file if byte_sources.of(file.fileno()) else path
@@ -109,9 +109,10 @@ def _raise_if_system(path: str, error: Exception) -> None:
 
 
 def read(path: str, is_tensor: Callable[[str], bool]) -> HDF5Contents:
-    """The contents of a file. `is_tensor` decides by a dataset's path; tensors are not read.
+    """Reads the contents of a file; tensors are only located.
 
-    Raises CorruptCheckpoint, UnsupportedCheckpoint (chunks, compression, links, user blocks),
+    `is_tensor` decides by a dataset's path whether it is a tensor or a value to read. Raises
+    CorruptCheckpoint, UnsupportedCheckpoint (chunks, compression, links, user blocks),
     MissingExtra.
     """
     h5py = import_h5py()
@@ -152,10 +153,10 @@ def _contents(
 
 
 class _Bounds:
-    """Limits the bytes of all datasets to the size of the file, and the number of texts in heaps.
+    """Limits the total bytes of all datasets to the file's size, and the number of texts read.
 
-    In a valid file, datasets do not overlap. Datasets that share their bytes could have any total
-    size. So could texts, which a heap lists one after another.
+    In a valid file, datasets do not overlap. In a hostile file, datasets that share their bytes
+    could have any total size. So could texts, which a heap lists one after another.
     """
 
     def __init__(self, path: str, file_size: int) -> None:
@@ -165,7 +166,7 @@ class _Bounds:
         self.steps = MAX_STEPS
 
     def take(self, name: str, length: int) -> None:
-        """Counts a dataset's bytes; raises CorruptCheckpoint if all exceed the file's size."""
+        """Counts a dataset's bytes; raises CorruptCheckpoint if the sum exceeds the file's size."""
         self.bytes -= length
         if self.bytes < 0:
             raise CorruptCheckpoint(
@@ -175,18 +176,18 @@ class _Bounds:
             )
 
     def step(self) -> None:
-        """Counts a text in a heap; raises CorruptCheckpoint after MAX_STEPS texts."""
+        """Counts a step of the search for a text; raises CorruptCheckpoint after MAX_STEPS."""
         self.steps -= 1
         if self.steps < 0:
             raise CorruptCheckpoint(
-                "file-damaged", f"{self.path}: its texts are in too many places", file=self.path
+                "file-damaged", f"{self.path}: its heaps have too many texts", file=self.path
             )
 
 
 def _datasets(h5py: Any, path: str, blocks: Blocks, root: Any) -> Iterator[tuple[str, Any]]:
-    """Every dataset by its path; refuses links to elsewhere and circles of groups.
+    """Yields every dataset by its path; refuses soft and external links, and circles of groups.
 
-    Uses h5py's low-level objects: a file has tens of thousands of datasets, and the high-level
+    It uses h5py's low-level objects: a file has tens of thousands of datasets, and the high-level
     objects take 4 times as long.
     """
     addresses: set[int] = set()
@@ -199,14 +200,14 @@ def _datasets(h5py: Any, path: str, blocks: Blocks, root: Any) -> Iterator[tuple
             if group.links.get_info(name).type != h5py.h5l.TYPE_HARD:
                 raise UnsupportedCheckpoint(
                     "storage-unsupported",
-                    f"{path}: {full_name} is a link to somewhere else",
+                    f"{path}: {full_name} is a soft or external link",
                     file=path,
                 )
             item = h5py.h5o.open(group, name)
             address = h5py.h5o.get_info(item).addr
             if address in addresses or depth > MAX_DEPTH:
                 raise CorruptCheckpoint(
-                    "file-damaged", f"{path}: {full_name} is in two places", file=path
+                    "file-damaged", f"{path}: {full_name} has two paths or is too deep", file=path
                 )
             addresses.add(address)
             if isinstance(item, h5py.h5d.DatasetID):
@@ -238,7 +239,7 @@ def _tensor(h5py: Any, path: str, bounds: _Bounds, name: str, dataset: Any) -> D
 def _location(
     h5py: Any, path: str, bounds: _Bounds, name: str, dataset: Any, size: int
 ) -> tuple[tuple[int, ...], Extent]:
-    """The shape and the bytes of a dataset whose elements have `size` bytes each."""
+    """The shape and the byte range of a dataset whose elements have `size` bytes each."""
     shape = tuple(map(int, dataset.shape or ()))
     properties = dataset.get_create_plist()
     plain = properties.get_layout() == h5py.h5d.CONTIGUOUS and not properties.get_external_count()
@@ -257,13 +258,13 @@ def _location(
     if offset is None or offset + length > bounds.file_size:
         raise CorruptCheckpoint(
             "file-cut-short",
-            f"{path} ends early: {name} is not inside it",
+            f"{path} ends before the end of {name}",
             file=path,
         )
     if dataset.get_storage_size() != length:
         raise CorruptCheckpoint(
             "file-damaged",
-            f"{path}: {name} has {length:,} bytes by its shape, but another number is stored",
+            f"{path}: {name} needs {length:,} bytes by its shape, but stores another number",
             file=path,
         )
     bounds.take(name, length)
@@ -273,7 +274,7 @@ def _location(
 def _value(
     h5py: Any, path: str, bounds: _Bounds, name: str, dataset: Any, blocks: Blocks
 ) -> tuple[Any, Extent]:
-    """A number, a list of numbers, or a text, and its bytes.
+    """Reads a number, a list of numbers, or a text; also returns its byte range.
 
     The bytes are read here, not by h5py: in a damaged file the library trusts what it reads, and
     crashes.
@@ -307,7 +308,7 @@ def _value(
 def _text(
     file: int, path: str, bounds: _Bounds, name: str, reference: bytes, blocks: Blocks
 ) -> str:
-    """A string: an object in a global heap, found there by its number.
+    """Reads a string: the object that `reference` identifies by its number in a global heap.
 
     HDF5 2.0 would loop for ever here if a bit of an object's size is flipped.
     """
@@ -326,6 +327,4 @@ def _text(
         if not candidate:  # the heap's free space
             break
         offset += 16 + align(size, 8)
-    raise CorruptCheckpoint(
-        "file-damaged", f"{path}: the text of {name} is not inside it", file=path
-    )
+    raise CorruptCheckpoint("file-damaged", f"{path}: the text of {name} is missing", file=path)

@@ -1,12 +1,12 @@
-"""Writes HDF5 files without their tensors: shells, whose tensors are filled in afterwards.
+"""Writes HDF5 files without their tensors' data, which is filled in afterwards.
 
-h5py makes a file of groups, headers and numbers, in which no tensor has a place yet. Each tensor
-then gets its place after them, and its header gets the address. So neither memory nor disk space
+h5py makes a file of groups, headers and numbers, in which no tensor has bytes yet. Each tensor then
+gets a byte range after them, and its header gets the address. So neither memory nor disk space
 grows with the size of the tensors.
 
 Turned down: writing the format by hand, as torchshell.py does for zips. HDF5's B-trees and heaps
-are not worth a second implementation. Turned down too: its alignment, with which HDF5 2.0 examines
-every gap in the file for each new object.
+are not worth a second implementation. Turned down too: h5py's alignment option, with which HDF5 2.0
+examines every gap in the file for each new object.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class EmptyDataset(Struct, frozen=True):
 
 
 def shell(name: str, tree: Mapping[str, Any]) -> Shell:
-    """The shell of the file `name`: dictionaries in `tree` become groups, other values datasets."""
+    """Makes the file `name` without the data of its tensors.
+
+    Dictionaries in `tree` become groups, other values become datasets.
+    """
     h5py = import_h5py()
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "shell")
@@ -61,7 +64,7 @@ def shell(name: str, tree: Mapping[str, Any]) -> Shell:
 
 
 def _fill(h5py: Any, group: Any, tree: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    """Writes `tree` into `group`; yields the header's address and the bytes of every tensor."""
+    """Writes `tree` into `group`; yields each tensor's header address and its size in bytes."""
     import numpy as np  # h5py has imported it
 
     for key, value in tree.items():
@@ -82,7 +85,7 @@ def _fill(h5py: Any, group: Any, tree: Mapping[str, Any]) -> Iterator[tuple[int,
 
 
 def _place(data: bytearray, header: int, length: int, start: int) -> None:
-    """Writes the address of a tensor into the layout message of its object header."""
+    """Writes a tensor's address (`start`) into the layout message of its object header."""
     size = int.from_bytes(data[header + 8 : header + 12], "little")
     message = LAYOUT + NOWHERE + ADDRESS.pack(length)
     at = data.find(message, header, header + 16 + size)

@@ -1,8 +1,8 @@
 """Writes plain data and inert records as a pickle of protocol 2: the reverse of unpickle.py.
 
 The standard Pickler would import every class that it names. This one writes a `Global` by its name,
-and a `Foreign` record as the call that it was read from. The memo shares only names and texts.
-Tensors share memory by the key of their storage.
+and a `Foreign` record as the call that it was read from. The memo has only names and texts. Tensors
+share memory by the key of their storage.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Repeated(Struct, frozen=True, eq=False):
 class Record(Struct, frozen=True, eq=False):
     """An object with attributes, as `Foreign.instance` makes it, for classes with many objects.
 
-    `form` is the class and the names of the attributes. All objects of a class must refer to the
-    same tuple as their form; an equal copy is another form.
+    `form` is the class and the names of its attributes. All objects of a class must use the same
+    tuple object as their `form`: an equal copy counts as another form.
     """
 
     form: tuple[Global, tuple[str, ...]]
@@ -79,8 +79,8 @@ class _Writer(Struct, eq=False):
     def again(self, value: Repeated) -> None:
         """Writes a value that occurs many times.
 
-        The first time, its texts and globals get numbers in the memo. The second time they are
-        references to these numbers: these bytes are remembered, and written every further time.
+        The first time, its texts and globals get memo numbers. The second time it is written with
+        references to these numbers. From then on these bytes are reused.
         """
         opcodes = self.repeated.get(id(value))
         if opcodes is None and id(value) in self.repeated:
@@ -98,9 +98,9 @@ class _Writer(Struct, eq=False):
     def record(self, value: Record) -> None:
         """Writes a record, whose form is its class and the names of its attributes.
 
-        The first record of a form is written like any object, so that the memo has numbers for the
-        class and the names. After that, the bytes between the values of a record are always equal,
-        and are remembered.
+        The first record of a form is written like any object, which gives memo numbers to the class
+        and the names. After that, the bytes between the values of a record are always equal, and
+        are reused.
         """
         function, names = value.form
         form_opcodes = self.forms.get(id(value.form))

@@ -42,25 +42,25 @@ class SavedTensor(Struct, frozen=True):
 
 
 class _Stated(Struct):
-    """A tensor as the header states it: its bytes are counted from the header's end."""
+    """The JSON form of a tensor in the header: its bytes are counted from the header's end."""
 
     dtype: Dtype
     shape: Sizes
     data_offsets: tuple[Offset, Offset]
 
     def at(self, name: str, path: str, first: int) -> SavedTensor:
-        """The tensor in a file whose header ends at byte `first`."""
+        """Converts this to a SavedTensor, given the byte `first` at which the header ends."""
         start, stop = self.data_offsets
         return SavedTensor(name, self.dtype, self.shape, Extent(path, first + start, stop - start))
 
 
 def read(path: str) -> list[SavedTensor]:
-    """The tensors of a file in the order of their bytes; raises as `read_with_metadata`."""
+    """Reads the header: the tensors in the order of their bytes. Raises as `read_with_metadata`."""
     return read_with_metadata(path)[0]
 
 
 def read_with_metadata(path: str, begin: int = 0) -> tuple[list[SavedTensor], dict[str, str]]:
-    """The tensors in the order of their bytes, and the texts of the header's metadata.
+    """Reads the header: the tensors in the order of their bytes, and the metadata's texts.
 
     `begin` is the first byte of the safetensors data in the file. Raises CorruptCheckpoint if the
     header is too long, is malformed or names a tensor twice, and if its offsets leave holes,
@@ -100,7 +100,7 @@ def read_with_metadata(path: str, begin: int = 0) -> tuple[list[SavedTensor], di
         if extent.offset != end or extent.length != prod(stored.shape) * SIZES[stored.dtype]:
             raise CorruptCheckpoint(
                 "file-damaged",
-                f"{path}: the header contradicts itself at {brief(stored.name)}",
+                f"{path}: the header states wrong offsets for {brief(stored.name)}",
                 file=path,
             )
         end += extent.length
@@ -123,9 +123,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def split(
     stem: str, tensors: Iterable[T], length: Callable[[T], int], most: int
 ) -> list[tuple[str, list[T]]]:
-    """Distributes tensors over files of at most `most` bytes; returns them with the files' names.
+    """Distributes tensors over files of at most `most` bytes; returns file names with tensors.
 
-    A tensor that is larger than `most` gets a file of its own.
+    A tensor that is larger than `most` gets a separate file.
     """
     parts = [*portions(tensors, length, most)] or [[]]
     if len(parts) == 1:
@@ -135,7 +135,7 @@ def split(
 
 
 def shell(name: str, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Shell:
-    """The shell of a file with consecutive tensors `(name, dtype, shape)`."""
+    """The file without tensor data, for consecutive tensors `(name, dtype, shape)`."""
     head, size = header(tensors)
     return Shell(name, size, ((0, head),))
 
@@ -151,7 +151,7 @@ def header(
     for name, dtype, shape in tensors:
         if name in items:
             raise UnsupportedCheckpoint(
-                "name-unsupported", f"a safetensors file cannot have two things named {name}"
+                "name-unsupported", f"a safetensors file cannot have two tensors named {name}"
             )
         stop = start + prod(shape) * SIZES[dtype]
         items[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, stop)}

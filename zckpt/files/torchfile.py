@@ -58,9 +58,9 @@ _refused: dict[tuple[str, tuple[int, int, int]], ZckptError] = {}
 
 
 class _Loaded(Struct, frozen=True, eq=False):
-    """A parsed pickle: its value, and the totals of its tensors, with each view counted once.
+    """A parsed pickle: its value, and the sums over its tensors, where equal views count once.
 
-    `bytes` is the sum of their elements' bytes. `runs` is the number of separate runs of bytes that
+    `bytes` is the sum of their elements' bytes. `runs` is the number of separate byte ranges that
     hold the elements of tensors which are not contiguous. `names` are the classes and functions
     that the pickle names.
     """
@@ -72,10 +72,10 @@ class _Loaded(Struct, frozen=True, eq=False):
 
 
 class Parsed(dict[tuple[int, int, int], _Loaded]):
-    """A cache of what is parsed once for the files of all ranks.
+    """A cache for the files of all ranks, so that equal contents are parsed once.
 
-    It maps a pickle, by length, CRC-32 and hash, to its contents. `files` are opened files by path,
-    for readers that open a file twice. `directories` are those of zips.
+    It maps a pickle, by length, CRC-32 and hash, to its contents. `files` has opened files by path,
+    for readers that open a file twice. `directories` are zip directories.
     """
 
     def __init__(self) -> None:
@@ -92,8 +92,8 @@ _peeked: dict[tuple[int, int, int], _Loaded] = {}
 class TorchFile:
     """One file of torch.save: `value` is the saved value; `extent` and `read` locate the bytes.
 
-    If a file contains several consecutive ones, `within` are the bytes of this one. `file` is its
-    descriptor if it is open. Raises CorruptCheckpoint (truncated, flipped bits in the pickle,
+    If a file contains several consecutive ones, `within` is the byte range of this one. `file` is
+    its descriptor if it is open. Raises CorruptCheckpoint (truncated, flipped bits in the pickle,
     overlapping members) and UnsupportedCheckpoint (big-endian, compressed, torch < 0.1.10).
     """
 
@@ -136,8 +136,8 @@ class TorchFile:
     def of(cls, record: Record, dtype: str, shape: tuple[int, ...]) -> TorchFile:
         """Makes a TorchFile for one row-major tensor in `record`, without opening the file.
 
-        It is used if the file is lost, and if the place of an item's data was computed from items
-        of the same form that were opened before.
+        It is used if the file is lost, and if the offset of an item's data was computed from
+        similar items that were opened before.
         """
         file, extent = cls.__new__(cls), record.extent
         file.path, file.saved_as, file.size = extent.file, None, extent.length
@@ -175,14 +175,14 @@ class TorchFile:
     # -- the bytes of a tensor
 
     def extent(self, tensor: Tensor) -> Extent:
-        """The bytes of a contiguous tensor."""
+        """The byte range of a contiguous tensor."""
         size = SIZES[tensor.dtype]
         record = self._record(tensor)
         start = tensor.storage.start + tensor.offset * size
         return record.extent.part(start, start + tensor.numel * size)
 
     def reach(self, tensor: Tensor) -> tuple[Extent, tuple[int, ...] | None]:
-        """The bytes from a tensor's first element to its last, and its strides.
+        """The byte range from a tensor's first element to its last, and its strides.
 
         The strides are None if the tensor is contiguous.
         """
@@ -201,12 +201,12 @@ class TorchFile:
         return boxes([box])
 
     def whole(self, tensor: Tensor) -> Extent:
-        """All bytes of the tensor's storage."""
+        """The byte range of the tensor's complete storage."""
         record = self._record(tensor)
         return record.extent.part(tensor.storage.start, record.extent.length)
 
     def read(self, tensor: Tensor) -> bytes:
-        """The bytes of a small contiguous tensor; raises CorruptCheckpoint.
+        """Reads the bytes of a small contiguous tensor; raises CorruptCheckpoint for a wrong CRC.
 
         A step is not copied and checked like other tensors, so its small record is checked here.
         """
@@ -244,9 +244,10 @@ class TorchFile:
         return self.scalar(value) if is_number else value
 
     def kept(self, value: Any, path: str, entries: dict[Key, Entry]) -> Any:
-        """Copies a value, with names in place of its tensors, which are added to `entries`.
+        """Copies a value; its tensors are replaced by names, and added to `entries` under these.
 
-        The tensors get the slot `state`. A 0-d tensor is replaced by its value.
+        The tensors get the slot `state`. A 0-d tensor is replaced by its value. `path` is the
+        value's path in the saved dictionary, from which the names are made.
         """
         if isinstance(value, Tensor):
             if not value.shape and value.dtype != "C64":
@@ -257,7 +258,7 @@ class TorchFile:
         return map_values(value, lambda item, key: self.kept(item, inside(path, key), entries))
 
     def crc(self, tensor: Tensor) -> tuple[int, int | None]:
-        """The length of the record with the tensor's storage, and its stated CRC-32."""
+        """The size of the record with the tensor's storage, and its stated CRC-32."""
         record = self._record(tensor)
         return record.extent.length, record.crc
 
@@ -305,7 +306,7 @@ class TorchFile:
             if stop > record.extent.length:
                 raise CorruptCheckpoint(
                     "file-cut-short",
-                    f"{self.path}: a tensor reaches past its storage {tensor.storage.key!r}",
+                    f"{self.path}: a tensor exceeds its storage {tensor.storage.key!r}",
                     file=self.path,
                 )
         return record
@@ -337,7 +338,7 @@ class TorchFile:
                 "file-too-large",
                 f"{self.path} has a pickle of {pickle_member.length} bytes; zckpt reads up to "
                 f"{MAX_PICKLE}",
-                hint="save large values as tensors, or in files of their own",
+                hint="save large values as tensors, or in separate files",
                 file=self.path,
             )
         start, data = f"{folder}data/", self.records
@@ -354,7 +355,7 @@ class TorchFile:
         return loaded
 
     def _parsed(self, text: bytes, crc: int | None, parsed: Parsed) -> _Loaded:
-        """The contents of a zip's pickle; equal pickles of several files are parsed once."""
+        """Parses a zip's pickle; equal pickles of several files are parsed once."""
         # with CRC-32 alone, one of 10,000 checkpoints of 1,000 ranks would have two equal keys by
         # chance
         key = (len(text), crc32(text) if crc is None else crc, hash(text))
@@ -365,7 +366,7 @@ class TorchFile:
             return parsed[key]
 
     def _parse(self, text: bytes, key: tuple[int, int, int]) -> _Loaded:
-        """Parses the pickle of a zip. Several formats may try a file: its error is remembered."""
+        """Parses the pickle of a zip; remembers an error, since several formats may try a file."""
         error_of_first = _refused.get((self.path, key))
         if error_of_first is not None:
             raise error_of_first
@@ -381,7 +382,7 @@ class TorchFile:
     def _read_legacy(self, file: int) -> _Loaded:
         """Parses the pickles at the beginning of an old file, and finds its storages.
 
-        The file is from torch before 1.6.
+        Files of torch before 1.6 have no zip: the storages follow the pickles.
         """
         most = FIRST_READ
         while True:
@@ -408,7 +409,7 @@ class TorchFile:
         return loaded
 
     def _legacy_pickles(self, data: bytes) -> tuple[_Loaded, list[Storage], int]:
-        """The saved value, its storages in the order of the file, and where they begin."""
+        """Parses the saved value; also returns its storages in file order, and their first byte."""
         magic = _Parser(data, self.path)
         if magic.load() != 0x1950A86A20F9469CFC6C:
             raise NotACheckpoint(
@@ -445,7 +446,7 @@ class TorchFile:
 
 
 def is_torch(path: str) -> bool:
-    """Whether a file begins as a file of torch.save."""
+    """Whether a file begins like a file of torch.save."""
     if not sources.is_file(path):
         return False
     with sources.opened(path) as file:
@@ -459,13 +460,13 @@ def _is_legacy(head: bytes) -> bool:
 
 
 def peek(path: str) -> Any:
-    """The saved value of a file whose format is in question; raises as `TorchFile` does.
+    """The saved value of a file whose format is not known yet; raises as `TorchFile` does.
 
     Several formats may try a file before one of them reads it. The parsed pickle is kept for the
-    next one, so it is parsed only once. It is recognized by its bytes, which are read every time: a
-    file that changed is parsed again. Only the last pickle is kept. The reader's TorchFile takes
-    it, so it does not stay in memory during a copy. A file of torch before 1.6 is parsed every
-    time, since only a parser finds the end of its pickle.
+    next format, so it is parsed only once. It is recognized by its bytes, which are read every
+    time: a file that changed is parsed again. Only the last pickle is kept. The reader's TorchFile
+    takes it over, so it does not stay in memory during a copy. A file of torch before 1.6 is parsed
+    every time, since only a parser finds the end of its pickle.
     """
     parsed = Parsed()
     value = TorchFile(path, parsed).value
@@ -475,7 +476,7 @@ def peek(path: str) -> Any:
 
 
 class _Parser(Unpickler):
-    """The unpickler with torch's storages and tensors in its table of functions."""
+    """The unpickler that also handles the functions which rebuild torch's storages and tensors."""
 
     def __init__(self, data: Any, path: str, start: int = 0) -> None:
         super().__init__(
@@ -530,7 +531,7 @@ class _Parser(Unpickler):
 
 
 def _member(file: int, member: ZipMember, path: str) -> bytes:
-    """All bytes of a small member; raises CorruptCheckpoint if its CRC-32 differs."""
+    """Reads all bytes of a small zip member; raises CorruptCheckpoint if its CRC-32 differs."""
     data = sources.pread(file, member.length, member.offset)
     if len(data) != member.length or (member.crc is not None and crc32(data) != member.crc):
         raise CorruptCheckpoint(

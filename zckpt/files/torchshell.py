@@ -1,8 +1,8 @@
 """Writes files of torch.save without their data: shells, whose holes are filled later.
 
 A shell has the form that torch.save writes: a zip of STORED members, 64-byte aligned, whose
-`data.pkl` names storages. Small tensors (steps) are written immediately. For the others the CRC-32
-fields stay zero until `state_checksums` fills them in. torch is not imported.
+`data.pkl` names storages. Small tensors (steps) are written immediately. The CRC-32 fields of all
+others stay zero until `state_checksums` fills them in. torch is not imported.
 
 Turned down: torch.serialization.skip_data with FakeTensorMode. It writes such files too, but needs
 torch, is young, and leaves wrong checksums.
@@ -39,8 +39,8 @@ ALIGNMENT = 64
 class Storages(Struct, eq=False):
     """The storages of the tensors in one file that is being written.
 
-    `lengths` maps the key of a storage to its bytes. `values_by_key` has the bytes that are known
-    already.
+    `lengths` maps the key of a storage to its size in bytes. `values_by_key` has the contents of
+    storages that are written immediately.
     """
 
     lengths: dict[str, int] = field(default_factory=dict)
@@ -55,16 +55,16 @@ class Storages(Struct, eq=False):
         return Tensor(storage, dtype, 0, tuple(shape), row_major(shape))
 
     def scalar(self, value: Scalar) -> Tensor:
-        """Makes a tensor of one element with a new storage, whose bytes are known."""
+        """Makes a tensor of one element with a new storage, whose bytes are written immediately."""
         tensor = self.tensor(value.dtype, value.shape)
         self.values_by_key[tensor.storage.key] = encode(value.dtype, value.value)
         return tensor
 
 
 def thawed(value: Any, entries: Mapping[Key, Entry], storages: Storages) -> Any:
-    """Copies a value of a manifest's state, with tensors in new storages in place of names.
+    """Copies a value of a manifest's state, with tensors in new storages instead of names.
 
-    Numbers of the class `Scalar` become tensors, too.
+    Numbers of the class `Scalar` become tensors too.
     """
     if isinstance(value, Scalar):
         return storages.scalar(value)
@@ -75,7 +75,7 @@ def thawed(value: Any, entries: Mapping[Key, Entry], storages: Storages) -> Any:
 
 
 def shell(name: str, value: Any, storages: Storages) -> Shell:
-    """The shell of the file `name` with `value`, whose tensors are in `storages`."""
+    """The file `name` of torch.save with `value`, without the data of the tensors in `storages`."""
     return Contents(value, storages).shell(name)
 
 
@@ -101,7 +101,7 @@ class Contents:
         self._zips: dict[int, _Zip] = {}
 
     def shell(self, name: str) -> Shell:
-        """The shell of a file with these contents, under the name `name`."""
+        """The file `name` with these contents, without the data of its tensors."""
         folder = os.path.basename(name).removesuffix(".pt").encode()
         if len(folder) not in self._zips:
             self._zips[len(folder)] = _zip(len(folder), self._members)
@@ -119,7 +119,7 @@ def _known(inside: str, data: bytes) -> Member:
 
 
 def _special(value: Any) -> Any:
-    """The call by which torch rebuilds a tensor, as a record for `dumps`; None for other types."""
+    """The record of the call by which torch rebuilds a tensor; None for other types."""
     if isinstance(value, Scalar):
         raise TypeError("a 0-d tensor needs a storage: see Storages.scalar")
     if isinstance(value, Tensor):
@@ -147,8 +147,8 @@ def _storage(tensor: Tensor) -> Persistent:
 class _Zip(Struct, frozen=True):
     """A zip of `size` bytes, laid out for files that differ only in the name of the folder.
 
-    `parts` are its bytes between the holes: pairs of an offset and a list of pieces. The bytes of
-    a file are the pieces of a part, joined by the file's folder name.
+    `parts` has the bytes between the holes: each part is an offset and a list of pieces. A file's
+    bytes are the pieces of a part, joined by the file's folder name.
     """
 
     size: int
@@ -156,7 +156,7 @@ class _Zip(Struct, frozen=True):
 
 
 def _zip(folder: int, members: Sequence[Member]) -> _Zip:
-    """STORED members at aligned offsets, then the directory in zip64 form, as torch writes it.
+    """Lays out STORED members at aligned offsets, then the directory in zip64 form, as torch does.
 
     `folder` is the length of the folder's name.
     """
@@ -194,9 +194,9 @@ def _zip(folder: int, members: Sequence[Member]) -> _Zip:
 
 
 def _part(parts: list[tuple[int, list[bytearray]]], offset: int, stop: int) -> list[bytearray]:
-    """The list of pieces to which the caller appends bytes that begin at `offset`.
+    """Returns the list of pieces to which the caller appends bytes that begin at `offset`.
 
-    It is that of the last part, which ends at `stop`. If there is a hole between `stop` and
+    It is the list of the last part, which ends at `stop`. If there is a hole between `stop` and
     `offset`, a new part is added to `parts` first.
     """
     if stop < offset:
@@ -205,13 +205,13 @@ def _part(parts: list[tuple[int, list[bytearray]]], offset: int, stop: int) -> l
 
 
 def _add(pieces: list[bytearray], *added: bytes | bytearray) -> None:
-    """Appends pieces, between which the name of the folder belongs."""
+    """Appends pieces; the name of the folder will be inserted between them."""
     pieces[-1] += added[0]
     pieces += map(bytearray, added[1:])
 
 
 def _entry(inside: bytes, name: int, crc: int, length: int, offset: int) -> tuple[bytes, bytes]:
-    """One entry of the directory: the bytes before and after the name of the folder.
+    """Builds one entry of the directory: the bytes before and after the name of the folder.
 
     `inside` is the member's name without the folder, and `name` the length of its full name. Values
     beyond 32 bits go to the zip64 field.
@@ -230,7 +230,7 @@ def _entry(inside: bytes, name: int, crc: int, length: int, offset: int) -> tupl
 
 
 def seal_records(root: Folder, manifest: Manifest, outcome: Any) -> None:
-    """Writes the CRC-32 of every record of filled files into their zip directories."""
+    """Writes the CRC-32s of filled records into the zip directories of their files."""
     by_file: dict[str, dict[int, int]] = {}
     for record in manifest.files.records:
         extent = record.extent
@@ -263,7 +263,7 @@ def checksums_of(member: ZipMember) -> tuple[int, int]:
 def state_checksums(
     file: int, within: Extent, crcs: Mapping[int, int], directories: Directories | None = None
 ) -> None:
-    """Writes the CRC-32 of a zip's members into a filled file; `crcs` are by the data's offset.
+    """Writes the CRC-32s of a zip's members into a filled file; `crcs` maps data offsets to them.
 
     `directories` are those of other files (see `read_directory`).
     """

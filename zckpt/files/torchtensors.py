@@ -21,9 +21,9 @@ MAX_AXES = 64  # torch's own limit
 
 
 class Storage(Struct, frozen=True):
-    """A storage of `length` bytes, which the file names by `key`.
+    """A storage of `length` bytes; the file names it by `key`.
 
-    If the pickle names only a view of a storage, the view begins at byte `start` of it.
+    If the pickle names only a view of a storage, the view begins at byte `start` of the storage.
     """
 
     key: str
@@ -146,7 +146,7 @@ def _from_type(function: Any, cls: Any, arguments: Any, state: Any) -> Any:
 
 
 def class_of(value: Any) -> str:
-    """The name of a tensor subclass, given the record that `torch.load` would build a tensor from.
+    """The class name of a tensor subclass, if `value` is a record from which torch rebuilds one.
 
     "" for any other value.
     """
@@ -157,9 +157,9 @@ def class_of(value: Any) -> str:
 
 
 def shape_of_record(value: Foreign) -> tuple[int, ...] | None:
-    """The shape that the record of a tensor subclass states; None if it states none.
+    """The shape of a tensor subclass, read from its record; None if the record has no shape.
 
-    Only records of `_rebuild_wrapper_subclass` state one.
+    Only records of `_rebuild_wrapper_subclass` have one.
     """
     function, _, arguments, _ = value.arguments
     is_wrapper = isinstance(function, Global) and function.name.endswith("_wrapper_subclass")

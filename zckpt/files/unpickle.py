@@ -92,7 +92,7 @@ def _keys(values: Any) -> list[Hashable]:
 def _key(value: Any) -> Hashable:
     """Returns `value` if it may be a key of a dictionary; raises CorruptCheckpoint otherwise.
 
-    It must be hashable, and not be nested so deeply that hashing would exhaust the C stack.
+    A key must be hashable, and not be nested so deeply that hashing would exhaust the C stack.
     """
     _parts_of_key(value)
     if not isinstance(value, Hashable):
@@ -119,10 +119,11 @@ class Unpickler:
     """Reads one pickle of `data` from `start`; afterwards `position` is the first byte after it.
 
     With `is_trusted`, zckpt has just written the pickle, and its value is not checked by
-    `require_tree`. With `rows`, forms of objects become rows of columns, and Unusual may be raised.
-    `persistent` turns a persistent id (torch: a storage) into a value. `collects` is a type: its
-    values, as functions of the table build them, are put into `collected`. Raises CorruptCheckpoint
-    if the pickle is not well-formed, or needs more work than one of its length ever needs.
+    `require_tree`. With `rows`, frequent objects of `.metadata` become rows of columns (see
+    dcprows.py), and Unusual may be raised. `persistent` converts a persistent id (torch: a storage)
+    to a value. `collects` is a type: values of this type that functions of the table build are also
+    put into `collected`. Raises CorruptCheckpoint if the pickle is not well-formed, or needs more
+    work than any valid pickle of its length.
     """
 
     def __init__(
@@ -159,9 +160,9 @@ class Unpickler:
         self.globals: dict[str, Global] = {}
 
     def load(self) -> Any:
-        """The value of the pickle. The garbage collector, which finds nothing here, is stopped.
+        """Reads the value of the pickle; stops the garbage collector, since it finds nothing.
 
-        Names of classes and functions are noted, since a pickle may drop their results.
+        Names of classes and functions are noted, even those whose results the pickle drops.
         """
         with uncollected():
             try:
@@ -363,15 +364,15 @@ class Unpickler:
         return value
 
     def spend(self, work: int) -> None:
-        """Counts work; raises CorruptCheckpoint if no pickle of this length needs as much."""
+        """Counts work; raises CorruptCheckpoint if no valid pickle of this length needs as much."""
         self.work += work
         if self.work > SPARE_WORK + WORK_PER_BYTE * (self.position - self.start):
             raise CorruptCheckpoint(
-                "file-damaged", "a pickle is more work than one of its length ever needs"
+                "file-damaged", "a pickle needs more work than any valid one of its length"
             )
 
     def key(self, value: Any, container: Any) -> Hashable:
-        """Returns `value`, a new key of `container`; raises CorruptCheckpoint if it must not be."""
+        """Returns `value` as a new key of `container`; raises CorruptCheckpoint for unsafe keys."""
         if type(value) is str or (type(value) is int and -OWN_HASH < value < OWN_HASH):
             return value
         key = _key(value)
@@ -482,7 +483,7 @@ def _put(index: Callable[[Unpickler], int]) -> Callable[[Unpickler], None]:
         number = index(self)
         if not 0 <= number < MAX_MEMO:
             raise CorruptCheckpoint(
-                "file-damaged", "a pickle numbers a value in a way that no pickler does"
+                "file-damaged", "a pickle uses memo numbers in a way that no pickler does"
             )
         self.memo[number] = self.stack[-1]
 
@@ -620,7 +621,7 @@ def _stack_global(self: Unpickler) -> None:
 
 def _persist(self: Unpickler, identity: Any) -> None:
     if self.persistent is None:
-        raise CorruptCheckpoint("file-damaged", "a pickle refers to storages outside itself")
+        raise CorruptCheckpoint("file-damaged", "a pickle refers to values outside of it")
     self.stack.append(self.persistent(identity))
 
 

@@ -68,10 +68,10 @@ class _Entry(Struct, frozen=True, gc=False):
 
 
 class _Known(Struct, frozen=True, eq=False):
-    """A parsed directory, to recognize another one that differs only in the name of the folder.
+    """A parsed directory, kept to recognize others that differ only in the name of the folder.
 
-    `folder` occurs in its bytes only at the beginning of each name. `members` are its entries, each
-    with the offset of its data.
+    The bytes of `folder` occur in it only at the beginning of each name. `members` are its entries,
+    each with the offset of its data.
     """
 
     folder: bytes
@@ -87,7 +87,7 @@ Directories = dict[tuple[int, int, int], _Known]
 def read_directory(
     file: int, within: Extent, directories: Directories | None = None
 ) -> dict[str, ZipMember]:
-    """The members of a zip that are not empty, by name; the zip is found from its end.
+    """Reads the directory at the end of a zip: the members that are not empty, by name.
 
     All ranks of ZeRO-3 have equal directories, except for the name of the file in them. If
     `directories` has such a directory, it is not parsed again. Raises CorruptCheckpoint, and
@@ -151,10 +151,10 @@ def zips_in(file: int, within: Extent) -> list[Extent]:
 
 
 def _members_as(parsed: _Known, zip_: _Zip) -> dict[str, ZipMember] | None:
-    """The members of a zip whose directory equals a parsed one, except for the folder's name.
+    """Reuses the parsed directory of another zip, if this one differs only in its folder's name.
 
-    So it need not be parsed. None if the directories differ in anything else, or if the data of a
-    member begin at another offset.
+    Returns the members by name. None if the directories differ in anything else, or if the data of
+    a member begin at another offset.
     """
     folder = zip_.folder
     if parsed.directory.replace(parsed.folder, folder) != zip_.directory:
@@ -204,7 +204,7 @@ class _Zip(Struct, eq=False, dict=True):
         self.tail = sources.pread(self.file, length, self.within.offset + self.behind)
 
     def read(self, start: int, length: int) -> bytes:
-        """Bytes of the zip; empty if they exceed its end."""
+        """Reads bytes of the zip; returns b"" if they exceed its end."""
         if start >= self.behind:
             return self.tail[start - self.behind :][:length]
         if start + length > self.within.length:
@@ -212,7 +212,7 @@ class _Zip(Struct, eq=False, dict=True):
         return sources.pread(self.file, length, self.within.offset + start)
 
     def _find(self) -> tuple[int, int, int]:
-        """Where the directory begins, its length, and its number of entries."""
+        """Finds the directory: its first byte, its length, and its number of entries."""
         path, end = self.within.file, self.tail.rfind(END)
         if end < 0 or len(self.tail) < end + 22:
             raise CorruptCheckpoint(
@@ -234,29 +234,29 @@ class _Zip(Struct, eq=False, dict=True):
             raise UnsupportedCheckpoint(
                 "file-too-large",
                 f"{path} has a zip directory of {length} bytes; zckpt reads up to {MAX_DIRECTORY}",
-                hint="save the checkpoint in several files, or by its ranks",
+                hint="save the checkpoint as several files, such as one per rank",
                 file=path,
             )
         return start, length, count
 
     def data_offset(self, entry: _Entry) -> int:
-        """Reads a member's local header, which determines where its data begin."""
+        """Reads a member's local header, from which the offset of its data follows."""
         head = self.read(entry.header, 30 + len(entry.name))
         if head[:4] != b"PK\3\4" or head[30:] != entry.name:
             raise CorruptCheckpoint(
                 "file-damaged",
-                f"{self.within.file}: the zip directory points to a place without a member",
+                f"{self.within.file}: the zip directory points to bytes that are no member",
                 file=self.within.file,
             )
         length, extra = struct.unpack_from("<HH", head, 26)
         return int(entry.header + 30 + length + extra)
 
     def followed(self, entries: Sequence[_Entry]) -> dict[_Entry, int]:
-        """Computes where members' data begin from the next member, without local headers.
+        """Computes where members' data begin from the next member, without reading local headers.
 
         In a store, every read is a request. torch aligns data to 64 bytes, and puts a descriptor of
         16 or 24 bytes after it; zckpt puts none. A member for which none of the three fits is left
-        out: its local header is read.
+        out, and its local header must be read.
         """
         ordered = sorted(entries, key=lambda entry: entry.header)
         nexts = [*(entry.header for entry in ordered[1:]), self.start]
@@ -273,7 +273,7 @@ def _require_apart(
 ) -> None:
     """Raises CorruptCheckpoint if members overlap or exceed `end`.
 
-    `places` are where each member begins and ends.
+    `places` has the first byte and the end of each member.
     """
     last = max(entries, key=lambda entry: entry.stop, default=None)
     if last and last.stop > end:

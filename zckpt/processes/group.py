@@ -3,15 +3,15 @@
 Rank 0 gives every group a new name. So no process finds values that an earlier command, or the
 processes before a restart, have left in the store:
 
-    arrived/RANK     a word of the process that came last as this rank, which is new too
-    led/WORD         the name of the group into which rank 0 has taken that process
+    arrived/RANK     a random word from the process that came last as this rank
+    led/WORD         the name of the group that rank 0 has assigned to the process with this word
     NAME/here/RANK   how many processes have joined the group as this rank
     NAME/1, 2 ...    the values that they share, in the order in which all of them share
     NAME/failures    how many processes have failed; the first one leaves NAME/failure
     NAME/left        how many have ended
 
-A value is a random word, a counter, or JSON. There is no time limit for a message. The launcher
-ends the others when a process was killed; the group ends them when one has failed.
+A value is a random word, a counter, or JSON. There is no time limit for a message. If a process is
+killed, the launcher ends the others; if one fails with an error, the group ends them.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ CHECK = 0.2  # seconds between two checks for a failure
 class Group:
     """`with Group() as group:` joins all processes of a launch; without a launcher only this one.
 
-    All of them call `share`, `agree`, `gather` and `counter` in the same order. If an error ends
-    the block of one, the blocks of the others end with ProcessFailed, which has an `exit_code`.
+    All of them must call `share`, `agree`, `gather` and `counter` in the same order. If an error
+    ends the block in one process, the blocks of the others end with ProcessFailed, which has an
+    `exit_code`.
     """
 
     def __init__(self, launch: Launch | None = None) -> None:
@@ -76,7 +77,7 @@ class Group:
     # -- joining
 
     def _led(self) -> str:
-        """In rank 0: makes a new group, and returns its name when all others have joined it."""
+        """In rank 0: creates a new group, waits until all others have joined, returns its name."""
         name = secrets.token_hex(8)
         missing = set(range(1, self.size))
 
@@ -94,7 +95,7 @@ class Group:
         return name
 
     def _followed(self) -> str:
-        """In other ranks: waits for the group that rank 0 makes, and joins it; returns its name.
+        """In other ranks: waits until rank 0 has created a group, joins it, and returns its name.
 
         Raises WrongOption if this rank was started twice.
         """
@@ -132,16 +133,16 @@ class Group:
         if (first := self.share(value)) != value:
             raise WrongOption(
                 "processes-disagree",
-                f"rank 0 and rank {self.rank} were not started for the same command: rank 0 has "
+                f"rank 0 and rank {self.rank} were not started with the same command: rank 0 has "
                 f"{reason(first)}",
                 hint="start all processes in the same folder, with the same arguments and the same "
                 "version of zckpt; all must see the same files",
             )
 
     def gather(self, value: Any) -> Iterator[tuple[int, Any]]:
-        """Sends `value` to rank 0.
+        """Sends `value` to rank 0; there, yields the other ranks and their values.
 
-        There, yields the other ranks and their values; elsewhere nothing.
+        In other ranks nothing is yielded.
         """
         key = self._next_key()
         if self.rank:
@@ -150,7 +151,10 @@ class Group:
         return ((rank, self._received(f"{key}/{rank}", rank)) for rank in range(1, self.size))
 
     def counter(self) -> Callable[[], int]:
-        """A function that returns 0 in the process that calls it first, then 1 and so on."""
+        """Makes a counter that all processes share: its calls return 0, 1, 2 and so on.
+
+        The calls are counted in all processes together.
+        """
         key = self._next_key()
 
         def number() -> int:
@@ -178,7 +182,7 @@ class Group:
         self.store.set(f"{key}/parts", str(len(parts)))
 
     def _received(self, key: str, rank: int) -> Any:
-        """The JSON value that another process sends; raises as `check`."""
+        """Waits for the JSON value that another process sends under a key; raises as `check`."""
 
         def is_there() -> bool:
             if self._words.get(rank, "") != (self._arrived(rank) if rank else ""):
@@ -217,7 +221,7 @@ class Group:
                 patience(f"rank {self.rank} waits for {whom()}")
 
     def _patience(self) -> Patience:
-        """A function that prints its argument once, when PATIENCE seconds have passed."""
+        """Makes a function that prints its argument once, when PATIENCE seconds have passed."""
         end: float | None = time.monotonic() + PATIENCE
 
         def tell(text: str) -> None:
@@ -254,7 +258,7 @@ class Group:
     def _fail(self, error: BaseException) -> ProcessFailed | None:
         """Tells the other processes that this one has failed, unless another one failed first.
 
-        In that case, returns the error of that process.
+        If another one did, returns the error of that process.
         """
         if isinstance(error, ProcessFailed) and error.exit_code is not None:
             return None

@@ -27,10 +27,10 @@ class Launch(Struct, frozen=True):
 
 
 def launched() -> Launch | None:
-    """The rank and the number of processes that a launcher has set; None without a launcher.
+    """Reads this process's rank and the number of processes from the variables of a launcher.
 
-    A rank without a number of ranks proves nothing: in many clusters every shell has one. Raises
-    WrongOption if the numbers do not fit together.
+    None without a launcher. A rank without a number of processes proves nothing: in many clusters
+    every shell has one. Raises WrongOption if the numbers do not fit together.
     """
     for launcher, names in LAUNCHERS.items():
         texts = [os.environ.get(name, "") for name in names]
@@ -40,7 +40,8 @@ def launched() -> Launch | None:
         if not 0 <= rank < size:
             raise WrongOption(
                 "launcher-variables",
-                f"{names[0]} is {texts[0]} and {names[1]} is {texts[1]}, which no {launcher} sets",
+                f"{names[0]} is {texts[0]} and {names[1]} is {texts[1]}: {launcher} never sets "
+                "such values",
                 hint="unset them, or add --single if this process runs alone",
             )
         return Launch(rank, size)
@@ -56,7 +57,7 @@ def joined() -> Launch | None:
 
 
 def address() -> tuple[str, int] | None:
-    """The host and the port where the processes meet; None if the variables do not state them."""
+    """The host and port where the processes meet; None if the environment does not state them."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not host or not port:
         return None
@@ -68,9 +69,9 @@ def address() -> tuple[str, int] | None:
 
 
 def meeting_place() -> tuple[str, int]:
-    """The host and the port where the processes meet.
+    """The host and port where the processes meet.
 
-    Raises WrongOption if the variables do not state them.
+    Raises WrongOption if the environment does not state them.
     """
     if (place := address()) is None:
         raise WrongOption(

@@ -44,7 +44,7 @@ class Ranks:
         raise Told(error or received(failure))
 
     def gathered(self, value: Any) -> list[Any]:
-        """In rank 0: the values of all ranks, in their order. In other ranks: an empty list."""
+        """Collects `value` from all ranks: in rank 0 a list by rank; elsewhere an empty list."""
         if self._processes is None:
             return [value]
         other_values = [each for _, each in self._processes.gather(value)]
@@ -61,6 +61,6 @@ def sent(error: Exception | None) -> Any:
 
 
 def received(failure: Any) -> Exception:
-    """Converts a message of `sent` to the error again."""
+    """Converts the JSON of `sent` back to the error."""
     kind, parts = failure
     return OSError(*parts) if kind == OSError.__name__ else again(getattr(errors, kind), parts)

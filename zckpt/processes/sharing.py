@@ -1,12 +1,13 @@
 """How the processes of a group share a conversion, or the comparison of `verify`.
 
-A conversion: every process reads the source and lays out the target by itself. Rank 0 writes the
-shells and begins the journal; the others read both. Then every process claims regions, the largest
-first, until a counter has passed the last one: a slow node claims fewer. Rank 0 reads the journals
-of the others, and completes the target like a run that is continued.
+A conversion: every process reads the source and computes the target's files by itself. Rank 0
+writes these files without tensor data and begins the journal; the others read both. Then every
+process claims regions (byte ranges of the files), the largest first, until a shared counter has
+passed the last one: a slow node claims fewer. Rank 0 reads the journals of the others, and
+completes the target like a run that is continued.
 
 A pass: every process claims blocks of tasks in the same way, and sends its results. Rank 0 sends
-the sum to all, so all give the same report.
+the combined results to all, so all give the same report.
 
 The bytes of a region do not depend on the process that writes them.
 """
@@ -42,7 +43,7 @@ class Processes(Group, Sharing, Pool):
 
     @property
     def part(self) -> str:
-        """The name of this process's journal; empty in rank 0, whose journal is the run's."""
+        """The name of this process's journal; "" in rank 0, whose journal is the run's."""
         return f"{self.rank:04}" if self.rank else ""
 
     # -- a conversion
@@ -133,7 +134,8 @@ class Processes(Group, Sharing, Pool):
                 running.take(findings)
         if self.rank == 0 and (given := counter()) != taken:  # some tensors were read by no process
             raise ProcessLost(
-                "process-lost", f"{given} blocks were given to processes, but {taken} came back"
+                "process-lost",
+                f"{given} blocks of tasks were assigned to processes, but {taken} came back",
             )
         findings = self.share(running.findings() if self.rank == 0 else None)
         if self.rank:
@@ -147,10 +149,11 @@ class Processes(Group, Sharing, Pool):
     def continues(self, target: str) -> bool:
         """Whether this launch had begun the target before its processes were restarted.
 
-        If so, they continue it; rank 0 alone asks, and the result is False in other ranks. Remains
-        of another run are not touched without --resume. The agents of torchrun count restarts
-        separately; so a restart is also recognized by a target that this launch began and that is
-        not complete. If nothing is there, this call notes that the launch begins the target now.
+        If so, rank 0 gets True, and all processes continue the target; in other ranks the result is
+        always False. Remains of another run are not touched without --resume. The agents of
+        torchrun count restarts separately; so a restart is also recognized by a target that this
+        launch began and that is not complete. If there is no such target, this call notes that the
+        launch begins the target now.
         """
         path = os.path.abspath(target)
         key, is_unfinished = f"begun/{path!a}", os.path.lexists(f"{path}.partial")
@@ -164,10 +167,10 @@ class Processes(Group, Sharing, Pool):
 
 
 def group() -> Processes:
-    """All processes of a launch: `with zckpt.group() as processes:` in each of them.
+    """All processes of a launch: use `with zckpt.group() as processes:` in each of them.
 
-    Functions of zckpt accept it as `sharing`. Without a launcher it has only this process. An error
-    in one process must leave the block, which ends the blocks of the others too.
+    Functions of zckpt accept it as `sharing`. Without a launcher it has only this process. If an
+    error occurs in one process, let it leave the block: it then ends the blocks of the others too.
     """
     return Processes()
 
@@ -176,7 +179,7 @@ def _length_and_crc(value: Any) -> tuple[int, int]:
     match value:
         case [int(length), int(crc)]:
             return length, crc
-    raise unreadable(f"{brief(value)} is no length and CRC-32")
+    raise unreadable(f"{brief(value)} is not a length and a CRC-32")
 
 
 @contextmanager
@@ -185,4 +188,4 @@ def _readable() -> Iterator[None]:
     try:
         yield
     except MALFORMED as error:
-        raise unreadable(f"it is no result: {cause(error)}") from error
+        raise unreadable(f"it is not a result: {cause(error)}") from error

@@ -1,8 +1,8 @@
 """The store through which the processes of a launch communicate.
 
-It is a store of torch.distributed. There are three kinds: that of the group which their program has
-made, torchrun's own, which outlives its processes, or one that rank 0 opens at MASTER_ADDR and
-MASTER_PORT. All keys of zckpt begin with `zckpt/`.
+It is a store of torch.distributed. There are three kinds: that of the process group which the
+program has made, torchrun's own, which outlives its processes, or one that rank 0 opens at
+MASTER_ADDR and MASTER_PORT. All keys of zckpt begin with `zckpt/`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Patience = Callable[[str], None]
 
 
 class Store:
-    """Short values by key, which all processes see.
+    """Short values under keys, which all processes see.
 
-    `is_hosted`: rank 0 has opened the store for this group, and will end it. `outlives`: the store
-    still exists when the launcher restarts all processes. Raises ProcessLost if the connection
-    ends.
+    `is_hosted` is True if rank 0 has opened the store for this group, and will end it. `outlives`
+    is True if the store still exists when the launcher restarts all processes. Raises ProcessLost
+    if the connection ends.
     """
 
     def __init__(self, launch: Launch, patient: Callable[[], Patience]) -> None:
@@ -90,7 +90,7 @@ class Store:
         self._store = PrefixStore("zckpt", store)
 
     def add(self, key: str, count: int) -> int:
-        """Adds to a counter, which begins at 0, and returns its value."""
+        """Adds `count` to a counter, which begins at 0, and returns its new value."""
         return int(self._ask(self._store.add, key, count))
 
     def set(self, key: str, value: str) -> None:
@@ -100,16 +100,17 @@ class Store:
         return bool(self._ask(self._store.check, [key]))
 
     def get(self, key: str) -> bytes:
-        """The value of a key that has been set."""
+        """The value of a key; it must have been set."""
         value: bytes = self._ask(self._store.get, key)
         if len(value) > VALUE:
             raise unreadable(f"it has {len(value)} bytes")
         return value
 
     def outlived(self, last: Callable[[], object], seconds: float) -> None:
-        """Calls `last`, and returns when rank 0 has ended the store, at the latest after `seconds`.
+        """Calls `last`, and waits until rank 0 has ended the store, at most for `seconds`.
 
-        A request to a store that has ended makes torch print a stack; a plain connection does not.
+        A request to a store that has ended makes torch print a stack trace; a plain connection does
+        not.
         """
         with suppress(OSError), socket.create_connection(self._place, seconds) as line:
             last()
@@ -139,9 +140,9 @@ def unreadable(reason: str) -> ProcessFailed:
 
 
 def _patiently(call: Callable[[], Any], wait: Callable[[], None]) -> Any:
-    """Runs `call`, a call of torch, in a thread, and returns its result.
+    """Runs `call`, a blocking call of torch, in a thread, and returns its result.
 
-    Meanwhile it calls `wait`, and signals can end this process.
+    Meanwhile it calls `wait` again and again, and signals can end this process.
     """
     answer: Future[Any] = Future()
 

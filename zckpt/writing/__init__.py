@@ -9,11 +9,11 @@ files that the target's format lays out are then written by `copying.convert`.
     set_groups.py       hyper-parameters that the user replaces: --set-group
     beginnings.py       the states of parameters that the source did not train
     state_loss.py       whether the target has every state of the source's optimizer
-    effects.py          which options of the user change nothing
+    effects.py          finds options that change nothing
     report.py           the report before the first byte is written
     run_options.py      how a conversion runs, and which functions it calls back
-    names_only.py       what is written of a target whose files a loader fills in memory
-    numbered.py         a target in the form of its source's numbered folder
+    names_only.py       a target with file names but no data, for a loader that fills it in memory
+    numbered.py         a target that is a numbered folder like its source
     run_checkpoints.py  several checkpoints of a trainer's run as one target
     models.py           several models of one program as one target
 """

@@ -4,7 +4,7 @@
     zeros    states of zeros at step 0, for loaders that need a state of each parameter
     group    zeros at the step of the group, where a target keeps one step for all members
 
-Only the last changes the training: Adam uses the step as the age of the moments.
+Only the last changes the training: Adam's bias correction takes the step as the age of the moments.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Group = dict[str, Any]
 
 
 def begun(source: Manifest, run: Manifest, format: Format, options: Options) -> Manifest:
-    """Adds initial states for parameters that the source did not train and the target does.
+    """Adds initial states for parameters that the target trains and the source did not.
 
     Warnings name them. Nothing is added if all parameters of a group are new and the target keeps
     one step for a group. `run` has the engine of the target. Raises UnsupportedState for states of
@@ -77,10 +77,10 @@ def begun(source: Manifest, run: Manifest, format: Format, options: Options) -> 
 def _beginning(
     source: Manifest, name: str, like: str, group: Group, at_groups_step: bool
 ) -> tuple[Parameter, list[Entry], Mapping[str, Scalar]] | None:
-    """The initial state of the parameter `name`, modeled on `like`, which the source has trained.
+    """The initial state of the parameter `name`, modeled on the trained parameter `like`.
 
-    It is the parameter, its states of zeros, and its numbers. If zckpt does not know how the
-    optimizer begins, the result is None, or with `at_groups_step` UnsupportedState is raised.
+    Returns the parameter, its states of zeros, and its one-number states. If zckpt does not know
+    how the optimizer begins, returns None; with `at_groups_step`, raises UnsupportedState instead.
     """
     new_parameter, trained = source.parameters[name], source.parameters[like]
     slots = [
@@ -97,8 +97,8 @@ def _beginning(
             "state-unsupported",
             f"the source did not train {name}, and zckpt does not know how the optimizer begins "
             f"its {listed(unknown)}",
-            hint="put it in a group of its own in the next program: there it begins without a state"
-            "; or begin all afresh, with --weights-only",
+            hint="put it in a separate group in the next program: there it begins without a state"
+            "; or start all states afresh with --weights-only",
             subject=name,
         )
     if unknown:
@@ -121,9 +121,8 @@ def _fresh(names: Sequence[str]) -> list[Notice]:
     if not names:
         return []
     message = (
-        f"the source did not train {listed(names, 4)}: "
-        f"{'it begins' if len(names) == 1 else 'they begin'} as the optimizer begins a parameter, "
-        "with its first update"
+        f"the source did not train {listed(names, 4)}: the optimizer creates "
+        f"{'its' if len(names) == 1 else 'their'} state at the first update"
     )
     return [warning("begins-afresh", message, subject=names[0])]
 
@@ -131,7 +130,7 @@ def _fresh(names: Sequence[str]) -> list[Notice]:
 def _late(source: Manifest, names: Mapping[str, int]) -> list[Notice]:
     """Warnings about parameters that begin with zero moments at the step of their group.
 
-    With betas, they state how much larger the first updates are.
+    If the group has betas, they state how much larger the first updates are.
     """
     groups = source.groups or ()
     lines = []
@@ -143,8 +142,8 @@ def _late(source: Manifest, names: Mapping[str, int]) -> list[Notice]:
         )
         message = (
             f"the source did not train {listed(late_names, 4)}: the target keeps one step for "
-            f"group {number}, so that {'it begins' if len(late_names) == 1 else 'they begin'} with "
-            f"zero moments at step {step}"
+            f"group {number}, so {'it begins' if len(late_names) == 1 else 'they begin'} with zero "
+            f"moments at step {step}"
         )
         betas = groups[number].get("betas")
         if isinstance(betas, (list, tuple)) and len(betas) == 2:
@@ -160,8 +159,8 @@ MOST_UPDATES = 10_000
 def _larger(beta1: float, beta2: float) -> str:
     """The end of a warning: Adam's first updates are up to so many times the learning rate.
 
-    That is the case if moments begin with zeros at a late step, at which Adam no longer corrects
-    them. With equal gradients, the moments after n updates are 1 - beta ** n of their final value.
+    That happens if moments begin with zeros at a late step, because Adam's bias correction is then
+    over. With equal gradients, the moments after n updates are 1 - beta ** n of their final value.
     "" for betas outside of [0, 1).
     """
     if not 0 <= beta1 < 1 or not 0 < beta2 < 1:

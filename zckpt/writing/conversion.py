@@ -1,4 +1,4 @@
-"""Reads a source for a target, and writes the target."""
+"""Reads the source of a conversion, and writes the target."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def read_for(
     options: Options,
     running: Running,
 ) -> Manifest:
-    """Reads the source of a conversion; before that, checks whether the target may be written.
+    """Reads the source of a conversion; checks before that whether the target may be written.
 
-    Raises TargetExists if the target exists. If the run continues, a target may exist; whether it
-    fits is checked after the source is read.
+    Raises TargetExists if the target exists. If the run continues an earlier one, a target may
+    exist; it is checked after the source is read.
     """
     if strange := strange_target(os.fspath(target)):
         raise WrongOption("option-invalid", *strange)
@@ -95,7 +95,7 @@ def read_for(
 
 
 def read_source(source: str | os.PathLike[str], reading: Reading, options: Options) -> Manifest:
-    """Reads the source in the way that these options of the target require."""
+    """Reads the source with the options of reading that the target's options imply."""
     names, weights_only = options[PARAM_NAMES], options.weights_only
     if names is not None and options[RENAME]:  # the user gives the names as they are after renaming
         about = reading.format, reading.tag, reading.root
@@ -110,9 +110,9 @@ def read_source(source: str | os.PathLike[str], reading: Reading, options: Optio
 class Decision(Struct, frozen=True):
     """What a conversion is going to write, before any file is built.
 
-    `manifest` is the manifest that was read, without dropped states. `named` has the target's
-    names, `grouped` also the groups of the next run, and `source` fills the files of `layout`.
-    `is_loaded` is False if the source lacks something that its program needs.
+    `manifest` is what was read, without dropped states. `named` has the target's names, `grouped`
+    also the groups of the next run, and `source` fills the files of `layout`. `is_loaded` is False
+    if the source lacks something that its program needs.
     """
 
     manifest: Manifest
@@ -186,8 +186,8 @@ def decide(
 def try_out(manifest: Manifest, to: str, reading: Reading, options: Options) -> Decision:
     """Decides a conversion that will not run, to see whether it is possible; raises as `decide`.
 
-    The target's files are built, in a temporary folder, only if nothing else shows whether they
-    have a place for a state of the optimizer.
+    Files of the target are built, in a temporary folder, only if that is necessary to see whether
+    they can store all states of the optimizer.
     """
     command = "reshard" if to == manifest.run.origin.format else "convert"
     target = os.path.abspath("DST")
@@ -201,9 +201,9 @@ def try_out(manifest: Manifest, to: str, reading: Reading, options: Options) -> 
 
 
 def shells_of(decision: Decision) -> Callable[[str], Manifest]:
-    """Returns the function that reads a target's shells from a directory, and checks them.
+    """Returns a function that reads a target's files from a directory, and checks them.
 
-    It raises as `write`.
+    The files have no tensor data yet. The function raises the errors of `write`.
     """
     report: Report = {"left_out": [], "warnings": [], "computed_afresh": []}
     return decision.keeping(report).read_back(decision.layout)
@@ -212,7 +212,7 @@ def shells_of(decision: Decision) -> Callable[[str], Manifest]:
 def check_beforehand(decision: Decision, reading: Reading) -> list[Notice]:
     """Makes the checks that read tensors before `write` writes its first byte; returns warnings.
 
-    Raises as `write`.
+    Raises the errors of `write`.
     """
     accepted = decision.options[ACCEPT_WEIGHTS]
     warnings = check_tensors(decision.manifest, reading.replicas, accepted)
@@ -338,7 +338,7 @@ def _full_checks(
 def _for_few(manifest: Manifest, options: Options) -> Options:
     """The options with `--dp FEW` in place of a larger `--dp`, to try out a target with few files.
 
-    They are returned unchanged if such a target could have other states of the optimizer: if `--dp`
+    They are returned unchanged if such a target might keep other states of the optimizer: if `--dp`
     is the source's number of ranks, or if layers have experts.
     """
     dp = options[DP]
@@ -349,7 +349,7 @@ def _for_few(manifest: Manifest, options: Options) -> Options:
 
 
 def _there(target: str, run: Identity, gives_way: bool) -> str:
-    """The key of the report that tells of a complete target at the path; "" if there is none.
+    """The key under which the report mentions a complete target at the path; "" if there is none.
 
     The key is `already_complete` for a target of this run. A target of another run raises
     TargetExists; but if this run `gives_way`, the key `is_of_another` is returned instead.
@@ -363,9 +363,9 @@ def _there(target: str, run: Identity, gives_way: bool) -> str:
 
 
 def _without_buffers(options: Options, format: Format) -> Options:
-    """The options without --buffers, which was used when the source was read.
+    """The options without --buffers, which applied when the source was read.
 
-    If the target's format has that option, too, it stays.
+    If the target's format has this option too, it stays.
     """
     if BUFFERS.name in {known.name for known in format.options or ()}:
         return options
@@ -373,11 +373,11 @@ def _without_buffers(options: Options, format: Format) -> Options:
 
 
 def _called(command: str, to: str) -> str:
-    """What an error calls the target's format: `--to FORMAT` only if the user had to type that."""
+    """How an error names the target's format: `--to FORMAT` only if the user had to type that."""
     if command == "reshard":
-        return f"{to}, the format that reshard keeps"
+        return f"{to}, which reshard keeps as the format"
     if to == "universal":
-        return "a universal checkpoint, which convert writes without --to"
+        return "a universal checkpoint (convert without --to)"
     return f"--to {to}"
 
 
@@ -393,8 +393,8 @@ def _filled(
 ) -> CopyOutcome | None:
     """Writes and fills the files, `size` bytes in all; adds warnings about what the bytes show.
 
-    None if another process, or another part, will complete the target. Raises UnsupportedState if
-    the files have no place for a state of the source.
+    Returns None if another process, or another part, will complete the target. Raises
+    UnsupportedState if the files cannot store a state of the source.
     """
 
     def seal(root: Folder, shells: Manifest, outcome: CopyOutcome) -> None:
@@ -426,10 +426,10 @@ def _filled(
 
 
 def _has_digests(layout: Layout) -> convert.HasDigests:
-    """Returns the function by which `convert` decides whether it computes each tensor's CRC-32.
+    """Returns the function by which `convert` decides whether to compute each tensor's CRC-32.
 
-    It must if the target's files contain these, or if the shells show that the optimizer may not
-    have made its first step.
+    It must if the target's files contain these CRC-32s, or if the optimizer may not have made its
+    first step, which only the values of its states show.
     """
     return lambda shells: layout.has_digests or steps.may_be_unstepped(shells)
 
@@ -437,7 +437,7 @@ def _has_digests(layout: Layout) -> convert.HasDigests:
 def _identity(
     manifest: Manifest, to: str, reading: Reading, options: Options, files: Mapping[str, int]
 ) -> Identity:
-    """The identity of this conversion; another one may not continue its unfinished target."""
+    """Describes this conversion, so that no other one continues its unfinished target."""
     mark = f"{mark_of(manifest.files.records):08x}"
     source = {"records": mark, **files_seen(manifest.root, manifest.files.fingerprints)}
     flags = {option.flag: value for option, value in options.given}

@@ -1,9 +1,9 @@
 """Finds options of a conversion that change nothing.
 
 Writers read the options that they need. If the user gave an option that was not read when all files
-are laid out, it changes nothing, and a warning says so. It is an error if the target would differ
-from what the user asked for. So no writer has to list the options that it ignores; the tables here
-have only the words.
+are laid out, it changes nothing, and a warning says so. It is an error if the target would then
+differ from what the user asked for. So no writer has to list the options that it ignores; this
+module has only the texts of the messages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..training.options import (
 
 ASKS_FOR_MORE: dict[str, tuple[str, str]] = {
     VOCAB_SIZE.name: (
-        "the rows of a vocabulary change with the tensor ranks alone",
+        "the rows of a vocabulary change only with the number of tensor ranks",
         "add --tp N, or leave it out",
     ),
 }
@@ -62,11 +62,11 @@ def unread(manifest: Manifest, options: Options) -> list[Notice]:
     lines = [_line(option, reasons.get(name, "")) for name, option in unused.items()]
     named = options[ALLOW_OBJECT]
     if other := sorted({*named} - {*formats.other_objects(manifest)}):
-        lines.append(_line(ALLOW_OBJECT, f"{manifest.root} names no {listed(other)}"))
+        lines.append(_line(ALLOW_OBJECT, f"no pickle of {manifest.root} has {listed(other)}"))
     return lines
 
 
 def _line(option: Option[Any], why: str = "") -> Notice:
-    reason = why or "the target has no use for it"
+    reason = why or "nothing in the target depends on it"
     message = f"{option.flag} changes nothing here: {reason}"
     return warning("option-without-effect", message, subject=option.flag)

@@ -1,8 +1,8 @@
 """Writes several models of one program as one target, each with its optimizer.
 
 Accelerate numbers the files of further models, and loads them by number. Each model is read and
-laid out as if it were the only one. The source of the copy is the manifest of all models, in which
-the model's key precedes each name.
+laid out as if it were the only one. For the copy, they are combined into one manifest, in which
+each name is prefixed with the model's key.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def _has_place(format: Format, manifest: Manifest, options: Options) -> bool:
 def parts_of(
     format: Format, manifest: Manifest, reading: Reading, options: Options
 ) -> list[Manifest]:
-    """A manifest for each of several models, if the target has a place for all; otherwise empty.
+    """A manifest for each of several models; empty if there is one, or the target cannot store all.
 
-    Raises WrongOption for an option that applies to one model. Raises MissingData if the files do
-    not state to which weights an optimizer's states belong.
+    Raises WrongOption for an option that applies to only one model. Raises MissingData if the files
+    do not state to which weights an optimizer's states belong.
     """
     if not are_numbered(manifest) or not _has_place(format, manifest, options):
         return []
@@ -89,9 +89,10 @@ def parts_of(
             raise MissingData(
                 "names-needed",
                 f"{name}: {error.message}",
-                hint="give the names of both with --param-names FILE, each after its model's: "
+                hint="list the names of all models with --param-names FILE, each prefixed with its "
+                + "model's key: "
                 + " and ".join(f"{root}.NAME" for root in list(manifest.roots)[:2])
-                + f"; or take one, with --root {name} --param-names FILE",
+                + f"; or choose one model with --root {name} --param-names FILE",
             ) from error
         part = ties.with_ties(part, ties.of_root(options[TIE], name))
         state = part.state
@@ -102,7 +103,7 @@ def parts_of(
 
 
 def need_one(format: Format, manifest: Manifest, options: Options) -> None:
-    """Raises AmbiguousCheckpoint if the files have several models and the target has one.
+    """Raises AmbiguousCheckpoint if the files have several models and the target can have only one.
 
     With --weights-only the weights of all may be written, except by `export`.
     """
@@ -160,8 +161,8 @@ def _joined(
 ) -> list[Notice]:
     """The notices about all models, without duplicates: the reader's, then the writers'.
 
-    `lines` has the notices about each of the `parts`, and `of_source` gives those of them that the
-    reader made. A writer's notice gets the name of its model in front.
+    `lines` has the notices about each of the `parts`; `of_source` returns which of a part's notices
+    come from the reader. A writer's notice is prefixed with the name of its model.
     """
     lines_of_writer = [
         replace(line, message=f"{name}: {line.message}")

@@ -1,6 +1,6 @@
-"""Changes a layout so that only its names are written: a loader fills the files in memory.
+"""Changes a layout so that only file names are written: a loader fills the files in memory.
 
-Its names: the files of the engine's ranks are empty, and a note says whose names these are. Files
+The files of the engine's ranks are empty, and a note states the checkpoint that has the data. Files
 beside them are complete, except for weights, which no program of such an engine loads from there
 (`training/needs.py`).
 """
@@ -21,7 +21,7 @@ from ..training.needs import ROLES, WEIGHTS
 
 
 def names_only(layout: Layout, format: Format, source: Manifest, document: bytes) -> Layout:
-    """Changes a layout: the files of ranks become empty, and the note `document` is added.
+    """Makes the files of ranks in a layout empty, and adds the file with the note `document`.
 
     Files beside them that hold weights are left out, with a notice for each.
     """

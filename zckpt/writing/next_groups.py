@@ -46,9 +46,9 @@ DOES_NOT_FIT = "like-does-not-fit"
 
 
 def as_asked(format: Format, named: Manifest, options: Options) -> tuple[Manifest, list[Report]]:
-    """The manifest `named` with the groups that --groups-from or --set-group ask for.
+    """Applies --groups-from or --set-group to the groups of the manifest `named`.
 
-    Also returns lines of the report about states of parameters that are no longer trained. Raises
+    Also returns report lines about states of parameters that are no longer trained. Raises
     WrongOption, and MissingData for a run that does not fit.
     """
     asked = [option.flag for option in (GROUPS_FROM, SET_GROUP) if options[option]]
@@ -61,7 +61,7 @@ def as_asked(format: Format, named: Manifest, options: Options) -> tuple[Manifes
     if asked and format.is_neutral and named.state.get(MEGATRON):
         message = (
             f"{asked[0]} will have no effect if you convert this target to Megatron-Core later: "
-            "that conversion takes the groups of the Megatron-Core run, and --group-defaults "
+            "that conversion uses the groups of the Megatron-Core run, and --group-defaults "
             "changes them"
         )
         line = warning("option-without-effect", message, subject=asked[0])
@@ -76,11 +76,11 @@ def as_asked(format: Format, named: Manifest, options: Options) -> tuple[Manifes
 
 
 def _run(path: str) -> Manifest:
-    """Reads the run of `--groups-from`; raises MissingData without its optimizer or its names."""
+    """Reads the run of --groups-from; raises MissingData if it lacks its optimizer or names."""
     hint = (
         "let the next program save after its first update, with its optimizer and without "
         "elastic_checkpoint; if its files lack names, convert it to a universal checkpoint with "
-        "--param-names FILE, and give that"
+        "--param-names FILE, and pass that to --groups-from"
     )
     try:
         run = read(path, USUAL)
@@ -94,14 +94,15 @@ def _run(path: str) -> Manifest:
 
 
 class _RunsGroups:
-    """Applies the groups of the run at `path` to a source `named` with the target's names."""
+    """Applies the groups of the run at `path` to the source `named` (under the target's names)."""
 
     def __init__(self, named: Manifest, run: Manifest, path: str) -> None:
         if named.ranks:
             raise WrongOption(
                 "option-not-applicable",
-                f"--groups-from does not apply to the model ranks of {named.root} one by one",
-                hint=f"give --tp {named.run.origin.tp or 1} too: then all of them are written anew",
+                f"--groups-from does not apply while the model ranks of {named.root} are copied "
+                "one by one",
+                hint=f"add --tp {named.run.origin.tp or 1}: then zckpt joins and recuts them",
             )
         self.named, self.path = named, path
         self.run = called_as(run, names_of(named))
@@ -114,7 +115,7 @@ class _RunsGroups:
     def _owners(self) -> dict[str, str]:
         """Maps every weight of the run to its name in the source.
 
-        Raises MissingData if one of them has weights that the other lacks.
+        Raises MissingData if one side has weights that the other lacks.
         """
         named, run = self.named, self.run
         names_of_weights = {
@@ -148,7 +149,7 @@ class _RunsGroups:
         if wrong:
             raise MissingData(
                 DOES_NOT_FIT,
-                f"these have other shapes in {named.root} than in --groups-from {self.path}: "
+                f"the shapes in {named.root} and --groups-from {self.path} differ: "
                 f"{listed(wrong, 4)}",
                 hint="give a checkpoint of the same model",
                 file=self.path,
@@ -156,7 +157,7 @@ class _RunsGroups:
         return owners
 
     def _refuse_other_optimizer(self) -> None:
-        """Raises WrongOption for a run whose optimizer keeps other states."""
+        """Raises WrongOption if the run's optimizer keeps other states than the source's."""
         if keep_other_states(self.named.optimizer, self.run.optimizer):
             raise WrongOption(
                 DOES_NOT_FIT,
@@ -177,7 +178,7 @@ class _RunsGroups:
             ):
                 raise MissingData(
                     DOES_NOT_FIT,
-                    f"{owner} is one tied weight in {self.named.root}, and two weights in "
+                    f"{owner} is one tied weight in {self.named.root}, but two weights in "
                     f"--groups-from {self.path}",
                     hint="give a checkpoint of the same model",
                     file=self.path,
@@ -186,7 +187,7 @@ class _RunsGroups:
         return members
 
     def _origins(self) -> list[int]:
-        """For each group of the run, a group of the source from which values are taken.
+        """For each group of the run, the number of a source group from which values are taken.
 
         It is the group of the first parameter that both train; 0 if there is none.
         """
@@ -198,7 +199,7 @@ class _RunsGroups:
         return [first.get(number, 0) for number in range(len(self.run.groups or ()))]
 
     def taken(self) -> tuple[Manifest, list[Report]]:
-        """The source with the run's groups, and lines of the report about dropped states.
+        """The source with the run's groups, and report lines about dropped states.
 
         The states of parameters that the run does not train are dropped.
         """
@@ -231,10 +232,7 @@ class _RunsGroups:
         return result.replace(warnings=(*result.notices.warnings, *self.warnings)), dropped
 
     def _parameter(self, name: str) -> Parameter:
-        """The parameter, trained or frozen as in the run.
-
-        It has no step if the source did not train it.
-        """
+        """The parameter `name`, trained or frozen as in the run; no step if the source froze it."""
         before = self.named.parameters.get(name) or Parameter(_shape(self.named, name), False)
         if name not in self.members:
             frozen = replace(before, trainable=False, group=None, step=None, updated=True)
@@ -244,9 +242,10 @@ class _RunsGroups:
         return replace(before, trainable=True, group=self.members[name], step=step, updated=updated)
 
     def _group(self, number: int) -> Group:
-        """The run's hyper-parameters of a group, with the rate that the source has reached.
+        """The run's hyper-parameters of a group, with the learning rate reached by the source.
 
-        A scheduler sets the rate after an update; the run's group has the rate of the first update.
+        A scheduler changes the rate after each update, while the run's group has the rate of the
+        first update.
         """
         assert self.run.groups is not None
         group = dict(self.run.groups[number])
@@ -261,22 +260,22 @@ class _RunsGroups:
             scheduled = rate if base == base_before else base * (rate / base_before)
             if scheduled != number_of(group["lr"]):
                 message = (
-                    f"lr of group {number} is {scheduled:g}: the run's initial_lr ({base:g}), "
-                    "changed by the schedule as in the source"
+                    f"lr of group {number} becomes {scheduled:g}: the run's initial_lr ({base:g}), "
+                    "scaled as the source's scheduler has scaled its own"
                 )
                 self.warnings.append(warning("value-assumed", message, subject="lr"))
             return {**group, "lr": of_form("lr", group["lr"], scheduled)}
         message = (
             f"the first update of group {number} uses the run's lr ({_shown(group['lr'])}), and "
-            f"the scheduler sets later ones; to begin with another: --set-group {number}:lr=..."
+            f"the scheduler sets it later; for another first lr: --set-group {number}:lr=..."
         )
         self.warnings.append(warning("value-assumed", message, subject="lr"))
         return group
 
     def _engine(self) -> Any:
-        """The source's engine.
+        """The record of the source's engine.
 
-        If its files lack hyper-parameters, those of the run are noted as given.
+        If its files lack hyper-parameters, it now states that the user gave them (from the run).
         """
         engine = self.named.run.engine
         if isinstance(engine, FlatBufferEngine) and engine.elastic:
@@ -284,19 +283,19 @@ class _RunsGroups:
         return engine
 
     def _pipeline(self) -> Any:
-        """The pipeline of the run, if it has as many stages as the source; else the source's.
+        """The run's pipeline, if it has as many stages as the source's; else the source's.
 
-        Its stages list the parameters that the run trains.
+        The stages of the run's pipeline list the parameters that the run trains.
         """
         stages, its = self.named.run.pipeline, self.run.run.pipeline
         fits = stages and its and len(stages.parameters) == len(its.parameters)
         return its.renamed(self.owners) if fits and its else stages
 
     def _state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The source's state, with `optimizer.members` of the run: the names listed in each group.
+        """The source's state, with the run's lists of names in each group (`optimizer.members`).
 
-        They are indices into the source's list of the module's names. Without such lists in the
-        run, or if the source lacks a name, the state has none.
+        The names are given as indices into the source's list of the module's names. If the run has
+        no such lists, or the source lacks a name, the state gets none.
         """
         optimizer = dict(state.get("optimizer") or {})
         listed_before = optimizer.pop("members", None)
@@ -314,7 +313,7 @@ class _RunsGroups:
 
 
 def _lacks_frozen(run: Manifest) -> bool:
-    """Whether the files of a run do not have its frozen weights."""
+    """Whether the files of a run do not contain its frozen weights."""
     engine = run.run.engine
     if isinstance(engine, FlatBufferEngine):
         return engine.excludes_frozen is True
@@ -327,7 +326,7 @@ def _shape(manifest: Manifest, name: str) -> tuple[int, ...]:
 
 
 def _lines(manifest: Manifest, names: Sequence[str]) -> list[Report]:
-    """Lines of the report about the states of `names`, which are dropped, one for each state."""
+    """Report lines, one for each state that is dropped for the parameters `names`."""
     counts = {
         key: len({*names} & state.tensors.keys())
         for key, state in states.states_of(manifest).items()

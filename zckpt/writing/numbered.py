@@ -3,10 +3,10 @@
     source    step3/model_and_optim/.metadata    step3/train/rank0.pt
     target    DST/model_and_optim/.metadata      DST/train/rank0.pt
 
-A target of the same engine has this form again, also if it was converted through a universal
-checkpoint. A target of another engine lies directly in its directory, with the surrounding files.
-So does the target of a format with tags, which are folders already. Weights alone have no other
-files.
+A target of the same engine has this form again, even if it was converted through a universal
+checkpoint. A target of another engine has all files directly in its directory. So has the target of
+a format with tags, which are folders already. If only weights are written, the other files are left
+out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..training.options import DIALECT, Options
 def as_run(manifest: Manifest) -> Manifest:
     """Moves the checkpoint into a numbered folder, for a target that is the directory around it.
 
-    The folder has the source's name. A source without a numbered folder is unchanged.
+    The folder has the source's name. A source that is not in a numbered folder stays as it is.
     """
     name, origin = name_of(manifest), manifest.run.origin
     if not name or origin.inside is None:
@@ -44,12 +44,13 @@ def as_run(manifest: Manifest) -> Manifest:
 def in_its_folder(
     layout: Layout, source: Manifest, format: Format, target: str, options: Options
 ) -> Layout:
-    """Gives a target the form of a numbered folder, if the source was in a subfolder of one.
+    """Gives a target the subfolder that its source had in a numbered folder.
 
     `layout` is unchanged for other sources. A target of the same format and kind gets the same
     subfolder for its files, and the files around the source beside it; a warning is added if the
     target's name has no number. A target of another format or with tags has its files and those
-    around the source in one folder. With weights alone, the files around the source are left out.
+    around the source in one folder. If only weights are written, the files around the source are
+    left out.
     """
     inside, around = source.run.origin.inside, source.files.around
     if format.is_neutral or not inside:
@@ -84,8 +85,8 @@ def in_its_folder(
     if not is_numbered(target):
         name = name_of(source) or "step3"
         message = (
-            f"{os.path.basename(target)} has no number at the end of its name, by which a program "
-            f"looks for a checkpoint with {inside}/: call it as in the run, such as {name}"
+            f"{os.path.basename(target)} has no number at the end of its name, but programs look "
+            f"for {inside}/ only in numbered folders: give it a name such as {name}"
         )
         unnamed = [warning("program-must-set", message, file=target)]
 

@@ -21,7 +21,7 @@ def report_on(
     files: dict[str, int],
     options: Options,
 ) -> Report:
-    """The report of a conversion, except for what is known only after its files are written."""
+    """The report of a conversion, without what is known only after its files are written."""
     warnings = list(layout.warnings)
     takes_others = format.overrides_groups and options[LIKE] is None
     if not (takes_others or options.weights_only):
@@ -40,7 +40,7 @@ def report_on(
     takes_dp = DP in (format.options or ()) and not format.fits_any_dp
     if command == "reshard" and not options.given and takes_dp:
         ranks = counted(manifest.dp, "rank")
-        message = f"no --dp was given: the target is for {ranks}, as the source"
+        message = f"no --dp was given: the target is for {ranks}, like the source"
         warnings.append(warning("size-kept", message))
     return {
         "zckpt": VERSION,

@@ -26,8 +26,8 @@ def write_run(
 ) -> Report:
     """Writes several checkpoints of a Trainer's run, which appear together.
 
-    `which` is "all" or "best-and-last". `write_one` writes a checkpoint to a path; it also gets the
-    directory in which the best one will lie.
+    `which` is "all" or "best-and-last". `write_one` writes one checkpoint; it gets the source's and
+    the target's path, the options of running, and the directory in which the best one will lie.
     """
     if not running.sharing.is_alone:
         raise WrongOption(
@@ -65,7 +65,7 @@ def write_run(
         reruns = write_all(target, replace(running, dry_run=True))
         lacking = [name for name, r in zip(names, reruns, strict=True) if "dry_run" in r]
         if lacking:
-            raise targets.of_another_run(target, f"but {lacking[0]} is missing there")
+            raise targets.of_another_run(target, f"but it lacks {lacking[0]}")
         return summary | {"already_complete": True, "seconds": 0.0}
     if running.dry_run:
         memory = max(report.get("memory", 0) for report in reports)

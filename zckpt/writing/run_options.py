@@ -32,16 +32,16 @@ class Keywords(TypedDict, total=False):
 class Running(Struct, frozen=True):
     """The options of running.
 
-    A `dry_run` reports what would be written, and writes nothing. With `resume` a run continues an
-    earlier one. Without locks nothing can be continued, and `resume` is refused, unless the run
-    `begins_anew`. Such a run also accepts a target that another run completes meanwhile. If that
-    target has other options or another source, a run that `gives_way` reports it (`is_of_another`)
-    instead of raising an error.
+    With `dry_run`, the run reports what it would write, and writes nothing. With `resume`, it
+    continues an earlier run. On a filesystem without locks nothing can be continued, and `resume`
+    is refused, unless the run `begins_anew`: it then starts from the beginning, and accepts a
+    target that another run completes meanwhile. If that target has other options or another source,
+    a run that `gives_way` reports it (`is_of_another`) instead of raising an error.
 
-    If the source is in a numbered folder, a target `as_run` is the directory around such a folder.
-    With `read_back`, uploads to an object store that states no MD5 are read again. `before_rename`
-    is called before the last check. With `names`, a note, the target gets only the names of its
-    files (names_only.py). `sharing` says which portions of the target this process writes. `above`
+    If the source is in a numbered folder and `as_run` is set, the target is the directory around
+    such a folder. With `read_back`, uploads to an object store that states no MD5 are read again.
+    `before_rename` is called before the last check. With `names`, a note, the target gets only file
+    names (names_only.py). `sharing` says which portions of the target this process writes. `above`
     is the directory of the target, if that is itself a part of an unfinished target.
     """
 
@@ -61,5 +61,5 @@ class Running(Struct, frozen=True):
 
     @property
     def continues(self) -> bool:
-        """Whether the run may find files of its own, by --resume or as one of several parts."""
+        """Whether the run may find files of an earlier run, or of other parts of this one."""
         return self.resume or bool(self.sharing.part)

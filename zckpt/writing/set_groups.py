@@ -1,4 +1,4 @@
-"""Replaces hyper-parameters of groups, and the other copies of their values.
+"""Replaces hyper-parameters of groups, also where the files store them a second time.
 
     lr    in the group, its `initial_lr`, and the lists of rates in states of torch's schedulers
 
@@ -27,7 +27,7 @@ OTHER_RATES = ("max_lr", "min_lr", "swa_lr")
 
 
 def with_values(manifest: Manifest, options: Options) -> Manifest:
-    """Sets the hyper-parameters of --set-group in the groups, and where their values have copies.
+    """Sets the hyper-parameters of --set-group in the groups, and wherever they are stored twice.
 
     Raises WrongOption for hyper-parameters or groups that do not exist.
     """
@@ -36,14 +36,14 @@ def with_values(manifest: Manifest, options: Options) -> Manifest:
         raise WrongOption(
             "option-not-applicable",
             f"--set-group: {manifest.root} stores no hyper-parameters of groups",
-            hint=f"give them with --group-defaults, or take a run's: {GROUPS_FROM.flag} RUN",
+            hint=f"give them with --group-defaults, or take those of a run: {GROUPS_FROM.flag} RUN",
         )
     by_group = options.by_group(SET_GROUP)
     numbers = [key for key in by_group if isinstance(key, int)]
     if numbers and (len(counts) > 1 or max(numbers) >= max(counts)):
         raise WrongOption(
             "option-names-nothing",
-            f"--set-group names group {max(numbers)}: {manifest.root} has "
+            f"--set-group: there is no group {max(numbers)}: {manifest.root} has "
             f"{counted(max(counts), 'group')}, counted from 0"
             + (", and not each rank has all of them" if len(counts) > 1 else ""),
             hint=_known_keys(manifest),
@@ -89,7 +89,10 @@ def _known_keys(manifest: Manifest) -> str:
 
 
 def _with_rates(manifest: Manifest, options: Options) -> Manifest:
-    """Sets the groups' rates in schedulers' states; warns of schedulers that may set others."""
+    """Sets the groups' learning rates in schedulers' states too.
+
+    Warns of schedulers that will set other rates.
+    """
     groups = manifest.each[0].groups or ()
 
     def rated(own: Manifest) -> Manifest:
@@ -105,8 +108,8 @@ def about_files(names: Sequence[str]) -> list[Notice]:
     return [
         warning(
             "program-must-set",
-            f"{name} is copied with its own rates, because it has more than plain values: after "
-            "the first update its scheduler sets the rates of the source",
+            f"{name} is copied unchanged, because it holds more than plain values: after the first "
+            "update the scheduler sets the source's learning rates again",
             file=name,
             subject="lr",
         )
@@ -118,7 +121,8 @@ def _about_schedules(manifest: Manifest, options: Options) -> list[Notice]:
     """Warnings about schedulers that will replace the new rates after the first update.
 
     Such a scheduler takes its rates from the ds_config or the program, not from its state in the
-    checkpoint. Other warnings name further hyper-parameters and lists that the rates depend on.
+    checkpoint. Further warnings name other hyper-parameters and lists from which a scheduler
+    computes rates.
     """
     first_rank, engine, config = manifest.each[0], manifest.run.engine, options[CONFIG]
     if config is None and isinstance(engine, FlatBufferEngine):
@@ -127,7 +131,9 @@ def _about_schedules(manifest: Manifest, options: Options) -> list[Notice]:
     if isinstance(name, str):
         keys = [key for key in params if "lr" in str(key)] if isinstance(params, dict) else []
         where = listed([f"scheduler.params.{key}" for key in keys] or ["scheduler.params"])
-        message = f"after the first update {name} of the ds_config sets lr: change {where} there"
+        message = (
+            f"after the first update, {name} sets lr from the ds_config: change {where} in it too"
+        )
         return [warning("program-must-set", message, subject="lr")]
     states, scheduler = schedulers_of(first_rank), first_rank.state.get("lr_scheduler")
     opaque = scheduler is not None and not isinstance(scheduler, dict)
@@ -138,14 +144,18 @@ def _about_schedules(manifest: Manifest, options: Options) -> list[Notice]:
     lines = []
     if opaque or not all(map(schedulers.keeps_rates, states)):
         lines.append(
-            "the state of the scheduler keeps no base rates: after the first update it sets lr as "
-            "the program builds it, so change the rate there too"
+            "the scheduler's state keeps no base rates: after the first update it sets the lr that "
+            "the program built it with, so change the rate in the program too"
         )
     if other_rates:
         flags = " ".join(f"{SET_GROUP.flag} {key}=..." for key in other_rates)
-        lines.append(f"the scheduler goes by {listed(other_rates)} of the groups too: {flags}")
+        lines.append(
+            f"the scheduler also uses {listed(other_rates)} of the groups: change them with {flags}"
+        )
     if lists:
-        lines.append(f"the scheduler goes by {listed(lists)} too, which its state keeps unchanged")
+        lines.append(
+            f"the scheduler also uses {listed(lists)} of its state, which zckpt does not change"
+        )
     return [warning("program-must-set", line, subject="lr") for line in lines]
 
 
@@ -171,6 +181,6 @@ def of_form(key: str, before: Any, value: Any) -> Any:
         return value
     raise WrongOption(
         "option-invalid",
-        f"--set-group {key}={value!r}: the groups have {key}={before!r}",
-        hint="give a value of the same form; a pair is written betas=[0.9,0.95]",
+        f"--set-group {key}={value!r} does not fit the present value {before!r}",
+        hint="give a value of the same type and length; a pair is written betas=[0.9,0.95]",
     )

@@ -1,8 +1,8 @@
 """Decides whether the target may lack a state of the source's optimizer.
 
-A state that the target cannot have ends the run before the first byte of a tensor, unless the user
-types `--drop-state`, or the optimizer recomputes it. The states of the target are not reported by
-its writer: its reader finds them in the shells that the writer laid out.
+A state that the target cannot store ends the run before the first byte of a tensor, unless the user
+types `--drop-state`, or the optimizer recomputes it. The target's writer does not report which
+states it stores: the target's reader finds them in the files that the writer has laid out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..training.options import DROP_STATE, OPTIMIZER, WEIGHTS_ONLY, Options
 
 
 def dropped_states(manifest: Manifest, options: Options) -> list[Report]:
-    """Lines of the report about the states that --drop-state or --weights-only drops.
+    """Report lines about the states that --drop-state or --weights-only drops.
 
     Raises WrongOption for a state that the checkpoint does not have.
     """
@@ -53,10 +53,10 @@ def dropped_states(manifest: Manifest, options: Options) -> list[Report]:
 
 
 def unable_to_step(manifest: Manifest, options: Options) -> list[Notice]:
-    """A warning if the optimizer fails at its first update because it needs a dropped state.
+    """A warning if the optimizer will fail at its first update, because it needs a dropped state.
 
-    `manifest` lacks these states already. For a parameter without any state the optimizer starts
-    afresh.
+    `manifest` lacks the dropped states already. A parameter without any state causes no failure:
+    the optimizer starts afresh for it.
     """
     if options.weights_only:
         return []
@@ -70,8 +70,8 @@ def unable_to_step(manifest: Manifest, options: Options) -> list[Notice]:
     return [
         warning(
             "state-dropped",
-            f"{name} cannot take a step without {joined(sorted(keys))}: load this into an "
-            "optimizer that needs no such state, or write --weights-only",
+            f"{name} cannot take a step without {joined(sorted(keys))}: load the target into an "
+            "optimizer that does not need this state, or add --weights-only",
             subject=min(keys),
         )
         for name, keys in lost.items()
@@ -80,10 +80,10 @@ def unable_to_step(manifest: Manifest, options: Options) -> list[Notice]:
 
 
 def _numbers(manifest: Manifest) -> dict[str, Any]:
-    """Maps keys to the optimizer's numbers that belong to no parameter.
+    """The optimizer's numbers that belong to no parameter, by key.
 
-    The key of a number `n` inside of the optimizer's dictionary `state` is `state.n`; the key of a
-    number beside that dictionary is its own.
+    A number `n` inside the optimizer's dictionary `state` has the key `state.n`; a number beside
+    that dictionary keeps its key.
     """
     numbers: dict[str, Any] = {}
     for rank in manifest.each:
@@ -98,7 +98,7 @@ def _line(state: State, reason: str) -> Report:
 
 
 class Keeping(Struct, frozen=True):
-    """Checks that a target has a place for all states of the source, or that the user drops them.
+    """Checks that a target can store all states of the source, unless the user drops them.
 
     `source` is what was read, without dropped states. `named` has the target's names. `grouped`
     lacks the states of parameters that the next run does not train. `admitted` lacks the objects
@@ -114,10 +114,11 @@ class Keeping(Struct, frozen=True):
     report: Report
 
     def read_back(self, layout: Layout) -> Callable[[str], Manifest]:
-        """Returns a function that reads the shells of a target, and checks what they can keep.
+        """Returns a function that reads a target's files, and checks which states they can store.
 
-        It raises UnsupportedState for a state without a place. It raises UnsupportedCheckpoint for
-        a hole in an entry, which would stay empty.
+        The files have no tensor data yet. The function raises UnsupportedState for a state that
+        they cannot store, and UnsupportedCheckpoint for elements of a tensor that no source bytes
+        would fill.
         """
         reader_of_shells = layout.read_back or self.format.read_shells
 
@@ -135,7 +136,7 @@ class Keeping(Struct, frozen=True):
         return read_and_check
 
     def try_out(self, layout: Layout) -> None:
-        """Reads the shells back from a temporary folder, for a run that writes nothing."""
+        """Lays the target out in a temporary folder and reads it back; used by dry runs."""
         asks = self.has_states or _numbers(self.source) or any(self._unsupported_in_groups)
         if asks and layout.read_back is not None:
             with _laid_out(layout.shells()) as folder:
@@ -143,10 +144,10 @@ class Keeping(Struct, frozen=True):
 
     @property
     def is_known(self) -> bool:
-        """Whether the target has a place for all states for certain, without building it.
+        """Whether the target can certainly store all states, so that its files need not be built.
 
-        Every format has a place for the moments of Adam. Formats whose `states` name no limit also
-        have one for every number.
+        Every format can store the moments of Adam. Formats without a stated limit (`states` is
+        empty) can also store every number.
         """
         if self.options.weights_only or not self.format.is_resumed:
             return self.options.weights_only
@@ -169,7 +170,7 @@ class Keeping(Struct, frozen=True):
 
     @property
     def _unsupported_in_groups(self) -> list[dict[str, Any]]:
-        """For each group, its hyper-parameters that are objects which the user has not admitted."""
+        """For each group, its hyper-parameters that are objects not admitted by the user."""
         if self.options.weights_only:
             return []
         lost = []
@@ -187,11 +188,11 @@ class Keeping(Struct, frozen=True):
         return lost
 
     def _keep_groups(self) -> None:
-        """Raises UnsupportedState for a hyper-parameter that the target's pickles cannot have."""
+        """Raises UnsupportedState for a hyper-parameter that no pickle of the target may have."""
         values = self._unsupported_in_groups
         if not (keys := dict.fromkeys(str(key) for own in values for key in own)):
             return
-        hint = "write --weights-only"
+        hint = "add --weights-only"
         if classes := objects.admissible(values, formats.engine_objects()):
             allow = " ".join(f"--allow-object {name}" for name in classes)
             hint = f"to write it, if you trust its class: {allow}; or {hint}"
@@ -204,7 +205,7 @@ class Keeping(Struct, frozen=True):
     def _computed_afresh(self, shells: Manifest) -> list[Report]:
         """Report lines on states that the target lacks and the optimizer recomputes.
 
-        Raises UnsupportedState if another state has no place.
+        Raises UnsupportedState for any other state that the target lacks.
         """
         if not self.has_states:
             return []
@@ -220,11 +221,11 @@ class Keeping(Struct, frozen=True):
         return [_line(state, reasons[key]) for key, state in lost.items()]
 
     def _beside(self, shells: Manifest) -> list[Notice]:
-        """Notices about numbers that the target lacks and that belong to no parameter."""
+        """Notices about numbers that belong to no parameter and that the target lacks."""
         lost = _numbers(self.source).keys() - _numbers(shells).keys()
         if not lost or self.options.weights_only or not self.format.is_resumed:
             return []
-        message = f"{listed(sorted(lost))}, beside the optimizer's states"
+        message = f"{listed(sorted(lost))}: numbers of the optimizer that belong to no parameter"
         return [note("state-omitted", message, subject=min(lost))]
 
     def _of_texts(self, shells: Manifest) -> list[Notice]:
@@ -244,8 +245,8 @@ class Keeping(Struct, frozen=True):
                 "program-must-set",
                 f"the keys of {listed(paths, 4)} may have been numbers: "
                 "torch.distributed.checkpoint turns all keys into texts. Turn them back into "
-                "numbers before the program loads them: MultiStepLR, for example, finds no "
-                "milestone under a text",
+                "numbers before the program loads them: MultiStepLR, for example, does not find "
+                'its milestones under texts such as "30"',
                 subject=paths[0],
             )
         ]
@@ -277,32 +278,32 @@ class Keeping(Struct, frozen=True):
         )
 
     def _classes(self, keys: Iterable[str]) -> list[str]:
-        """The classes in the values of these states that --allow-object could admit."""
+        """The classes of objects in these states that --allow-object could admit."""
         rows = [row for m in self.grouped.each for row in m.states.of_form("other", "partition")]
         values = [row.value for row in rows if row.key in keys]
         return objects.admissible(values, formats.engine_objects())
 
 
 def _of_counts(before: StepPlace | None, after: StepPlace | None) -> list[Notice]:
-    """A warning if the target's optimizer adds another number to its step in each update."""
+    """A warning if the target's optimizer counts its step in other units than the source's."""
     if before is None or after is None or before.times == after.times:
         return []
     return [
         warning(
             "not-exact",
             "the optimizer stores its step in the groups. Each update adds "
-            f"{after.times} to it in the target's engine, but {before.times} in the source's: so "
+            f"{after.times} to it in the target's engine, but {before.times} in the source's, so "
             "updates and losses will differ",
         )
     ]
 
 
-OBJECTS = "objects of a class, which a program that loads the target would run"
+OBJECTS = "objects whose classes would run when a program loads the target"
 
 
 @contextmanager
 def _laid_out(shells: Iterable[Shell]) -> Iterator[str]:
-    """A temporary folder with the shells of a target, which exists during the block."""
+    """Inside the block, a temporary folder has the target's files without tensor data."""
     with tempfile.TemporaryDirectory(prefix="zckpt-") as folder:
         for shell in shells:
             path = os.path.join(folder, shell.name)

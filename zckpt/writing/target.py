@@ -49,7 +49,7 @@ from .numbered import in_its_folder
 
 
 def named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
-    """The source under the target's names, with parameters in the order of --param-names."""
+    """Gives the source the target's names, and the order of --param-names."""
     family_of_origin = formats.family_of(str(manifest.run.origin.format))
     is_plain = has_plain_names(format, manifest, options)
     if options[RENAME]:
@@ -78,11 +78,11 @@ def named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
 
 
 def has_plain_names(format: Format, manifest: Manifest, options: Options) -> bool:
-    """Whether wrappers' words, such as `_orig_mod`, are removed from the target's names.
+    """Whether wrappers' prefixes, such as `_orig_mod`, are removed from the target's names.
 
-    They are for a target that is loaded into a plain model: for weights alone, and for formats of
-    complete files. They stay if the source has the target's format, because that run loads the
-    names that it saved, and if the user adds such words with --rename.
+    They are removed for a target that is loaded into a plain model: for weights alone, and for
+    formats of complete files. They stay if the source has the target's format, because that run
+    loads the names that it saved, and if the user adds such prefixes with --rename.
     """
     is_same = format.name == manifest.format and not format.is_neutral
     adds_words = any(plain(f"{new}.") != f"{new}." for _, new in options[RENAME])
@@ -90,10 +90,10 @@ def has_plain_names(format: Format, manifest: Manifest, options: Options) -> boo
 
 
 def _is_in_order(manifest: Manifest) -> bool:
-    """Whether the reader has put parameters in the order of --param-names already.
+    """Whether the reader has already put parameters in the order of --param-names.
 
-    That is so in stage 0 if the manifest keeps model ranks apart, or if there are layers with
-    experts: the option then lists the names of one rank, not those of the complete model.
+    That is so in ZeRO stage 0 if the manifest keeps model ranks separate, or if there are layers
+    with experts: the option then lists the names of one rank, not those of the complete model.
     """
     is_apart = bool(manifest.ranks) or bool(layers_of(manifest.run.engine))
     return is_apart and manifest.run.origin.zero_stage == 0
@@ -111,7 +111,7 @@ def laid_out(
     """The manifest that fills the target's files, and the layout of these files.
 
     `named` is the manifest under the target's names; `parts` are its models, if there are several.
-    Raises the ZckptError that says why the target cannot be written; no file is written here.
+    Raises a ZckptError if the target cannot be written; no file is written here.
     """
 
     def allowed(manifest: Manifest) -> Manifest:
@@ -150,21 +150,23 @@ def laid_out(
 
 
 def _run(path: str, format: Format) -> Manifest:
-    """Reads the run that --like names; raises NotACheckpoint if its engine is not the target's."""
+    """Reads the run of --like; raises NotACheckpoint if its engine is not the target's."""
     try:
         run = read(path, USUAL)
     except MissingData as error:
         raise MissingData(
             "like-does-not-fit",
             f"--like {path}: {error}",
-            hint="convert it to a universal checkpoint with what it needs, and give that",
+            hint="convert it to a universal checkpoint with the missing options, and pass that to "
+            "--like",
             file=path,
         ) from error
     if run.run.origin.format != format.name:
         raise NotACheckpoint(
             "like-does-not-fit",
-            f"--like {path} is no checkpoint of {format.name}",
-            hint="give a directory that the next run has saved, or a universal checkpoint of one",
+            f"--like {path} is no {format.name} checkpoint",
+            hint="give a checkpoint that the next run's program has saved, or a universal one made "
+            "from it",
             file=path,
         )
     return run
@@ -185,9 +187,9 @@ def _with_files(layout: Layout, files: Sequence[Shell]) -> Layout:
 def _pointing_to_the_best(
     layout: Layout, manifest: Manifest, to: str, target: str, best_in: str | None
 ) -> Layout:
-    """Sets the path of the best checkpoint in trainer_state.json to where it will lie.
+    """In trainer_state.json, sets the path of the best checkpoint to its future path.
 
-    If the best checkpoint is another one, which is not written too, the layout gets a warning.
+    If the best checkpoint is another one that is not written too, the layout gets a warning.
     """
     path = best.best_of(manifest.files.siblings)
     if path is None:

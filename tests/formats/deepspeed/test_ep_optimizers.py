@@ -289,12 +289,12 @@ def test_dense_copies_that_differ(run: Path, tmp_path: Path) -> None:
     different = {line["tensor"] for line in zckpt.verify(run)["differences"]}
     assert different == {"embedding.weight/exp_avg"}
     with pytest.raises(
-        InconsistentCheckpoint, match=r"ep ranks hold different copies of 1 parameter \(embedding"
+        InconsistentCheckpoint, match=r"ep ranks hold different replicas of 1 parameter \(embedding"
     ):
         zckpt.convert(run, tmp_path / "universal")
     assert not (tmp_path / "universal").exists()
     report = zckpt.convert(run, tmp_path / "universal", replicas="rank0")
-    assert any("rank 0's is taken" in line for line in texts(report["warnings"]))
+    assert any("rank 0's is used" in line for line in texts(report["warnings"]))
 
 
 @engines

@@ -366,7 +366,7 @@ class TestCopies:
         assert zckpt.reshard(bare, tmp_path / "out", dp=2)["warnings"] == []
         report = zckpt.reshard(bare, tmp_path / "known", dp=2, tp_rules=rules)
         (said,) = texts(report["warnings"])
-        assert r"of 1 parameter (4.norm.weight), and each rank keeps its own: 4.norm" in said
+        assert r"of 1 parameter (4.norm.weight), and each rank keeps its replica: 4.norm" in said
         own = [apart_of(run) for run in (bare, tmp_path / "out")]
         assert own[0].keys() == own[1].keys()
         assert [name for name in own[0] if own[0][name] != own[1][name]] == []
@@ -384,7 +384,7 @@ class TestCopies:
 
         edit(path, change)
         report = zckpt.convert(run, tmp_path / "out")
-        assert ["stages' copies of tied_modules.embed" in w for w in texts(report["warnings"])] == [
+        assert ["stages' replicas of tied_modules" in w for w in texts(report["warnings"])] == [
             True
         ]
         assert same_bits(zckpt.load(tmp_path / "out", name), before)
@@ -433,7 +433,7 @@ class TestCopies:
             changed[3] = ((changed[3].double() + (changed[3] + drift).double()) / 2).float()
         wanted["4.norm.weight/param"] = wanted["4.norm.weight/master"].bfloat16()
         report = zckpt.convert(run, tmp_path / "out", replicas="mean", **options)
-        assert ["their mean is taken" in line for line in texts(report["warnings"])] == [True]
+        assert ["their mean is used" in line for line in texts(report["warnings"])] == [True]
         if "to" in options:  # torch's own optimizer trains fp32 weights
             trained = [name for name in wanted if name.endswith("/master")]
             wanted |= {name.replace("/master", "/param"): wanted.pop(name) for name in trained}
@@ -466,7 +466,7 @@ class TestRules:
         assert r"  \d+\.fused\.weight = ?  # [14, 14] on each rank" in lines
         completed = tmp_path / "completed.txt"  # the lines are a file of rules, once completed
         completed.write_text("\n".join(lines).replace("= ?", "= replicated"))
-        with pytest.raises(InconsistentCheckpoint, match="different copies"):
+        with pytest.raises(InconsistentCheckpoint, match="different replicas"):
             zckpt.convert(bare, tmp_path / "out", tp_rules=completed)
         assert not (tmp_path / "out").exists()
 
@@ -489,7 +489,7 @@ class TestRules:
             ("0:16,4,8", "1", WrongOption, "is for|rows, but by the rule|which has the shape"),
             ("0:2x", "0", WrongOption, "has 2 fused parts"),
             (r"5\.gain = replicated", r"5\.gain = 0", InconsistentCheckpoint, "hold the same"),
-            ("weight = 1", "weight = replicated", InconsistentCheckpoint, "different copies"),
+            ("weight = 1", "weight = replicated", InconsistentCheckpoint, "different replicas"),
         ],
     )
     def test_rules_that_do_not_fit(

@@ -196,7 +196,7 @@ def test_neox_for_another_number_of_tensor_ranks(tp: int, laid: Laid, tmp_path: 
 class TestDrift:
     def test_copies_of_norms_need_a_choice(self, laid: Laid, tmp_path: Path) -> None:
         root, _ = laid(DRIFTED)
-        with pytest.raises(InconsistentCheckpoint, match="different copies of 16 param") as raised:
+        with pytest.raises(InconsistentCheckpoint, match="replicas of 16 param") as raised:
             zckpt.convert(root, tmp_path / "out", tp_rules="bloom")
         assert "--replicas rank0" in raised.value.hint
         assert not (tmp_path / "out").exists()
@@ -225,7 +225,7 @@ class TestDrift:
         tied = [line for line in texts(report["warnings"]) if "stages' copies" in line]
         assert ["word_embeddings.norm." in line for line in tied] == [True, True]
         (line,) = texts(zckpt.reshard(root, tmp_path / "apart", dp=1)["warnings"])
-        assert "word_embeddings.norm.bias differ, and each stage keeps its own" in line
+        assert "word_embeddings.norm.bias differ, and each stage keeps its replica" in line
         name = "tied_modules.embed.word_embeddings.norm.weight/master"
         assert same_bits(zckpt.load(tmp_path / "out", name), numbers.whole[name])
 
@@ -245,7 +245,7 @@ def test_a_copy_of_a_tied_layer_that_saves_no_weight(
             file.write(torch.rand(extent.length // 4).numpy().tobytes())
         faults.mend(extent.file)
     (warning,) = texts(zckpt.reshard(bloom, tmp_path / "apart", dp=1)["warnings"])
-    assert f"stages' copies of tied_modules.embed.{name} differ, and each stage keeps" in warning
+    assert f"stages' replicas of tied_modules.embed.{name} differ, and each stage keeps" in warning
 
 
 class TestSums:
@@ -258,11 +258,11 @@ class TestSums:
         root, _ = laid(run)
         with pytest.raises(UnsupportedCheckpoint, match=r"2.attention.dense.bias.* is the sum"):
             zckpt.convert(root, tmp_path / "out", tp_rules="neox-parallel")
-        with pytest.raises(InconsistentCheckpoint, match="different copies") as raised:
+        with pytest.raises(InconsistentCheckpoint, match="different replicas") as raised:
             zckpt.convert(root, tmp_path / "out", tp_rules="neox")
         assert "parts of a sum" in raised.value.hint
         if not run.bounds:
-            with pytest.raises(UnsupportedCheckpoint, match="is the sum of the parts"):
+            with pytest.raises(UnsupportedCheckpoint, match="is the sum of the tensor ranks"):
                 zckpt.reshard(root, tmp_path / "out", tp=1, tp_rules="neox-parallel")
         assert not (tmp_path / "out").exists()
 

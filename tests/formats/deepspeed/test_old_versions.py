@@ -86,10 +86,14 @@ class TestOtherContainers:
         report = zckpt.convert(tmp_path / "run", tmp_path / "universal")
         oracle = torch.load(root / "oracle.pt", weights_only=False)
         assert_is_what_the_engine_held(tmp_path / "universal", oracle)
-        assert_proven(tmp_path / "run", tmp_path / "universal", ("padding", "no name of their own"))
+        assert_proven(
+            tmp_path / "run", tmp_path / "universal", ("padding", "do not state the name")
+        )
         count = len([*(tmp_path / "run").rglob("*_states.pt")])
         notes = zckpt.verify(tmp_path / "run")["notes"]
-        assert any(f"{count} of {count} rank files state no name" in note for note in texts(notes))
+        assert any(
+            f"{count} of {count} rank files do not state the name" in note for note in texts(notes)
+        )
         assert report["records"]["checked"] == 0, "that container has no checksums"
 
     def test_saved_on_gpus(self, trained: Trained, tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ class TestFiles:
         value["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"][5] += 1
         torch.save(value, path)
         report = zckpt.reshard(run, tmp_path / "out", pp=1)
-        assert ["stages' copies of tied_modules.embed" in w for w in texts(report["warnings"])] == [
+        assert ["stages' replicas of tied_modules" in w for w in texts(report["warnings"])] == [
             True
         ]
         after = zckpt.load(tmp_path / "out", "tied_modules.embed.weight/exp_avg")

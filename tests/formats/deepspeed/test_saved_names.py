@@ -152,7 +152,9 @@ def test_files_without_a_name_of_their_own_are_counted(example: Path) -> None:
     assert TorchFile(str(other)).saved_as == "archive"
     report = zckpt.verify(example)
     assert report["equal"]
-    assert ["2 of 5 rank files state no name" in note for note in texts(report["notes"])] == [True]
+    assert [
+        "2 of 5 rank files do not state the name" in note for note in texts(report["notes"])
+    ] == [True]
     assert zckpt.verify(example, EXAMPLE)["equal"]
     assert zckpt.verify(example, EXAMPLE)["notes"] == []
 
@@ -208,7 +210,7 @@ def test_stage_3_of_an_earlier_zckpt() -> None:
     assert report["equal"]
     others, without = texts(report["notes"][-2:])
     assert "1 of 6 rank files were saved under the name of another rank" in others
-    assert "3 of 6 rank files state no name of their own" in without
+    assert "3 of 6 rank files do not state the name under which they were saved" in without
     assert zckpt.verify(BEFORE_3, FROZEN)["equal"]
     assert zckpt.verify(BEFORE_3, FROZEN)["notes"] == []
 

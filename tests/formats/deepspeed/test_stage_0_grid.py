@@ -97,7 +97,7 @@ def test_faults(grid_trained: Trained, tmp_path: Path) -> None:
             state["exp_avg"] += 1
 
     edit(path, drift)
-    with pytest.raises(InconsistentCheckpoint, match="hold different copies"):
+    with pytest.raises(InconsistentCheckpoint, match="hold different replicas"):
         zckpt.convert(drifted, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

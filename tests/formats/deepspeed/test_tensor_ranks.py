@@ -272,12 +272,12 @@ class TestRefusals:
 
         edit(path, drift)
         if replicas is None:
-            with pytest.raises(InconsistentCheckpoint, match="hold different copies"):
+            with pytest.raises(InconsistentCheckpoint, match="hold different replicas"):
                 zckpt.reshard(run, tmp_path / "out", tp=1)
             assert not (tmp_path / "out").exists()
             return
         report = zckpt.reshard(run, tmp_path / "out", tp=1, replicas=replicas)
-        assert any("copies of" in line for line in texts(report["warnings"]))
+        assert any("replicas of" in line for line in texts(report["warnings"]))
 
 
 @pytest.mark.engines

@@ -262,7 +262,7 @@ class TestRefusals:
 
     def test_another_directory_is_no_run(self, other: Path, tmp_path: Path) -> None:
         error = self.refused(other, other, tmp_path / "new")
-        assert str(error) == f"--like {other} is no checkpoint of megatron"
+        assert str(error) == f"--like {other} is no megatron checkpoint"
         error = self.refused(other, nowhere := tmp_path / "nowhere", tmp_path / "new")
         assert str(error) == f"{nowhere} does not exist"
 
@@ -322,7 +322,9 @@ class TestOddStates:
         assert "optimizer's rho of no parameter" in str(error)
         edit(other / "optim.pt", lambda each: each.update(rho=3))
         report = package.convert(other, tmp_path / "new", to="megatron", like=str(run))
-        assert "rho, beside the optimizer's states" in texts(report["left_out"])
+        assert "rho: numbers of the optimizer that belong to no parameter" in texts(
+            report["left_out"]
+        )
 
     def test_hyper_parameters_of_another_optimizer(
         self, other: Path, run: Path, tmp_path: Path

@@ -105,7 +105,7 @@ class TestRefused:
         folder = files.write(make("fp32"), tmp_path / "source", 1, "hdf5")
         with h5py.File(folder / "checkpoint.ortcp", "a") as file:
             file["model/full_precision/circle"] = file["model"]
-        refused("CorruptCheckpoint", "two places")
+        refused("CorruptCheckpoint", "has two paths")
 
     def test_without_h5py(
         self, zckpt_without: Callable[..., Any], without_h5py: Path, tmp_path: Path

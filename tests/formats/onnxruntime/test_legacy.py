@@ -36,7 +36,7 @@ class TestVariants:
         state = make("fp16", frozen=FROZEN)
         files.write(state, tmp_path / "source", 3, dialect, zipped=False, user={"note": "hello"})
         assert not zipfile.is_zipfile(tmp_path / "source" / "ORT_checkpoint.ZeRO.0.2.ort.pt")
-        nameless = "3 of 3 rank files state no name of their own"
+        nameless = "3 of 3 rank files do not state the name under which they were saved"
         report = assert_reads(tmp_path / "source", state.expected(), tmp_path, (nameless,))
         assert nameless in zckpt.verify(tmp_path / "source")["notes"][-1]["message"]
         assert report["records"]["checked"] == 0

@@ -470,7 +470,7 @@ def test_second_model_in_safetensors(tmp_path: Path, zckpt: Program) -> None:
     both = (*OF_ACCELERATE[0], "--param-names", names)
     refused = zckpt("convert", folder, tmp_path / "both", *OF_ACCELERATE[0])
     assert refused.code == 1
-    assert "each after its model's: model.NAME and model_1.NAME" in refused.err
+    assert "with its model's key: model.NAME and model_1.NAME" in refused.err
     names.write_text("\n".join(f"{root}.{name}" for root in ("model", "model_1") for name in own))
     assert zckpt("convert", folder, tmp_path / "both", *both).code == 0
     for root, pair in zip(("model", "model_1"), pairs, strict=True):

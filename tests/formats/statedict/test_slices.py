@@ -199,7 +199,7 @@ def with_optimizer(run: Path, folder: Path) -> Path:
 class TestNoChecksums:
     """Files of torch before 1.6: only their bytes tell whether ranks hold the same."""
 
-    NOT_LOOKED = "not looked at: whether ranks hold different values of 1 tensor"
+    NOT_LOOKED = "not checked: whether the ranks' replicas of 1 tensor are equal"
 
     def test_check_says_that_it_did_not_look(
         self, fsdp2: Path, tmp_path: Path, zckpt: Program

@@ -14,11 +14,13 @@ KEEP = "keep"
 
 
 def agree(places: Sequence[tuple[str, Step]], policy: str | None) -> Step | None:
-    """The step that all places state. If they differ, `policy` (max, min or a number) decides.
+    """Returns the one step that all places state; if they differ, `policy` decides.
 
-    The policy `keep` allows different steps of different parameters. It does not decide between
-    several places of one parameter. Raises InconsistentCheckpoint if places differ and no policy
-    decides. Without any policy, also raises it for a step that is not a whole number.
+    `places` are pairs: a file or rank, as messages name it, and the step found there. The policies
+    `max`, `min` and a number choose a step. The policy `keep` allows different steps of different
+    parameters; it does not decide between several places of one parameter. Raises
+    InconsistentCheckpoint if places differ and no policy decides. Without any policy, also raises
+    it for a step that is not a whole number. None if there are no places.
     """
     if policy is None:
         need_whole(places)
@@ -42,9 +44,9 @@ def need_whole(places: Iterable[tuple[str, Step]]) -> None:
         if step != int(step):
             raise InconsistentCheckpoint(
                 "file-damaged",
-                f"the optimizer's step is {step:g}, which is no number of updates: {place}",
-                hint="a file with another number may lie in its place: copy all files again; if "
-                "the optimizer counts so, add --step-policy keep",
+                f"the optimizer's step is {step:g}, not a whole number of updates: {place}",
+                hint="the file may be damaged or come from another save: copy all files again; if "
+                "this optimizer counts in fractions, add --step-policy keep",
             )
 
 
@@ -54,7 +56,7 @@ def need_one_save(steps_in_files: Iterable[tuple[str, Step]], policy: str | None
     `steps_in_files` yields pairs: the path of a file, and a step that it states for one parameter.
     If any file states several steps, the parameters were not updated equally often, for example
     because layers were unfrozen late. Then different steps prove nothing, and no error is raised.
-    Nor is it with any `policy`.
+    With a `policy` (--step-policy), no error is raised either.
     """
     by_file: dict[str, set[Step]] = {}
     for file, step in steps_in_files:
@@ -67,14 +69,14 @@ def need_one_save(steps_in_files: Iterable[tuple[str, Step]], policy: str | None
     raise InconsistentCheckpoint(
         "steps-disagree",
         f"{folder or '.'}: the files state different steps: {_by_step(places)}",
-        hint="files of two saves seem to be mixed: take all files of one save; if layers were "
-        "unfrozen late, or ranks are stages of a pipeline, add --step-policy keep",
+        hint="files of two saves seem to be mixed: use files of one save only; if layers were "
+        "unfrozen late, or ranks are pipeline stages, add --step-policy keep",
         steps=places,
     )
 
 
 def _by_step(places: Sequence[tuple[str, Step]]) -> str:
-    """For a message: each step, with some of the places that state it."""
+    """Lists each different step for a message, with up to three of the places that state it."""
     values = {step for _, step in places}
     lines = [
         f"{step} ({listed([where for where, s in places if s == step], 3)})" for step in values

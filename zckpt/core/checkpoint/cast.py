@@ -1,7 +1,8 @@
 """Casts numbers from one float type to another, as torch does: to nearest, ties to even.
 
 numpy casts many numbers; ml_dtypes provides its bfloat16. `rounded` casts a few numbers without
-them. So `inspect`, and a conversion that compares where masters begin, import neither.
+them. So two commands import neither: `inspect`, and a conversion that compares only the first
+elements of masters with their weights.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ def _float16(value: float) -> bytes:
 
 
 def are_rounded(wide: bytes, wide_dtype: str, narrow: bytes, narrow_dtype: str) -> bool | None:
-    """Whether a few weights (`narrow`) equal, bit for bit, the rounded masters (`wide`).
+    """Whether a few weights (`narrow`) equal their masters (`wide`) after rounding, bit for bit.
 
-    Two equal types are compared without rounding. None if the types differ and are not F32 and
-    BF16, or F32 and F16.
+    Two equal types are compared without rounding. None if zckpt does not round between the two
+    types: it rounds only F32 to BF16 or F16.
     """
     if wide_dtype == narrow_dtype:
         return wide == narrow
@@ -64,7 +65,7 @@ def are_rounded(wide: bytes, wide_dtype: str, narrow: bytes, narrow_dtype: str) 
 
 
 def numpy_type(dtype: str) -> np.dtype[Any]:
-    """numpy's type for a dtype; raises KeyError for types that are not numbers."""
+    """numpy's type for a dtype such as `BF16`; raises KeyError for dtypes that numpy lacks."""
     import ml_dtypes
     import numpy as np
 
@@ -76,7 +77,7 @@ def numpy_type(dtype: str) -> np.dtype[Any]:
 
 
 def array(view: memoryview | bytes, dtype: str) -> np.ndarray[Any, Any]:
-    """The elements in numpy's type, without a copy; raises KeyError as `numpy_type` does."""
+    """Views bytes as a numpy array of this dtype; raises KeyError as `numpy_type` does."""
     import numpy as np
 
     return np.frombuffer(view, numpy_type(dtype))
@@ -89,7 +90,7 @@ def cast(source: memoryview, source_dtype: str, target: memoryview, target_dtype
     """
     if source_dtype not in CASTABLE or target_dtype not in CASTABLE:
         raise UnsupportedCheckpoint(
-            "type-unsupported", f"cannot turn {source_dtype} into {target_dtype}"
+            "type-unsupported", f"cannot cast {source_dtype} to {target_dtype}"
         )
     _cast(array(source, source_dtype), array(target, target_dtype))
 
@@ -154,9 +155,9 @@ def put_mean(
 
 
 def numbers(view: memoryview, dtype: str) -> Any:
-    """Converts elements to float64; integers beyond 2**53 lose digits.
+    """Converts elements to a float64 array; integers beyond 2**53 lose digits.
 
-    None for types without numbers.
+    None for a dtype whose elements numpy cannot convert to numbers.
     """
     import numpy as np
 
@@ -167,9 +168,10 @@ def numbers(view: memoryview, dtype: str) -> Any:
 
 
 def ordered(bits: Any, dtype: str) -> Any:
-    """Maps floats to integers that have the same order; the floats are given as unsigned integers.
+    """Maps floats, given by their bits as unsigned integers, to integers in the same order.
 
-    The integers of neighboring floats differ by one. Zero of either sign becomes 0.
+    The integers of neighboring floats differ by one, so their difference counts units in the last
+    place. Zero of either sign becomes 0.
     """
     import numpy as np
 

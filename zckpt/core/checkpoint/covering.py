@@ -1,9 +1,9 @@
-"""Checks that the fragments of every tensor have each of its elements once.
+"""Checks that the fragments of every tensor contain each of its elements exactly once.
 
-A reader that forgets a rank's piece leaves a hole. A conversion would fill it with zeros, or with
-old bytes of the buffer, and the target's own checksums would confirm them. So every manifest is
-checked once, whichever reader made it: no hole, no overlap, and as many bytes as the elements need.
-No file is opened.
+A fragment is a range of a tensor's elements with its byte range in a file. A reader that forgets a
+rank's shard leaves a hole. A conversion would fill it with zeros, or with old bytes of the buffer,
+and the target's checksums would confirm them. So every manifest is checked once, whichever reader
+made it: no hole, no overlap, and as many bytes as the elements need. No file is opened.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ HINT = (
 def refuse_holes(manifest: Manifest, reader: str) -> None:
     """Raises UnsupportedCheckpoint if a tensor of the manifest lacks elements, or has some twice.
 
-    Replicas, and the manifests of ranks and models that are not joined, are checked too. `reader`
-    is the format's name: the error says that its reader is wrong, because readers themselves have
-    checked what the files state about the pieces of tensors.
+    Replicas are checked too, and so are the manifests of model ranks that are kept separate.
+    `reader` is the format's name: the error blames zckpt's reader of this format, because readers
+    themselves have checked what the files state about the shards of tensors.
     """
     wrong = [entry.name for entry in uncovered(_tensors(manifest))]
     if wrong:
         raise UnsupportedCheckpoint(
             "internal-error",
-            f"{manifest.root}: zckpt's reader of {reader} does not give each element of "
-            f"{counted(len(wrong), 'tensor')} once: {listed(wrong, 4)}",
+            f"{manifest.root}: zckpt's {reader} reader finds elements of "
+            f"{counted(len(wrong), 'tensor')} nowhere or twice: {listed(wrong, 4)}",
             hint=HINT,
             file=manifest.root,
         )
 
 
 def _tensors(manifest: Manifest) -> Iterator[Entry]:
-    """Yields all tensors of a manifest, and those of its model ranks and models."""
+    """Yields all tensors of a manifest, including those of model ranks that are kept separate."""
     for part in (manifest, *manifest.ranks, *manifest.models):
         yield from part.entries.values()
         yield from part.replicas
@@ -52,10 +52,10 @@ def _tensors(manifest: Manifest) -> Iterator[Entry]:
 
 
 def uncovered(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """The entries that lack an element, or have one twice, in their fragments.
+    """Yields the tensors whose fragments lack an element or contain one twice.
 
-    The time is linear in the fragments. For slices it does not depend on the number of ranks, since
-    the flat buffers that tensors share are measured once.
+    The time is linear in the number of fragments. For ZeRO-3's slices it does not depend on the
+    number of ranks, since the flat buffers that tensors share are measured only once.
     """
     # for n ranks, the shortest of the first n flat buffers; by the identity of the flat buffers
     shortest: dict[int, list[int]] = {}
@@ -75,9 +75,9 @@ def uncovered(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 
 def _is_sliced(entry: Entry, slices: Slices, shortest: list[int]) -> bool:
-    """Whether every flat buffer is long enough to contain its rank's slice of the tensor.
+    """Whether each rank's flat buffer is long enough to contain its slice of the tensor (ZeRO-3).
 
-    `shortest[n]` is the smallest length in bytes of the first n + 1 flat buffers.
+    `shortest[n]` is the length in bytes of the shortest among the first n + 1 flat buffers.
     """
     size, filled = SIZES[entry.dtype], len(slices)
     if slices.numel != entry.numel or slices.size != size:
@@ -91,7 +91,7 @@ def _is_sliced(entry: Entry, slices: Slices, shortest: list[int]) -> bool:
 
 
 def _is_run_through(entry: Entry, runs: Runs) -> bool:
-    """Whether the runs hold all elements, each beginning where the one before it ends."""
+    """Whether the fragments hold all elements, and each begins where the one before it ends."""
     size, reached = SIZES[entry.dtype], 0
     for run in runs.listed:
         if run.start != reached or run.extent.length != (run.stop - reached) * size:
@@ -101,9 +101,10 @@ def _is_run_through(entry: Entry, runs: Runs) -> bool:
 
 
 def _is_tiled(entry: Entry, fragments: Fragments) -> bool:
-    """Whether boxes lie within their extents, and hold each element of the tensor exactly once.
+    """Whether the boxes fit into their byte ranges and together hold each element exactly once.
 
-    The boxes may cut a view of the tensor: another shape with as many elements.
+    A box is a block of a tensor, given by its offset and size along every axis. The boxes may cut a
+    view of the tensor: another shape with as many elements.
     """
     parts, size = boxes_of(fragments), SIZES[entry.dtype]
     # a view of the entry's shape, which must be the same for all boxes
@@ -116,6 +117,6 @@ def _is_tiled(entry: Entry, fragments: Fragments) -> bool:
 
 
 def _has_its_bytes(box: Box, size: int) -> bool:
-    """Whether the box's elements, of `size` bytes each, lie within its extent."""
+    """Whether the box's elements, of `size` bytes each, fit into its byte range in the file."""
     end = box.extent.offset + box.extent.length
     return box.size == size and box.reach.offset + box.reach.length <= end

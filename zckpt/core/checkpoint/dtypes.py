@@ -47,7 +47,7 @@ _PACKED = {
 
 
 def decode(dtype: str, data: bytes) -> float | int | bool:
-    """The value of one element; raises KeyError for a dtype without a Python number."""
+    """Converts the bytes of one element to a number; raises KeyError for a dtype Python lacks."""
     if dtype == "BF16":  # the upper half of a float32
         return float(struct.unpack("<f", b"\0\0" + data)[0])
     value: float | int | bool = struct.unpack(_PACKED[dtype], data)[0]
@@ -55,7 +55,7 @@ def decode(dtype: str, data: bytes) -> float | int | bool:
 
 
 def encode(dtype: str, value: float | int | bool) -> bytes:
-    """The bytes of one element, the inverse of `decode`."""
+    """Converts one number to the bytes of an element: the inverse of `decode`."""
     if dtype == "BF16":
         return struct.pack("<f", value)[2:]
     return struct.pack(_PACKED[dtype], value)

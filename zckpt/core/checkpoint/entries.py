@@ -1,4 +1,4 @@
-"""One complete tensor of a checkpoint, wherever its pieces are."""
+"""A record of one complete tensor of a checkpoint, wherever its shards are."""
 
 from math import prod
 from sys import intern
@@ -13,22 +13,22 @@ Key = tuple[str, str]
 
 
 def key_of(name: str) -> Key:
-    """Parses the name `parameter/slot` that files, documents and users write."""
+    """Parses a tensor's name `parameter/slot`, as files, documents and users write it."""
     parameter, _, slot = name.rpartition("/")
     return intern(parameter), intern(slot)
 
 
 def name_of(key: Key) -> str:
-    """The inverse of `key_of`."""
+    """The name `parameter/slot` of a key: the inverse of `key_of`."""
     return f"{key[0]}/{key[1]}"
 
 
 class Entry(Struct, frozen=True):
     """One complete tensor; `digest` is the CRC-32 of its row-major little-endian bytes.
 
-    If `mean` has entries of the same shape, a target gets the mean of their elements, rounded once
-    to its type, instead of the bytes of `fragments`. For a replica, `axis` names the kind of rank
-    that holds it, such as `stage`.
+    If `mean` lists entries of the same shape, a target gets the mean of their elements, rounded
+    once to the tensor's type, instead of the bytes of `fragments`. In the record of a replica,
+    `axis` is the kind of rank that holds it, such as `stage`.
     """
 
     parameter: str
@@ -55,5 +55,5 @@ class Entry(Struct, frozen=True):
 
     @property
     def length(self) -> int:
-        """The number of bytes."""
+        """The size of the tensor in bytes."""
         return self.numel * SIZES[self.dtype]

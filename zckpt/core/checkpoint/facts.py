@@ -41,12 +41,12 @@ class ExpertLayer(Struct, frozen=True):
 
     @property
     def local(self) -> int:
-        """The number of experts on each rank."""
+        """The number of experts of this layer on each rank."""
         return self.experts // self.ep
 
 
 def layers_of(engine: Any) -> tuple[ExpertLayer, ...]:
-    """The layers with experts that the facts about the engine list; empty if they list none."""
+    """The MoE layers that the record of the engine lists; empty if it lists none."""
     layers: tuple[ExpertLayer, ...] = getattr(engine, "experts", ())
     return layers
 
@@ -55,7 +55,7 @@ class FlatBufferEngine(Struct, frozen=True):
     """An engine whose ranks each hold a part of flat buffers; its files keep its configuration.
 
     A writer for this kind of engine copies `config`, `version` and the groups unchanged. So an
-    engine with a configuration of another form needs another record.
+    engine whose configuration has another structure needs another record.
     """
 
     name: str
@@ -80,23 +80,23 @@ class FlatBufferEngine(Struct, frozen=True):
     """The layers with experts, in the engine's order."""
 
     def to_state(self) -> dict[str, Any]:
-        """The value of `state.engine` in a manifest."""
+        """Converts this record to the value of `state.engine` in a manifest."""
         return _document(self) | ({"hyper_parameters": "given"} if self.given else {})
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "FlatBufferEngine":
-        """The inverse of `to_state`."""
+        """Makes the record from the value of `state.engine`: the inverse of `to_state`."""
         engine = _record(
             cls, {**state, "hyper_parameters": state.get("hyper_parameters") == "given"}
         )
         for layer in engine.experts:
             if not 0 < layer.ep <= layer.experts or layer.experts % layer.ep:
-                raise ValueError(f"{layer} is not a layer of experts")
+                raise ValueError(f"not a possible layer with experts: {layer}")
         return engine
 
 
 class StateDictEngine(Struct, frozen=True):
-    """A program that saves a model's and an optimizer's state dict."""
+    """A program that saves the state dicts of a model and an optimizer."""
 
     name: str
     dtype: Dtype | None
@@ -140,7 +140,7 @@ class StateDictEngine(Struct, frozen=True):
     """
 
     def to_state(self, group_step: str | None) -> dict[str, Any]:
-        """The value of `state.engine` in a manifest.
+        """Converts this record to the value of `state.engine` in a manifest.
 
         `group_step` is the dtype of the step if the optimizer keeps it only in its groups; None if
         the parameters' states keep it.
@@ -155,17 +155,18 @@ class StateDictEngine(Struct, frozen=True):
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "StateDictEngine":
-        """The inverse of `to_state`."""
+        """Makes the record from the value of `state.engine`: the inverse of `to_state`."""
         return _record(cls, {**state, "whole": "dialect" in state, "experts": ()})
 
 
 class NamedWeightsEngine(Struct, frozen=True):
     """An engine with its own optimizers, whose files identify weights by name alone.
 
-    Examples are an engine that trains an exported graph, and one whose layers share keys. `dialect`
-    is the kind of its files, or how they shard the optimizer's state. `dtype` is the type of the
-    16-bit copies of weights, else F32; `moments` is that of optimizer states. No file states the
-    order of the module's parameters: `ordered` is true only if the user stated it.
+    Examples are ONNX Runtime, which trains an exported graph, and Megatron, whose layers may share
+    one key. `dialect` is the kind of its files, or the way in which they shard the optimizer's
+    state. `dtype` is the type of the 16-bit copies of weights, else F32; `moments` is that of
+    optimizer states. No file states the order of the module's parameters: `ordered` is true only if
+    the user stated it.
     """
 
     name: str
@@ -176,12 +177,12 @@ class NamedWeightsEngine(Struct, frozen=True):
     ordered: bool | None = field(default_factory=bool)  # so that it is written
 
     def to_state(self) -> dict[str, Any]:
-        """The value of `state.engine` in a manifest."""
+        """Converts this record to the value of `state.engine` in a manifest."""
         return _document(self)
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "NamedWeightsEngine":
-        """The inverse of `to_state`."""
+        """Makes the record from the value of `state.engine`: the inverse of `to_state`."""
         return _record(cls, state)
 
 
@@ -191,12 +192,12 @@ Engine = FlatBufferEngine | StateDictEngine | NamedWeightsEngine
 class StepPlace(Struct, frozen=True):
     """Where an optimizer keeps its step, and in which type.
 
-    `where` is `state` or `group`. `kind` is a dtype (a tensor of `shape`), `int` or `float`.
-    `stale` is a wrong step that groups hold beside the true one; None if there is none. `first` is
-    the number that is stored before any update. With `last_only`, the state of a group's last
-    parameter holds the step of the group, and the other states hold `first`. `times` is by how much
-    one update raises the number. `optimizer` is the class that a configuration or the user named,
-    if it reads the step from this place.
+    `where` is `state` (per parameter) or `group` (per param group). `kind` is a dtype (a tensor of
+    `shape`), `int` or `float`. `stale` is a wrong step that the groups store beside the true one;
+    None if there is none. The counter begins with `first`, and each update adds `times` to it. With
+    `last_only`, only the state of a group's last parameter counts, and the other states keep
+    `first`. `optimizer` is the class that a configuration or the user named, if this class reads
+    its step from this place.
     """
 
     where: str = field(name="in")
@@ -213,11 +214,11 @@ class StepPlace(Struct, frozen=True):
         return Scalar(step + self.first, self.kind, self.shape)
 
     def completed(self, number: int) -> int:
-        """Converts a number that this place stores to completed updates."""
+        """Converts a value that this place stores to the number of completed updates."""
         return number - self.first
 
     def to_state(self) -> dict[str, Any]:
-        """The value of `state.optimizer.step` in a manifest.
+        """Converts this record to the value of `state.optimizer.step` in a manifest.
 
         It leaves out `stale`, which is written as `group_step` beside it.
         """
@@ -225,7 +226,7 @@ class StepPlace(Struct, frozen=True):
 
     @classmethod
     def of_state(cls, optimizer: Mapping[str, Any]) -> "StepPlace | None":
-        """The place that `state.optimizer` of a manifest states; None if it states none."""
+        """Reads the step's place from `state.optimizer` of a manifest; None if there is none."""
         if not (value := _dictionary(optimizer, "step")):
             return None
         place = _record(cls, {"in": "state", "type": "F32", **value})
@@ -237,7 +238,8 @@ class Pipeline(Struct, frozen=True):
 
     `parameters` and `buffers` have a list of names for each stage. `layers` are the numbers in the
     names of layer files; if there are no such files, the numbers in names of parameters. A tied
-    layer has several files: `tied` maps the number of each to the key of that layer.
+    layer has several files: `tied` maps the number of each file to the layer's key (that of
+    DeepSpeed's TiedLayerSpec).
     """
 
     parameters: Sequence[Sequence[str]]
@@ -254,7 +256,7 @@ class Pipeline(Struct, frozen=True):
         return replace(self, parameters=parameters, buffers=buffers)
 
     def to_state(self) -> dict[str, Any]:
-        """The value of `state.pipeline` in a manifest, where `tied` is a list of pairs."""
+        """Converts this record to the value of `state.pipeline`, with `tied` as a list of pairs."""
         return {
             "parameters": [list(names) for names in self.parameters],
             "buffers": [list(names) for names in self.buffers],
@@ -264,7 +266,7 @@ class Pipeline(Struct, frozen=True):
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "Pipeline":
-        """The inverse of `to_state`; raises ValueError for values of other types."""
+        """Makes the record from `state.pipeline`; raises ValueError for values of other types."""
         pairs = convert(state.get("tied") or (), tuple[tuple[int, str], ...])
         return _record(cls, {**state, "tied": dict(pairs)})
 
@@ -277,7 +279,7 @@ class Vocabulary(Struct, frozen=True):
 
 
 class TensorParallel(Struct, frozen=True):
-    """The placement of each parameter over the run's tensor ranks, and the run's vocabularies."""
+    """How the run's tensor ranks cut each parameter, and the sizes of the run's vocabularies."""
 
     placements: Mapping[str, Placement]
     vocabularies: Mapping[str, Vocabulary]
@@ -289,20 +291,20 @@ class TensorParallel(Struct, frozen=True):
         return TensorParallel(placements, rows)
 
     def to_state(self) -> dict[str, Any]:
-        """The value of `state.tensor_parallel` in a manifest; it has placements as rules."""
+        """Converts this record to the value of `state.tensor_parallel`; placements become rules."""
         rules = {name: own.text for name, own in self.placements.items()}
         return dict(to_builtins(_Rules(rules, self.vocabularies)))
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "TensorParallel":
-        """The inverse of `to_state`; raises ValueError for values of other types."""
+        """Makes the record from `state.tensor_parallel`; raises ValueError for other types."""
         rules = _record(_Rules, state)
         placements = {name: from_text(text) for name, text in rules.rules.items()}
         return cls(placements, rules.vocabulary)
 
 
 class _Rules(Struct, frozen=True):
-    """A `TensorParallel` as JSON: `rules` has each placement as its text, such as `0:2x`."""
+    """The JSON form of a `TensorParallel`: `rules` has each placement as text, such as `0:2x`."""
 
     rules: Mapping[str, str]
     vocabulary: Mapping[str, Vocabulary]
@@ -315,7 +317,7 @@ UNCUT = TensorParallel({}, {})
 def with_cuts(
     state: Mapping[str, Any], pipeline: Pipeline | None, tensor_parallel: TensorParallel | None
 ) -> dict[str, Any]:
-    """Adds the keys `pipeline` and `tensor_parallel` to a state, each only if it is not None."""
+    """Adds the keys `pipeline` and `tensor_parallel` to a state, unless their values are None."""
     cuts = {"pipeline": pipeline, "tensor_parallel": tensor_parallel}
     return {**state, **{key: own.to_state() for key, own in cuts.items() if own is not None}}
 
@@ -329,10 +331,10 @@ def with_facts(
     states: States = NO_STATES,
     groups: int = 0,
 ) -> dict[str, Any]:
-    """The `state` of a manifest's JSON: the program's state, and the facts of its run.
+    """The key `state` of a manifest's JSON: the program's state, and facts about its run.
 
-    `groups` is the number of the optimizer's groups. If a program of state dicts keeps the step in
-    its groups, only the dtype of that step is written (`group_step`).
+    `groups` is the number of the optimizer's param groups. If a program of state dicts keeps the
+    step in its groups, only the dtype of that step is written (as `group_step`).
     """
     state = with_cuts(with_states(state, states, groups), pipeline, tensor_parallel)
     if isinstance(engine, StateDictEngine):
@@ -356,9 +358,10 @@ def with_facts(
 
 
 class Facts(NamedTuple):
-    """The contents of the key `state` in a manifest's JSON, as `facts_of` divides them.
+    """The contents of the key `state` in a manifest's JSON, as parsed by `facts_of`.
 
-    `state` is the program's own state; the other fields are facts that zckpt has added to it.
+    `state` is what the training program saved; the other fields are facts that zckpt has added to
+    it.
     """
 
     state: dict[str, Any]
@@ -370,7 +373,7 @@ class Facts(NamedTuple):
 
 
 def facts_of(state: Mapping[str, Any]) -> Facts:
-    """The inverse of `with_facts`; raises ValueError for values of other types.
+    """Parses the value that `with_facts` returns; raises ValueError for values of other types.
 
     The keys show the kind of engine: `config` or `elastic` is a FlatBufferEngine's, `model` a
     StateDictEngine's.
@@ -432,7 +435,10 @@ BLANK = {
 
 
 def _record(kind: type[T], document: Mapping[str, Any]) -> T:
-    """The inverse of `_document`; a missing or null field gets its default, or an empty value."""
+    """Makes a record of class `kind` from JSON; a missing or null field gets its default.
+
+    If there is no default, it gets an empty value. This is the inverse of `_document`.
+    """
     nothing = dict.fromkeys(each.encode_name for each in fields(kind) if each.required)
     given = {key: value for key, value in document.items() if value is not None}
     return convert({**nothing, **BLANK, "ordered": None, **given}, kind)

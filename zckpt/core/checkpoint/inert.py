@@ -37,7 +37,7 @@ PYTHON_NUMBERS: dict[str, type[int] | type[float]] = {"int": int, "float": float
 
 
 def is_dotted(name: Any) -> bool:
-    """Whether a name is a module and something in it, separated by dots: `module.name`."""
+    """Whether a name is a dotted path of identifiers: `module.name`."""
     parts = name.split(".") if isinstance(name, str) else ()
     return len(parts) > 1 and all(part.isidentifier() for part in parts)
 
@@ -75,10 +75,10 @@ It cannot be written to a pickle. The items of OmegaConf's containers refer to t
 
 
 class Foreign(Struct, eq=False):
-    """An object of a class that is not imported: `function(*arguments)`, then `state`.
+    """An object of a class that is not imported: `function(*arguments)`, then its state.
 
     `how` is the pickle's way to create it: "call" (REDUCE) or "new" (NEWOBJ: `cls.__new__`).
-    `appended` holds the values that APPENDS put into it, `items` the pairs of SETITEMS.
+    `appended` holds the values that the opcode APPENDS adds to it, `items` the pairs of SETITEMS.
     """
 
     function: "Global | Foreign"
@@ -117,19 +117,19 @@ class Scalar(Struct, frozen=True):
     shape: tuple[int, ...] = ()
 
     def unwrapped(self) -> "Scalar | float | int | bool":
-        """The number itself if this is a Python number; otherwise this scalar."""
+        """The plain number if this scalar was a Python number; otherwise the scalar itself."""
         kind = PYTHON_NUMBERS.get(self.dtype)
         return self if kind is None else kind(self.value)
 
 
 class TensorName(Struct, frozen=True):
-    """A tensor inside the state, by the name of its manifest entry (slot `state`)."""
+    """A tensor inside the state: `name` is the parameter name of its entry (slot `state`)."""
 
     name: str
 
 
 def is_number(value: Any, tensor: type[Any]) -> bool:
-    """Whether a state is one number: a Python number, or a `tensor` of one element."""
+    """Whether a value is one number: a Python number, or a one-element instance of `tensor`."""
     if isinstance(value, tensor):
         return bool(value.numel == 1 and value.dtype in NUMBERS)
     return type(value) in PYTHON_NUMBERS.values()
@@ -216,7 +216,7 @@ _NESTING = frozenset({dict, OrderedDict, list, tuple, Size, set, frozenset, Fore
 def _too_many(most: int, noun: str) -> CorruptCheckpoint:
     return CorruptCheckpoint(
         "file-damaged",
-        f"there are more than {most:,} {noun}, each counted as often as others refer to it",
+        f"the pickle has more than {most:,} {noun} (a shared one counts once per reference)",
     )
 
 
@@ -225,14 +225,14 @@ def require_tree(
 ) -> None:
     """Raises CorruptCheckpoint for a value that is too large or too nested for recursive functions.
 
-    These functions enter a container at every reference to it. A small pickle can refer to one
-    container a million times, or double the references with every level. So every container counts
-    as often as it is reached: all values together at most `most`, the containers at most
-    `most_containers`. They may be nested `most_nested` deep. A container within itself is refused,
-    except for an object: ITSELF replaces the reference.
+    Such functions visit a container once for every reference to it. A small pickle can refer to one
+    container a million times, or double the references with every level. So containers are counted
+    once per reference: there may be at most `most` values in all, and `most_containers` containers,
+    nested at most `most_nested` deep. A container within itself is refused, except for an object:
+    ITSELF replaces the reference.
 
-    A key is a value too. 64 characters of a text count as one value. In a list of numbers alone,
-    two of them count as one value, because they are less work.
+    Keys count as values too. A text counts as one value per 64 characters. In a list that has only
+    numbers, two numbers count as one value, because they are less work.
     """
     # of each finished container: values, containers, depth
     done: dict[int, tuple[int, int, int]] = {}
@@ -290,10 +290,10 @@ def require_tree(
 
 
 def _cut(value: Any, outer: Collection[int]) -> None:
-    """Replaces references from a value to an object around it by ITSELF.
+    """Replaces each reference from `value` back to an object that contains it by ITSELF.
 
     `outer` has the ids of all containers and objects around `value`. Raises CorruptCheckpoint for a
-    reference to a container around it, or in a value that cannot be changed, such as a tuple.
+    reference back to a container, or inside a value that cannot be changed, such as a tuple.
     """
     pairs: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
@@ -307,7 +307,7 @@ def _cut(value: Any, outer: Collection[int]) -> None:
 
 
 def _parts(value: Any) -> Collection[Any]:
-    """Yields everything that a container refers to, once for each reference."""
+    """Returns everything that a container refers to, once for each reference."""
     if isinstance(value, dict):
         parts = [*value.values()]
         if not types_in(value) <= {int, Global}:
@@ -326,8 +326,8 @@ def _parts(value: Any) -> Collection[Any]:
 def require_spread(keys: Iterable[Hashable]) -> None:
     """Raises CorruptCheckpoint if many keys of one dictionary or set have the same hash.
 
-    Python protects only texts against keys that are chosen so. Other keys with one hash would each
-    be compared with all others.
+    Python randomizes only the hashes of texts and bytes. A hostile file could contain many numbers
+    with one hash, and every insertion would compare the key with all of them.
     """
     keys = list(keys)
     numbers = [key for key in keys if type(key) is int]
@@ -336,14 +336,16 @@ def require_spread(keys: Iterable[Hashable]) -> None:
     hashes = Counter([hash(key) for key in keys if type(key) is not str])
     if hashes and max(hashes.values()) > MAX_EQUAL_HASHES:
         raise CorruptCheckpoint(
-            "file-damaged", "a dictionary or set has keys that were chosen to be slow"
+            "file-damaged",
+            f"a dictionary or set has more than {MAX_EQUAL_HASHES} keys with the same hash, as "
+            "only a file made to slow down its reader has",
         )
 
 
 def to_json(value: Any) -> Any:
     """Encodes a value as tagged JSON.
 
-    Raises CorruptCheckpoint for a value that is too large, or of a type that no pickle has.
+    Raises CorruptCheckpoint for a value that is too large, or of a type that no pickle yields.
     """
     if type(value) in _NESTING:
         require_tree(value, MAX_VALUES, MAX_VALUES, MAX_DEPTH)
@@ -384,7 +386,9 @@ def _encoded(value: Any) -> Any:
         return {"$object": parts}
     tag = _TAGS.get(kind)
     if tag is None:
-        raise CorruptCheckpoint("file-damaged", f"state holds a value of type {kind.__name__}")
+        raise CorruptCheckpoint(
+            "file-damaged", f"the state contains an object of type {kind.__name__}"
+        )
     name, plain = tag
     return {name: _encoded(plain(value))}
 
@@ -403,7 +407,7 @@ def by_value(value: Any) -> Any:
 
 
 def plain_group(group: dict[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters as JSON for people: tuples such as betas become lists."""
+    """Converts a group's hyper-parameters to plain JSON for reports: tuples become lists."""
     return {
         key if type(key) is str else brief(key): to_json(
             list(value) if type(value) is tuple else value
@@ -413,12 +417,12 @@ def plain_group(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_json(value: Any) -> Any:
-    """The inverse of `to_json`; raises CorruptCheckpoint for JSON that `to_json` does not write."""
+    """Decodes tagged JSON; raises CorruptCheckpoint for JSON that `to_json` does not write."""
     try:
         result = _decoded(value)
     except MALFORMED as error:
         raise CorruptCheckpoint(
-            "file-damaged", f"state holds a value of a wrong type: {brief(value)}"
+            "file-damaged", f"the saved state has a value of a wrong type: {brief(value)}"
         ) from error
     if type(result) in _NESTING:
         # the limit is higher, since keys and texts count more here
@@ -438,17 +442,19 @@ def _decoded(value: Any) -> Any:
         if tag in _MAKERS:
             return _MAKERS[tag](_decoded(inner))
         if tag.startswith("$"):
-            raise CorruptCheckpoint("file-damaged", f"state holds an unknown tag {brief(tag)}")
+            raise CorruptCheckpoint(
+                "file-damaged", f"the saved state has an unknown tag {brief(tag)}"
+            )
     return {key: _decoded(item) for key, item in value.items()}
 
 
 def _foreign(parts: dict[str, Any]) -> Foreign:
     function, keywords = _decoded(parts["function"]), _decoded(parts.get("keywords", {}))
     if not isinstance(function, (Global, Foreign)) or parts["how"] not in ("call", "new"):
-        raise CorruptCheckpoint("file-damaged", "state holds an object without a class")
+        raise CorruptCheckpoint("file-damaged", "the saved state has an object without a class")
     if not isinstance(keywords, dict) or not all(type(key) is str for key in keywords):
         raise CorruptCheckpoint(
-            "file-damaged", f"state holds a malformed object of {function.name}"
+            "file-damaged", f"the saved state has a malformed object of {function.name}"
         )
     return Foreign(
         function,

@@ -1,7 +1,7 @@
 """Keys of dictionaries that were numbers in one checkpoint and are texts in another.
 
 torch.distributed.checkpoint turns all keys into texts: its files do not show whether `0.9` was a
-number. A program that loads them puts the values under its own keys.
+number. When a program loads them, torch puts the values under the keys of the program's state dict.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def has_texts_alone(manifest: Manifest) -> bool:
 
 
 def in_doubt(value: Any, path: str) -> Iterator[str]:
-    """Yields the paths of dictionaries whose keys are all texts of numbers, such as "0.9"."""
+    """Yields the paths of dictionaries whose keys are all texts of numbers, such as "0.9".
+
+    These keys may have been numbers before torch.distributed.checkpoint saved them.
+    """
     if type(value) in _DICTIONARIES and value and all(map(_is_text_of_number, value)):
         yield path
     items: list[tuple[Any, Any]] = []
@@ -49,7 +52,10 @@ def _is_text_of_number(key: Any) -> bool:
 
 
 def matched(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
-    """Converts the keys of both manifests to texts if the keys of one of them are all texts."""
+    """If one manifest's keys are all texts, converts the other's keys to texts too.
+
+    Returns both manifests, ready to be compared.
+    """
     if has_texts_alone(a) or has_texts_alone(b):
         return with_texts(a), with_texts(b)
     return a, b
@@ -58,8 +64,8 @@ def matched(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
 def with_texts(manifest: Manifest) -> Manifest:
     """Converts all keys of dictionaries in the state and the groups to texts.
 
-    A dictionary keeps its keys if two of them would become equal. A tensor under a key that is a
-    number, or the text of one, gets a name with that text.
+    A dictionary keeps its keys if two of them would become equal. If a number is part of the path
+    that names a tensor in the state, the tensor is renamed accordingly.
     """
     names: dict[str, str] = {}
 

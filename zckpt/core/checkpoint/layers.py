@@ -11,10 +11,11 @@ LAYER = re.compile(r"(?:(?P<stack>.*?)\.)?(?P<number>\d+)\.(?P<kind>.+)")
 
 
 class Places(Struct, frozen=True):
-    """For each parameter, the row of its layer and the column of its kind in a table of the model.
+    """Arranges parameters as a table: a row for each layer, a column for each kind of parameter.
 
-    `of` maps a parameter to the indices of its row and its column. Rows and columns are in the
-    order of the model.
+    A kind is the rest of the name after the layer's number, such as `mlp.weight`. `of` maps a
+    parameter to the indices of its row and its column. Rows and columns are in the order of the
+    model.
     """
 
     rows: tuple[str, ...]
@@ -27,7 +28,7 @@ class Places(Struct, frozen=True):
         return self.of[parameter][0]
 
     def name(self, parameter: str) -> str:
-        """The name of the parameter's row."""
+        """The name of the parameter's row, for people."""
         return self.names[self.of[parameter][0]]
 
     def layer(self, parameter: str) -> str:
@@ -35,7 +36,7 @@ class Places(Struct, frozen=True):
 
 
 def places_of(parameters: Iterable[str]) -> Places:
-    """Finds the row and the column of each parameter; they are given in the order of the model.
+    """Arranges parameters, given in the order of the model, as a table of layers and kinds.
 
     Each layer is a row. Layers are in the order of their numbers, at the position of the first
     parameter of any layer. If there is only one stack of layers, the prefix of its name is dropped

@@ -48,7 +48,10 @@ class Parameter(Struct, frozen=True):
 
 
 def parameters_to_json(parameters: Mapping[str, Parameter], states: States) -> dict[str, Any]:
-    """Parameters with their numbers as JSON, as a universal manifest and a proof contain them."""
+    """Converts parameters, with their steps and other numbers, to JSON.
+
+    Universal manifests and saved proofs contain it.
+    """
     scalars = states.scalars
     return {
         name: {
@@ -66,7 +69,7 @@ def parameters_to_json(parameters: Mapping[str, Parameter], states: States) -> d
 
 
 class _Stated(Struct):
-    """A parameter as JSON."""
+    """The JSON form of one parameter."""
 
     shape: Sizes
     trainable: bool
@@ -79,7 +82,7 @@ class _Stated(Struct):
 def parameters_from_json(
     document: Mapping[str, Any],
 ) -> tuple[dict[str, Parameter], list[StateRow]]:
-    """The inverse of `parameters_to_json`; raises one of MALFORMED for other documents."""
+    """Parses the JSON of `parameters_to_json`; raises one of MALFORMED for other documents."""
     parameters, numbers = {}, list[StateRow]()
     for name, item in document.items():
         item_record = convert(item, _Stated)
@@ -93,9 +96,9 @@ def parameters_from_json(
 
 
 class _Field(Struct):
-    """The types of values that every tensor has, to decode them.
+    """The JSON types of a shape and a CRC-32, for msgspec to decode them.
 
-    msgspec analyzes a Struct only once.
+    msgspec analyzes a Struct only once, so decoding by its fields is fast.
     """
 
     sizes: Sizes = ()
@@ -103,7 +106,7 @@ class _Field(Struct):
 
 
 def sizes_from_json(value: Any) -> tuple[int, ...]:
-    """A shape; raises ValueError for anything but a list of sizes."""
+    """Converts a JSON list of sizes to a shape; raises ValueError for other values."""
     return convert({"sizes": value}, _Field).sizes
 
 
@@ -113,7 +116,7 @@ def texts_from_json(value: Any) -> tuple[str, ...]:
 
 
 def step_from_json(value: Any) -> float | int | None:
-    """Returns a value that can be a step, a finite number or None; raises TypeError for others."""
+    """Checks that a JSON value is a step: a finite number, or None; raises TypeError for others."""
     if value is not None and not is_step(value):
         raise TypeError(f"steps are not numbers: {brief(value)}")
     step: float | int | None = value
@@ -121,17 +124,17 @@ def step_from_json(value: Any) -> float | int | None:
 
 
 def is_step(value: Any) -> bool:
-    """Whether a value is a number that an optimizer's counter can have: 64 bits, finite."""
+    """Whether a value is a number that an optimizer's counter can have: finite, within 64 bits."""
     return type(value) in (int, float) and abs(value) < MAX_STEP
 
 
 def crc_from_json(value: Any) -> int:
-    """A CRC-32; raises ValueError for anything but eight hex digits."""
+    """Converts eight hex digits to a CRC-32; raises ValueError for other values."""
     return int(convert({"crc": value}, _Field).crc, 16)
 
 
 def _scalar_to_json(scalar: Scalar) -> dict[str, Any]:
-    """A scalar as JSON. Without dimensions it has no key `shape`, as in files of older versions."""
+    """A scalar as JSON. If it has no dimensions, `shape` is left out, as in older versions."""
     shape = {"shape": list(scalar.shape)} if scalar.shape else {}
     return {"value": to_json(scalar.value), "dtype": scalar.dtype, **shape}
 
@@ -139,16 +142,17 @@ def _scalar_to_json(scalar: Scalar) -> dict[str, Any]:
 def _scalar_from_json(document: Mapping[str, Any]) -> Scalar:
     scalar = convert({**document, "value": from_json(document["value"])}, Scalar)
     if scalar.dtype not in PYTHON_NUMBERS and scalar.dtype not in NUMBERS:
-        raise ValueError(f"a number of type {brief(scalar.dtype)}")
+        raise ValueError(f"a number has the unknown type {brief(scalar.dtype)}")
     if any(size != 1 for size in scalar.shape):
-        raise ValueError(f"a number of shape {list(scalar.shape)}")
+        raise ValueError(f"a number has the shape {list(scalar.shape)} instead of one element")
     return scalar
 
 
 class Sighting(Struct, frozen=True):
-    """One place that states a step; `truth` is True if this optimizer reads its step there.
+    """A place in the files that states a step, with its value.
 
-    `counter` is the name of a trainer program's counter, if the place is such a counter, else "".
+    `truth` is True if the optimizer reads its step there. `counter` is the name of a trainer
+    program's counter, if the place is such a counter, else "".
     """
 
     where: str
@@ -165,7 +169,7 @@ def steps_to_json(steps: Iterable[Sighting]) -> list[dict[str, Any]]:
 class Sibling(Struct, frozen=True):
     """A file of a trainer's directory that is not part of the checkpoint itself.
 
-    If it has a `content`, a target gets a file with this value instead of the original file.
+    If `content` is set, a target gets a file with this value instead of a copy of the original.
     """
 
     name: str
@@ -253,7 +257,7 @@ class Files(Struct, frozen=True):
 
 
 class Notices(Struct, frozen=True):
-    """What a reader reports, and what is uncertain about names and states."""
+    """Notices from a reader: warnings, and what the files leave uncertain about names or states."""
 
     warnings: tuple[Notice, ...] = ()
     """Warnings for the user."""
@@ -366,15 +370,15 @@ class Manifest(Struct, frozen=True):
 
     @property
     def each(self) -> "tuple[Manifest, ...]":
-        """A tuple of the model ranks if they are not joined; otherwise of this manifest alone."""
+        """The manifests of separate model ranks; without such ranks, only this manifest."""
         return self.ranks or (self,)
 
     @property
     def with_models(self) -> "tuple[Manifest, ...]":
         """All manifests in `ranks` and `models`; without ranks, this manifest alone.
 
-        `models` has, for each tensor rank, the model that its pipeline stages form. Tensors in
-        files of layers are in the models only, and in no rank.
+        `models` has one manifest for each tensor rank: the model that its pipeline stages form.
+        Tensors that lie in files of layers are in the models only, and in no rank.
         """
         return (*self.ranks, *self.models) if self.ranks else (self,)
 
@@ -390,7 +394,7 @@ class Manifest(Struct, frozen=True):
 
     @property
     def whole_state(self) -> dict[str, Any]:
-        """The `state`, with the optimizer's states, the pipeline and the cuts of tensor ranks.
+        """The `state`, plus the optimizer's states, the pipeline and the tensor-parallel cuts.
 
         A target of another engine may lack some of these values.
         """
@@ -402,7 +406,7 @@ class Manifest(Struct, frozen=True):
         return with_states(self.state, self.states, len(self.groups or ()))
 
     def with_state(self, state: Mapping[str, Any]) -> "Manifest":
-        """A manifest whose `state_with_states` is `state`: the inverse of that property."""
+        """The inverse of `state_with_states`: a manifest for which that property equals `state`."""
         optimizer = state.get("optimizer") or {}
         rest = {key: value for key, value in state.items() if key != "optimizer"}
         if "optimizer" in self.state:
@@ -418,7 +422,7 @@ class Manifest(Struct, frozen=True):
         return replace(self, state=rest, states=states)
 
     def titled(self, name: str) -> str:
-        """The name of a tensor in messages; with the model rank, if this manifest describes one."""
+        """The tensor's name for messages; with the rank, if this manifest describes one rank."""
         return name if self.place is None else self.place.titled(name)
 
     @property
@@ -433,7 +437,7 @@ class Manifest(Struct, frozen=True):
 
     @property
     def step(self) -> float | int | None:
-        """The completed updates of all parameters; None if their steps differ or none is stated."""
+        """The number of completed updates; None if parameters differ in it, or none is stated."""
         parameters = (item for own in self.each for item in own.parameters.values())
         steps = {item.step for item in parameters if item.step is not None}
         return steps.pop() if len(steps) == 1 else None
@@ -453,9 +457,10 @@ class Manifest(Struct, frozen=True):
 def fitting_roots(
     roots: Iterable[str], parameters: Mapping[str, Parameter], model: Mapping[str, Parameter]
 ) -> list[str]:
-    """Selects the `roots` under which `parameters` has all names and shapes of `model`.
+    """Selects the `roots` (name prefixes) under which `parameters` contains the whole `model`.
 
-    For the root `a`, the parameter `w` of `model` is `a.w` in `parameters`.
+    All names and shapes of `model` must be there. Under the root `a`, its parameter `w` is `a.w` in
+    `parameters`.
     """
     return [
         root
@@ -481,7 +486,7 @@ def slot_name(key: str) -> str:
 
 
 def slot_key(slot: str) -> str:
-    """The state key of a slot, the inverse of `slot_name`."""
+    """The optimizer's state key of a slot: the inverse of `slot_name`."""
     if not slot.startswith("esc_"):
         return slot
     escaped = slot.removeprefix("esc_").encode("ascii")

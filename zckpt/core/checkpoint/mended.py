@@ -3,7 +3,7 @@
     zckpt-mended.json    {"zckpt": 1, "mended": [{"file": ..., "tensor": ..., "by": ...}]}
 
 The file lies in the folder of the engine's files. A universal checkpoint has the list in its
-manifest. Every checkpoint that is made from a mended one has the list, too.
+manifest. Every checkpoint that is made from a mended one has the list too.
 """
 
 import json
@@ -39,14 +39,14 @@ Value = float | int | bool | str | None
 
 
 class Mended(Struct, frozen=True):
-    """Bytes of one record that were restored.
+    """A range of bytes that `zckpt mend` restored within one record (such as a zip member).
 
     `file` is a path below the checkpoint, `offset` the first restored byte in it, and `bytes` their
-    number. `bit` is the number of a single flipped bit. `before` and `after` are the values of one
-    `element` of the `tensor`, if only one was restored. `chance` is the probability that damage of
-    many bits looks like this one. `witness` names the confirming bytes, or the origin of made-up
-    bytes. `value` names a value that is no tensor, such as `global_steps`; `after` has it, if it is
-    a number or a text.
+    number. `bit` is set if only one bit was flipped: its number. If only one `element` of the
+    `tensor` was restored, `before` and `after` are its values. `chance` is the probability that
+    damage of many bits would have led to the same repair. `witness` names the bytes that confirm
+    the restored ones, or the origin of made-up bytes. `value` names a value that is no tensor, such
+    as `global_steps`; `after` has it if it is a number or a text.
     """
 
     file: str
@@ -81,7 +81,7 @@ def to_json(mended: Iterable[Mended]) -> list[dict[str, Any]]:
 
 
 def from_json(value: Any) -> tuple[Mended, ...]:
-    """The inverse of `to_json`; raises ValueError for other documents."""
+    """Parses the JSON list of restored values; raises ValueError for other documents."""
     return convert(value, tuple[Mended, ...])
 
 
@@ -92,14 +92,14 @@ def text_of(mended: Iterable[Mended]) -> bytes:
 
 
 def path_beside(root: str) -> str:
-    """The path of zckpt-mended.json for a checkpoint, given its directory or its one file."""
+    """The path of zckpt-mended.json for a checkpoint; `root` is its directory or its only file."""
     return os.path.join(root if sources.is_folder(root) else os.path.dirname(root), MENDED)
 
 
 def beside(root: str) -> tuple[Mended, ...]:
-    """Reads zckpt-mended.json beside a checkpoint; empty if there is no such file.
+    """Reads the list of restored values from zckpt-mended.json beside a checkpoint.
 
-    Raises CorruptCheckpoint if the file is damaged.
+    Empty if there is no such file. Raises CorruptCheckpoint if the file is damaged.
     """
     path = path_beside(root)
     if not sources.is_file(path):

@@ -26,7 +26,7 @@ STEP = "step"
 
 
 class _States(Struct, frozen=True):
-    """The keys of one parameter's states, and which of these have the parameter's shape."""
+    """The keys of one parameter's states, and which are tensors of the parameter's shape."""
 
     name: str
     axes: int
@@ -35,11 +35,13 @@ class _States(Struct, frozen=True):
 
 
 def missing_states(manifest: Manifest) -> tuple[list[Notice], list[Notice]]:
-    """Warnings about parameters that lack some states, and warnings about parameters without any.
+    """Warns about parameters that lack some optimizer states, or all of them.
 
-    A parameter that lacks some states is compared with the parameters of its group that have as
-    many axes. Only a state of the parameter's shape, or the step, can be lost. It does not count as
-    lost if the parameter has another state that the others lack, or if most of them lack it too.
+    Returns two lists: the warnings about parameters that lack some states, and those about
+    parameters without any. A parameter that lacks some states is compared with the parameters of
+    its group that have as many axes. Only a state of the parameter's shape, or the step, can count
+    as lost. It does not count if the parameter has another state that the others lack, or if most
+    of them lack it too.
     """
     groups = list(_groups(manifest))
     return _missing_of_some(groups), _missing_all(groups)
@@ -76,8 +78,8 @@ def _missing_all(groups: Sequence[list[_States]]) -> list[Notice]:
     return [
         warning(
             "never-updated",
-            f"{listed(names, 4)}: the optimizer has no state, as other parameters of the same "
-            "group have: never updated, or lost",
+            f"{listed(names, 4)}: the optimizer has no state, although other parameters of the "
+            "same group have one: never updated, or the state is lost",
             subject=names[0],
         )
     ]
@@ -113,9 +115,10 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
 
 
 class _Kinds:
-    """Counts of parameters by the set of state keys that they have.
+    """Counts parameters by the set of their state keys.
 
-    `holders` counts the parameters that have a key, and `having` lists the sets that contain it.
+    `holders` maps a key to the number of parameters that have it, and `having` lists the sets that
+    contain it.
     """
 
     def __init__(self, counts: Counter[frozenset[str]]) -> None:
@@ -127,7 +130,7 @@ class _Kinds:
 
 
 def _missing_in(group: list[_States]) -> Iterator[tuple[_States, set[str]]]:
-    """Yields the parameters of a group that have lost states, each with these states' keys."""
+    """Yields each parameter of a group that has lost states, with the keys of these states."""
     kinds = Counter((states.axes, states.keys) for states in group if states.keys)
     if len(kinds) < 2:
         return
@@ -144,10 +147,10 @@ def _missing_in(group: list[_States]) -> Iterator[tuple[_States, set[str]]]:
 def _missing(keys: frozenset[str], like: _Kinds, every: _Kinds) -> set[str]:
     """The keys that a parameter with the states `keys` has lost, by comparison with others.
 
-    `like` counts the parameters of its group with as many axes, `every` all those of the group. A
-    key counts as lost if at least half of the parameters in `like` have it. If no other parameter
-    has as many axes, all others of the group must have the key. In both cases some of those that
-    have the key must also have all of `keys`.
+    `like` counts the parameters of its group with as many axes; `every` counts all parameters of
+    the group. A key counts as lost if at least half of the parameters in `like` have it. If no
+    other parameter has as many axes, all others of the group must have the key. In both cases, one
+    of the parameters with the key must also have all of `keys`.
     """
     alone = len(like.counts) == 1 and like.counts[keys] == 1
     # the only parameter with this number of axes: all others must have the key

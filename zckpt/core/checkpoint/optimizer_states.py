@@ -1,4 +1,4 @@
-"""The table of optimizer states: a row for each that is no tensor of its parameter's shape.
+"""The table of optimizer states that are not tensors of their parameter's shape: a row for each.
 
     number       one number of a parameter, other than its step
     other        any other value of a parameter
@@ -8,8 +8,9 @@
     beside       a number or text beside the optimizer's `state`
     unsupported  a state in the files that no target gets: it is only compared
 
-Tensors of a parameter's shape are entries; `states.states_of` lists them too. The step is no state:
-see training/steps.py. docs/format-v1.md says where a universal checkpoint keeps each form.
+Tensors of a parameter's shape are entries; `states.states_of` lists them too. The step is not in
+the table: see training/steps.py. docs/format-v1.md says where a universal checkpoint keeps each
+form.
 """
 
 import json
@@ -33,7 +34,10 @@ OF_OTHERS = "optimizer.other"
 
 
 class Part(Struct, frozen=True):
-    """How a flat buffer is cut over `dp` ranks; `starts` are its parameters' first elements."""
+    """How a flat buffer is cut over `dp` ranks.
+
+    `starts` has the index, in the buffer, of each parameter's first element.
+    """
 
     stage: int | None
     dp: int
@@ -60,7 +64,7 @@ class StateRow(Struct, frozen=True):
 
 
 class States(Struct, frozen=True, dict=True):
-    """The rows of one manifest; those of one form and parameter follow each other."""
+    """The optimizer states in a manifest, as rows; rows of one form and parameter are adjacent."""
 
     rows: tuple[StateRow, ...] = ()
 
@@ -83,9 +87,10 @@ class States(Struct, frozen=True, dict=True):
         return self.where(lambda row: row.form not in forms)
 
     def numbers(self, form: Form) -> dict[Any, Any]:
-        """Maps keys to values, for the rows of a form whose values belong to no parameter.
+        """Maps keys to values that belong to no parameter.
 
-        `form` is `among` or `beside`.
+        `form` is `among` for values inside the optimizer's dictionary `state`, `beside` for values
+        next to it.
         """
         return {row.key: row.value for row in self.of_form(form)}
 
@@ -105,7 +110,7 @@ class States(Struct, frozen=True, dict=True):
     def by_rank(self, groups: int) -> list[dict[Any, Any]]:
         """For each group, a dictionary from estimated hyper-parameters to the values of all ranks.
 
-        The list is empty if there are no estimates. Otherwise it has `groups` items, or more if an
+        The list is empty if no rank estimates any. Otherwise it has `groups` items, or more if an
         estimate belongs to a later group.
         """
         rows = self.of_form("estimate")
@@ -126,12 +131,15 @@ class States(Struct, frozen=True, dict=True):
         return values
 
     def without(self, keys: Collection[str]) -> "States":
-        """Drops the states with these keys, except for estimates and values of no parameter."""
+        """Drops states with these keys; keeps estimates and values that belong to no parameter."""
         stay = (*OF_NO_PARAMETER, "estimate")
         return self.where(lambda row: row.form in stay or str(row.key) not in keys)
 
     def with_numbers_of(self, owners: Mapping[str, str]) -> "States":
-        """Replaces all numbers of parameters: a name in `owners` gets the numbers of its owner."""
+        """Replaces all one-number states: each parameter in `owners` gets those of its owner.
+
+        The one-number states of other parameters are dropped.
+        """
         numbers = {name: self.scalars.get(owner, {}) for name, owner in owners.items()}
         return States((*of_parameters("number", numbers), *self.without_form("number")))
 
@@ -241,7 +249,7 @@ def with_states(state: Mapping[str, Any], states: States, groups: int) -> dict[s
 
 
 class _StatedPart(Struct):
-    """A part of a flat buffer as JSON."""
+    """The JSON form of the states that ranks keep for their parts of one flat buffer."""
 
     states: dict[Any, list[Any]]
     parameters: tuple[str, ...]
@@ -251,7 +259,7 @@ class _StatedPart(Struct):
 
 
 class _Stated(Struct):
-    """The states of an optimizer as JSON."""
+    """The JSON form of an optimizer's states."""
 
     other: dict[str, dict[Any, Any]] = {}
     partitions: list[_StatedPart] = []
@@ -261,9 +269,9 @@ class _Stated(Struct):
 
 
 def states_in(optimizer: Mapping[Any, Any]) -> States:
-    """The states in `state.optimizer`, as written by `with_states`.
+    """Parses the optimizer states in `state.optimizer`, as `with_states` writes them.
 
-    Raises ValueError if they have another form.
+    Raises ValueError if they are malformed.
     """
     with_values = {key: optimizer[key] for key in KEYS if optimizer.get(key) is not None}
     record = convert(with_values, _Stated)
@@ -278,7 +286,7 @@ def states_in(optimizer: Mapping[Any, Any]) -> States:
 
 def _of_part(part: _StatedPart) -> Iterator[StateRow]:
     if any(len(own) != part.dp for own in part.states.values()):
-        raise ValueError(f"optimizer.{PARTITIONS} has not the values of all ranks")
+        raise ValueError(f"optimizer.{PARTITIONS} lacks the values of some ranks")
     of_ranks = Part(part.stage, part.dp, part.starts)
     for key, values in part.states.items():
         yield StateRow(key, "partition", part.parameters, values, part=of_ranks)

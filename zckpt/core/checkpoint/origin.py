@@ -14,7 +14,7 @@ OF_ANY_ENGINE = frozenset({"version", "dp", "tag"})
 
 
 class Origin(Struct, frozen=True):
-    """The facts that files state about the run that saved them; None if they do not state it.
+    """Facts that the files state about the run that saved them; None for facts they do not state.
 
     A universal checkpoint keeps the origin of the engine that trained.
     """
@@ -60,7 +60,7 @@ class Origin(Struct, frozen=True):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The stated sizes of the grid of ranks, by the name of the axis."""
+        """The stated sizes of the parallel axes, by name: `dp`, `tp`, `pp`, `ep`."""
         sizes = {"dp": self.dp, "sp": self.sp, "tp": self.tp, "pp": self.pp, "ep": self.ep}
         return {name: size for name, size in sizes.items() if size}
 
@@ -82,7 +82,7 @@ class Origin(Struct, frozen=True):
 
     @classmethod
     def of_json(cls, document: Any) -> "Origin":
-        """The inverse of `to_json`; raises ValueError for values of other types."""
+        """Parses the value of `source` in a manifest; raises ValueError for malformed ones."""
         values = convert(document, dict[str, Any])
         fields_given = {name: values.pop(name) for name in STATED if name in values}
         nulls = [

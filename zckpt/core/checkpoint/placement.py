@@ -40,9 +40,9 @@ STAGE, TENSOR_RANK, EP_RANK = "stage", "tensor rank", "ep rank"
 
 
 class Placement(Struct, frozen=True):
-    """How the ranks of an axis hold one parameter.
+    """How the ranks of one axis hold one parameter.
 
-    The properties have the answers for a replica on every rank; kinds that differ override them.
+    The properties of this class describe a replica on every rank; other kinds override them.
     """
 
     word: ClassVar[str] = ""
@@ -60,12 +60,12 @@ class Placement(Struct, frozen=True):
 
     @classmethod
     def of_rule(cls, text: str) -> Placement | None:
-        """The placement of this kind that a rule means; None if it means another kind."""
+        """Parses a rule; None if it describes another kind of placement."""
         return cls() if text == cls.word else None
 
     @property
     def plain(self) -> Placement:
-        """This placement; for a padded vocabulary `Cut(0)`, which counts padding as other rows."""
+        """This placement; for a padded vocabulary `Cut(0)`, which treats padding as normal rows."""
         return self
 
     @property
@@ -78,10 +78,10 @@ class Placement(Struct, frozen=True):
 
     @property
     def fused(self) -> int:
-        """The number of layers of equal width that the rule assumes to be fused along the rows.
+        """The number of equally wide layers that the rule takes to be fused along the rows.
 
-        1 for the rule `0`, 2 for `0:2x`. 0 if it assumes no number: it does not cut rows, states
-        widths, or is `0:1x`, with which a user states that the rows are cut as one.
+        It is 1 for the rule `0`, and 2 for `0:2x`. It is 0 if the rule cuts no rows, states widths,
+        or is `0:1x`, by which a user states that the rows are not fused.
         """
         return 0
 
@@ -111,10 +111,10 @@ class Placement(Struct, frozen=True):
         return not self.is_cut and not self.agree(are_weights=True)
 
     def sliced(self, shapes: Shapes, says: str) -> Sliced | None:
-        """How ranks with these shapes form a complete tensor; None if only the files state it.
+        """Joins the ranks' shapes of one parameter to the shape and slices of the complete tensor.
 
-        `says` begins the message of InconsistentCheckpoint, which is raised for shapes that do not
-        fit.
+        None for blocks whose offsets only the files state. `says` is the beginning of the error
+        message. Raises InconsistentCheckpoint for shapes that do not fit together.
         """
         all_shapes = _known(shapes, says)
         if len(set(all_shapes)) > 1:
@@ -145,8 +145,8 @@ class Sum(Placement, frozen=True):
 class Cut(Placement, frozen=True):
     """Each rank has a slice along `axis`: torch's Shard, if there are no sub-parameters.
 
-    `parts` are the widths of the sub-parameters in the complete tensor. If these are equal, `equal`
-    is their number. 0 means that nothing states it, and 1 states that there is only one.
+    `parts` are the widths of the sub-parameters in the complete tensor. If all are equally wide,
+    `equal` is their number: 0 if no rule states it, 1 if a rule states that there is only one.
     """
 
     axis: int
@@ -201,15 +201,17 @@ class Cut(Placement, frozen=True):
             widths = slicing.even_parts(self.parts, len(lengths))
             if widths is None or sum(self.parts) != sum(lengths):
                 raise _misfit(
-                    f"{says}: {len(lengths)} ranks cannot share {listed(self.parts)}, and hold "
-                    f"{listed(lengths)} along dimension {self.axis}"
+                    f"{says}: {len(lengths)} ranks with {listed(lengths)} along dimension "
+                    f"{self.axis} cannot share the widths {listed(self.parts)}"
                 )
             if [sum(of_rank) for of_rank in zip(*widths, strict=True)] != lengths:
-                raise _misfit(f"{says}: the ranks hold {listed(lengths)}")
+                along = f"along dimension {self.axis}"
+                raise _misfit(f"{says}: the ranks hold {listed(lengths)} {along}")
             return widths
         count = self.equal or 1
         if any(length % count for length in lengths):
-            raise _misfit(f"{says}: {listed(lengths)} cannot be cut into {count} equal parts")
+            cut = f"the ranks' widths {listed(lengths)}"
+            raise _misfit(f"{says}: {cut} cannot be cut into {count} equal parts")
         return [[length // count for length in lengths]] * count
 
 
@@ -237,14 +239,14 @@ class PaddedRows(Placement, frozen=True):
     def sliced(self, shapes: Shapes, says: str) -> Sliced:
         rows = Cut(0).sliced(shapes, says)
         if self.used > rows.shape[0]:
-            raise _misfit(f"{says}: the ranks hold {rows.shape[0]} rows")
+            raise _misfit(f"{says}: the ranks hold {rows.shape[0]} rows in all")
         return Sliced(rows.shape, rows.slicing, self, self.used)
 
 
 class Boxes(Placement, frozen=True):
-    """Each rank has boxes of the complete tensor, whose places files state.
+    """Each rank has blocks of the complete tensor; the files state their offsets and sizes.
 
-    `text` names the way of cutting, as messages and files do.
+    `text` is the name for this way of cutting, in messages and files.
     """
 
     text: str
@@ -264,12 +266,12 @@ KINDS: Sequence[type[Placement]] = (Replicated, Sum, Cut, PaddedRows)
 
 
 def of_rule(text: str) -> Placement | None:
-    """The placement that a rule means; None if the text is no rule."""
+    """Parses a rule; None if the text is not a rule."""
     return next((own for kind in KINDS if (own := kind.of_rule(text)) is not None), None)
 
 
 def from_text(text: str) -> Placement:
-    """The placement that a text in a file means: `Boxes(text)` if the text is no rule."""
+    """Parses the text of a placement in a file; it means `Boxes(text)` if it is not a rule."""
     return of_rule(text) or Boxes(text)
 
 
@@ -304,7 +306,7 @@ class Sliced(Struct, frozen=True):
 class Row(Struct, frozen=True):
     """The names of one rank's parameters and buffers, in the rank's order.
 
-    `shapes` has the shapes that differ from those of the complete tensors.
+    `shapes` has the rank's shapes of tensors that it holds only in part.
     """
 
     names: Sequence[str]
@@ -316,9 +318,9 @@ class Row(Struct, frozen=True):
 class Table(Struct, frozen=True):
     """How the ranks of one parallel axis share a model.
 
-    A parameter that is not in `cuts` is replicated. `word` is the word for a rank in messages.
-    `rows` states what each rank has. Only `split` needs it:
-    `merge` sees the same in the manifests of the ranks.
+    A parameter that is not in `cuts` is replicated. `word` is what messages call a rank of this
+    axis. `rows` lists the parameters of each rank. Only `split` needs it: `merge` finds them in the
+    manifests of the ranks.
     """
 
     word: str

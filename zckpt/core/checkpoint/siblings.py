@@ -58,10 +58,10 @@ def following(links: bool) -> Iterator[None]:
 
 
 def leads_out(path: str, root: str) -> bool:
-    """Whether a path, with its links followed, is outside of the directory `root`; raises OSError.
+    """Whether a path, with its links followed, is outside of the directory `root`.
 
     The cache of Hugging Face's hub has `REPOSITORY/snapshots/REVISION/...`, where files are links
-    to `REPOSITORY/blobs/HASH` (huggingface_hub 1.0): these count as inside.
+    to `REPOSITORY/blobs/HASH` (huggingface_hub 1.0): these count as inside. Raises OSError.
     """
     if os.path.dirname(path) == root and not stat.S_ISLNK(os.lstat(path).st_mode):
         return False
@@ -71,9 +71,9 @@ def leads_out(path: str, root: str) -> bool:
 
 
 def _blobs(folder: str) -> Iterator[str]:
-    """Candidates for the folder of blobs, given a folder within a snapshot of the Hub's cache.
+    """Yields candidates for the folder of blobs, for a folder in a snapshot of the Hub's cache.
 
-    For `models--ORG--NAME/snapshots/REVISION` it is `models--ORG--NAME/blobs`.
+    For `models--ORG--NAME/snapshots/REVISION` it yields `models--ORG--NAME/blobs`.
     """
     names = folder.split(os.sep)
     for place in range(1, len(names) - 1):
@@ -82,18 +82,18 @@ def _blobs(folder: str) -> Iterator[str]:
 
 
 def links_out(paths: Iterable[str], omitted: Iterable[Notice], root: str) -> list[Notice]:
-    """A warning about files below `root` that really lie outside of it, because of links.
+    """A list of one warning about files in `root` that lie outside of it, because they are links.
 
     `paths` are the files that were read, and `omitted` notices about files that were left out.
-    Blobs of a hub's cache count as outside here. Files that the user has named are not listed.
-    Empty if there are none. Raises OSError.
+    Blobs of a hub's cache count as outside here. Files that the user has named are not listed. The
+    list is empty if there are no such files. Raises OSError.
     """
     inside, below = real_path(root), os.path.join(os.path.abspath(root), "")
     leading = dict[str, str]()
 
     @cache
     def place_of(folder: str) -> tuple[str, bool, set[str]]:
-        """The real path of a folder, whether that is inside of `root`, and its links' names.
+        """The real path of a folder, whether it is inside of `root`, and the names of links in it.
 
         A folder that the user named outside of `root` counts as inside.
         """
@@ -126,13 +126,13 @@ def links_out(paths: Iterable[str], omitted: Iterable[Notice], root: str) -> lis
 
 
 def _links_in(folder: str) -> set[str]:
-    """The names of links in a folder. Asking for each single file takes longer."""
+    """The names of the links in a folder, found in one listing: a call per file takes longer."""
     with os.scandir(folder) as entries:
         return {entry.name for entry in entries if entry.is_symlink()}
 
 
 def relative(path: str, folder: str) -> str:
-    """The path relative to a folder, as by os.path.relpath, but 20 times as fast if it is below."""
+    """The path relative to a folder, as by os.path.relpath; 20 times faster for paths below it."""
     above = os.path.join(folder, "")
     return path[len(above) :] if path.startswith(above) else os.path.relpath(path, folder)
 
@@ -150,8 +150,8 @@ def real_path(path: str) -> str:
 class SiblingList(Struct, eq=False):
     """Collects the files beside a checkpoint whose directory is `root`.
 
-    `files` are those that are copied. `omitted` has a notice for each reason to leave files out,
-    with their names. Hidden files are left out, unless their names are in `listed`.
+    `files` are to be copied. `omitted` has a notice for each reason why files are left out, with
+    their names. Hidden files are left out, unless their names are in `listed`.
     """
 
     root: str
@@ -177,10 +177,10 @@ class SiblingList(Struct, eq=False):
             self._refused.setdefault(reason, []).append(name)
 
     def add(self, name: str, path: str) -> None:
-        """Adds a file to those that are copied, or its name to those left out; raises OSError.
+        """Adds a file to the copied ones, or its name to those that are left out; raises OSError.
 
-        The fingerprint of a link is that of the file to which it leads now. If it leads elsewhere
-        when it is copied, the file counts as changed.
+        The fingerprint of a link is taken from the file to which it leads now. If the link leads
+        elsewhere when it is copied, the file counts as changed.
         """
         status: os.stat_result | None = os.lstat(path)
         assert status is not None
@@ -218,8 +218,8 @@ class SiblingList(Struct, eq=False):
     ) -> None:
         """Adds everything below a folder, by its path relative to `root`, or else to the folder.
 
-        Raises OSError. Anything for which `is_other` is true, given its path and its entry, is no
-        sibling: it is neither copied nor mentioned.
+        `is_other` gets such a path and its directory entry. If it returns true, the file or folder
+        is no sibling: it is neither copied nor mentioned. Raises OSError.
         """
         closed: set[str] = set()
         above = os.path.join(root or folder, "")
@@ -237,7 +237,7 @@ class SiblingList(Struct, eq=False):
                 self.add(name, entry.path)
 
     def is_folder(self, entry: os.DirEntry[str]) -> bool:
-        """Whether an entry is a folder, or a link to a folder inside of the directory."""
+        """Whether a directory entry is a folder, or a link to a folder inside of the directory."""
         if entry.is_symlink():
             return not self.is_out(entry.path) and sources.is_folder(entry.path)
         return entry.is_dir()

@@ -1,11 +1,11 @@
-"""Tensors that are cut over several ranks, as boxes of complete tensors.
+"""Tensors that are cut over several ranks: each slice as blocks of the complete tensor.
 
     whole    [ q q q q | k k | v v ]      three sub-parameters, each of which is cut in two
     slice 0  [ q q | k | v ]
     slice 1  [ q q | k | v ]
 
-A `Piece` is a box that lies in a slice and in the complete tensor. `cut` gives the pieces of a cut
-along one axis. `joined` turns the fragments of slices into fragments of the complete tensor. No
+A `Piece` is a block that lies in a slice and in the complete tensor. `cut` gives the pieces of a
+cut along one axis. `joined` turns the fragments of slices into fragments of the complete tensor. No
 byte is read, and a slice may itself be partitioned by ZeRO.
 """
 
@@ -21,7 +21,7 @@ from ..storage.fragments import Box, Fragments, boxes, boxes_of, range_of_box, t
 
 
 class Piece(Struct, frozen=True):
-    """A box of `sizes` elements in slice number `rank` and in the complete tensor.
+    """A block of `sizes` elements that is in slice number `rank` and in the complete tensor.
 
     It begins at `inside` in the slice, and at `offsets` in the complete tensor.
     """
@@ -33,12 +33,12 @@ class Piece(Struct, frozen=True):
 
 
 class Slicing(Struct, frozen=True):
-    """How one tensor is cut.
+    """How one tensor is cut into slices, one for each rank.
 
     `whole` is the shape of the complete tensor, `slices[r]` that of slice r. The shapes may be
-    views of the tensor's shape with as many elements; all have as many axes. The `pieces` together
-    contain each element of the complete tensor at least once. If several slices hold an element,
-    each of them has a piece with it.
+    views of the real shapes with as many elements; all have the same number of axes. Together the
+    `pieces` contain each element of the complete tensor at least once. If several slices hold an
+    element, each of them has a piece with it.
     """
 
     whole: tuple[int, ...]
@@ -67,10 +67,10 @@ class Slicing(Struct, frozen=True):
         return max(map(len, self._holders().values()), default=1)
 
     def chosen(self, copy: int) -> list[Piece]:
-        """One piece for each different box of the complete tensor that the pieces hold.
+        """Selects one piece for each different block of the complete tensor.
 
-        If several ranks hold the box, `copy` is the index, among them, of the rank whose piece is
-        chosen; the last one if there are fewer.
+        If several ranks hold a block, `copy` is the index, among them, of the rank whose piece is
+        selected; the last one if there are fewer.
         """
         return [ranks[min(copy, len(ranks) - 1)] for ranks in self._holders().values()]
 
@@ -86,10 +86,10 @@ def replicated(shape: Sequence[int], ranks: int) -> Slicing:
 
 
 def cut(outer: int, inner: int, widths: Sequence[Sequence[int]]) -> Slicing:
-    """A cut along the middle axis of tensors that are viewed as (outer, width, inner).
+    """Cuts tensors, viewed as (outer, width, inner), along their middle axis.
 
     `widths[j][r]` is the width of sub-parameter j in slice r. In the complete tensor the
-    sub-parameters follow each other; a slice has its parts of them in the same order.
+    sub-parameters follow each other; each slice has its parts of them in the same order.
     """
     ranks = len(widths[0])
     totals = [sum(part[rank] for part in widths) for rank in range(ranks)]
@@ -109,17 +109,17 @@ def cut(outer: int, inner: int, widths: Sequence[Sequence[int]]) -> Slicing:
 
 
 def dealt(part: int, ranks: int) -> tuple[int, ...]:
-    """The width of each rank's slice of `part` elements; the first slices may be wider by one."""
+    """How many of `part` elements each rank gets; the first ranks may get one more."""
     return tuple(part // ranks + (rank < part % ranks) for rank in range(ranks))
 
 
 def even(part: int, ranks: int) -> tuple[int, ...] | None:
-    """The width of each rank's slice, if all are equal; None if the ranks do not divide `part`."""
+    """The width of each rank's slice if all are equal; None if `ranks` does not divide `part`."""
     return None if part % ranks else dealt(part, ranks)
 
 
 def even_parts(parts: Sequence[int], ranks: int) -> list[tuple[int, ...]] | None:
-    """The widths of each sub-parameter's slices, if all are equal; None if one cannot be cut so."""
+    """For each sub-parameter, the equal widths of its slices; None if one cannot be divided."""
     return None if any(part % ranks for part in parts) else [dealt(part, ranks) for part in parts]
 
 
@@ -160,7 +160,10 @@ def boxes_in(fragments: Fragments | None, shape: Sequence[int], size: int) -> It
 
 
 def _placed(box: Box, piece: Piece, whole: Sequence[int]) -> Box | None:
-    """The intersection of a box and a piece of its slice, as a box of the complete tensor."""
+    """The intersection of a slice's box with a piece, as a box of the complete tensor.
+
+    None if they do not intersect.
+    """
     low = [max(pair) for pair in zip(box.offsets, piece.inside, strict=True)]
     ends = zip(box.offsets, box.sizes, piece.inside, piece.sizes, strict=True)
     high = [min(a + length, b + size) for a, length, b, size in ends]

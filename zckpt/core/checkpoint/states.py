@@ -9,8 +9,8 @@
     unsupported  a state in the files that has none of these forms
 
 Slots are entries, wrappers are in the program's state, and the table of optimizer_states.py has the
-others. A state has the same key in all of these forms. So two manifests can be compared whatever
-their formats are. The step is no such state: see training/steps.py.
+others. A state has the same key in every form, so two manifests can be compared whatever their
+formats are. The step is not a state here: see training/steps.py.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ FORMS = ("none", "slot", "number", "other", "partition", "wrapper", "unsupported
 """The forms of a state. If one state has several, the last one decides what can be done with it."""
 NO_PARAMETER = "no parameter"
 """The key, in place of a parameter's name, for a state that belongs to no parameter."""
-OF_NO_GROUP = "no group contains it: zckpt reads the states of parameters alone"
-BESIDE_STATE = "it stands beside the optimizer's `state`, which alone zckpt reads"
+OF_NO_GROUP = "it belongs to no parameter in a group, and zckpt reads only states of parameters"
+BESIDE_STATE = "it stands beside the optimizer's `state`, but zckpt reads only what is inside"
 REASONS: dict[Form, str] = {"among": OF_NO_GROUP, "beside": BESIDE_STATE}
 """Why a value that belongs to no parameter is not read, unless it is a number or a text."""
 
@@ -57,26 +57,27 @@ weight's RMS in every update, and read it only after that, or never.
 """
 
 OF_VECTORS = (
-    "the optimizer saw the parts of flat buffers as vectors; of matrices it keeps rows and columns "
-    "instead, and cannot go on with this"
+    "the optimizer computed it for vectors (parts of flat buffers); for matrices it keeps rows and "
+    "columns, and cannot continue with this"
 )
 
 BOUND = (
-    "the ranks keep this for their parts of flat buffers, so that no other number of ranks, no "
-    "other stage and no other engine can have it"
+    "each rank keeps it for its part of a flat buffer, so only the same engine with the same ZeRO "
+    "stage and number of ranks can load it"
 )
 OF_NUMBERS = (
-    "the keys of its dictionaries are texts of numbers: torch.distributed.checkpoint makes texts "
-    "of all keys, so that its files do not show whether the optimizer looks for numbers"
+    "its dictionary keys are texts that may have been numbers: torch.distributed.checkpoint turns "
+    "all keys into texts, so its files do not show which type the optimizer expects"
 )
-OF_WRAPPER = "no other engine reads what stands around the optimizer's state dict"
+OF_WRAPPER = "it stands around the optimizer's state dict, where other engines do not read it"
 
 
 class State(Struct, frozen=True):
     """A state of the optimizer, such as `exp_avg`, and the parameters that have it.
 
-    `tensors` maps the name of each parameter to the keys of those entries that hold its state.
-    `reason` says why a target cannot have the state, or why it was not read; it may be empty.
+    `tensors` maps the name of each parameter to the keys of the entries that hold the state's
+    tensors. `reason` says why a target cannot have the state, or why it was not read; it may be
+    empty.
     """
 
     key: str
@@ -97,8 +98,8 @@ class State(Struct, frozen=True):
 def states_of(manifest: Manifest) -> dict[str, State]:
     """Maps the keys of all optimizer states to `State` records.
 
-    If different parameters have a state in different forms, the record has the form that is last in
-    FORMS. If model ranks are not joined, the states of all ranks are merged by key.
+    If a state has different forms for different parameters, its record has the form that is last in
+    FORMS. If model ranks are kept separate, the states of all ranks are merged by key.
     """
     if manifest.ranks:
         return _united(states_of(rank).values() for rank in manifest.ranks)
@@ -136,14 +137,14 @@ def states_of(manifest: Manifest) -> dict[str, State]:
 
 
 def entries_in(value: Any) -> list[Key]:
-    """The keys of the entries for the tensors inside a state's value, without duplicates."""
+    """The keys of the entries for all tensors inside a state's value, without duplicates."""
     return [(name, "state") for name in tensors_in(value)]
 
 
 def _united(states_of_ranks: Iterable[Iterable[State]]) -> dict[str, State]:
     """Merges the states of several ranks: each key gets the parameters and tensors of all ranks.
 
-    If the state is None on some ranks and a tensor on others, the first ones are left out.
+    If a state is None on some ranks and a tensor on others, the ranks with None are ignored.
     """
     united = {}
     for key, states_of_key in by_key(
@@ -198,9 +199,9 @@ def untouched(manifest: Manifest) -> list[str]:
 
 
 def harmless(state: State, manifest: Manifest) -> str:
-    """The reason why a target may lack the state without harm; "" if that would do harm.
+    """The reason why a target may lack the state without harm; "" if there is no such reason.
 
-    The reasons: the state is None, or the optimizer computes it afresh.
+    The reasons: the state is None, or the optimizer recomputes it before use.
     """
     if state.form == "none":
         return "it is None"
@@ -210,11 +211,11 @@ def harmless(state: State, manifest: Manifest) -> str:
 
 
 def missing_in(source: Manifest, target: Manifest) -> list[State]:
-    """The states of `source` that `target` lacks, each with the parameters for which it lacks them.
+    """The states of `source` that `target` lacks, each with the parameters concerned.
 
     A parameter of `source` may have another name in `target`, or be a part of another one there.
-    Then `target` lacks its state only if no parameter there has this state. If the model ranks have
-    the same parameters in both manifests, they are compared one by one.
+    Then its state counts as missing only if no parameter of `target` has this state. If the model
+    ranks have the same parameters in both manifests, they are compared rank by rank.
     """
     ours, theirs = ([own.parameters.keys() for own in side.ranks] for side in (source, target))
     if ours and ours == theirs:
@@ -242,10 +243,10 @@ def missing_in(source: Manifest, target: Manifest) -> list[State]:
 
 
 def of_vectors(source: Manifest, target: Manifest) -> list[State]:
-    """States that do not fit their matrices, because the optimizer worked on a flat buffer.
+    """Finds states of flat buffers that a target with matrices cannot use.
 
-    An optimizer that factors matrices sees only vectors there. `target` cannot continue with such
-    states unless it has flat buffers too; if it has, the result is empty.
+    An optimizer that factors matrices (Adafactor) sees only vectors in a flat buffer, and keeps
+    other states for them. Empty if `target` has flat buffers too.
     """
     if not _is_flat(source) or _is_flat(target):
         return []
@@ -277,10 +278,11 @@ def with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
 
 
 def of_numbers(source: Manifest, target: Manifest) -> list[State]:
-    """States that contain dictionaries whose keys are texts now, but may have been numbers.
+    """States with dictionaries whose keys are texts now, but may have been numbers.
 
     torch.distributed.checkpoint turns all keys into texts. A target whose keys keep their types
-    cannot get the right ones. Empty unless `source` has only texts as keys and `target` has not.
+    cannot get the original ones. Empty unless `source` has only texts as keys and `target` does
+    not.
     """
     if not has_texts_alone(source) or has_texts_alone(target):
         return []
@@ -336,9 +338,10 @@ def require_known(keys: Collection[str], manifests: Sequence[Manifest]) -> None:
 
 
 def as_unsupported(manifest: Manifest, reason: str) -> Manifest:
-    """Turns the states of the forms `other` and `partition` into states that are not read.
+    """Turns states without a plain form into unsupported ones, which are only compared.
 
-    `reason` says why no target gets them. Their tensors leave the entries, and are only compared.
+    These are all states that are neither numbers nor tensors of a parameter's shape. `reason` says
+    why no target gets them. Their tensors are removed from the entries.
     """
     apart = manifest.states.of_form("other", "partition")
     if not apart:
@@ -363,7 +366,7 @@ def as_unsupported(manifest: Manifest, reason: str) -> Manifest:
 
 
 def weights_alone(manifest: Manifest) -> Manifest:
-    """The manifest with only weights and buffers: without the optimizer and the run."""
+    """The manifest with weights and buffers only: no optimizer states, no facts about the run."""
     return manifest.replace(
         entries={key: e for key, e in manifest.entries.items() if e.slot in WEIGHTS},
         replicas=tuple(entry for entry in manifest.replicas if entry.slot in WEIGHTS),
@@ -385,7 +388,7 @@ def weights_alone(manifest: Manifest) -> Manifest:
 
 
 class Selection(Struct, frozen=True):
-    """What a command compares: tensors that match a glob, weights alone, or all but some states."""
+    """What a command compares: tensors matching a glob, weights only, or all but some states."""
 
     tensors: str | None = None
     weights_only: bool = False
@@ -400,7 +403,7 @@ class Selection(Struct, frozen=True):
             )
 
     def of(self, a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
-        """Both manifests, reduced to what is compared; raises WrongOption for an unknown state."""
+        """Reduces both manifests to what is compared; raises WrongOption for an unknown state."""
         if self.weights_only:
             return weights_alone(a), weights_alone(b)
         require_known(self.drop_state, (a, b))
@@ -418,6 +421,6 @@ EVERYTHING = Selection()
 
 
 def in_words(states: Iterable[State]) -> str:
-    """States as messages name them: `GG and Q of fc1.weight, fc2.weight`."""
+    """Lists states with their parameters for messages: `GG and Q of fc1.weight, fc2.weight`."""
     keys = by_key((listed(state.parameters, 4), state.key) for state in states)
     return "; ".join(f"{joined(own)} of {names}" for names, own in keys.items())

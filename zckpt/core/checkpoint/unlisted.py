@@ -52,10 +52,10 @@ def unlisted(manifest: Manifest) -> list[Notice]:
 
 
 def _may_be_share(manifest: Manifest) -> bool:
-    """Whether a file may hold only one rank's share of the optimizer, although it does not say so.
+    """Whether a file may hold only one rank's share of the optimizer without stating so.
 
-    It may if it is one file of torch.save for the complete model, saved by one rank as far as it
-    states, and its optimizer identifies parameters by number.
+    It may if three things are true: it is one file of torch.save for the complete model, it states
+    no more than one rank, and its optimizer identifies parameters by number.
     """
     engine = manifest.run.engine
     is_whole = isinstance(engine, StateDictEngine) and engine.whole
@@ -72,7 +72,7 @@ def refuse_share(manifest: Manifest) -> None:
             "missing-rank-file",
             f"{manifest.root} has one rank's share of ZeroRedundancyOptimizer: {share}",
             hint="the other ranks' states are lost: call `consolidate_state_dict()` before saving. "
-            "--weights-only takes the weights. If no state is lost, because the other weights are "
-            "frozen: --param-names FILE names the optimizer's",
+            "--weights-only converts the weights alone. If no state is lost, because all other "
+            "weights are frozen, list the trained ones with --param-names FILE",
             file=manifest.root,
         )

@@ -47,7 +47,7 @@ def is_rounded(wide: str, narrow: str) -> bool:
 
 
 def is_widened(narrow: str, wide: str | None) -> bool:
-    """Whether `narrow` is a type of 16 bits or fewer, and `wide` the type of a master.
+    """Whether `narrow` has 16 bits or fewer, and `wide` is a type of masters.
 
     Numbers that are converted from `narrow` to `wide` keep the precision of `narrow`.
     """
@@ -82,7 +82,7 @@ class Weight(Struct, frozen=True):
 
     def _known(self, entry: Entry | None) -> Entry:
         if entry is None:
-            raise MissingData("weights-missing", f"the source holds no weights of {self.name}")
+            raise MissingData("weights-missing", f"the source has no weight {self.name}")
         return entry
 
 
@@ -98,9 +98,9 @@ def states_by_weight(entries: Iterable[Entry]) -> dict[str, set[str]]:
 
 
 def agreement(master: Entry, weight: Entry) -> str | None:
-    """How a weight and its master are compared: `bits`, or `rounded`: the master rounded first.
+    """How to compare a master with its weight: `bits`, or `rounded`, which rounds the master first.
 
-    None if their types or shapes cannot be those of one weight.
+    None if their types or shapes cannot belong to one weight.
     """
     if weight.shape != master.shape:
         return None
@@ -110,13 +110,14 @@ def agreement(master: Entry, weight: Entry) -> str | None:
 
 
 def counterpart(entry: Entry, other_weight: Weight, weight: Weight) -> tuple[Entry, str] | None:
-    """The tensor of another checkpoint that must equal `entry`, and how, as `agreement` says it.
+    """The tensor of another checkpoint that must equal `entry`, and how to compare them.
 
-    This is called if the other checkpoint has no entry of the same slot and type. `weight` is the
-    weight that `entry` belongs to, and `other_weight` that of the other checkpoint. A `param` may
-    equal the other's master or `param`, or be rounded from them. The other's `param` may be rounded
-    from a master, or from a `param` without a master. An fp32 master may be rounded from a `param`
-    of fp64. None if no such tensor exists.
+    It is called if the other checkpoint has no entry of the same slot and type. `weight` is the
+    weight that `entry` belongs to, and `other_weight` the same one in the other checkpoint. The
+    comparison is `bits` or `rounded`, as in `agreement`. A `param` may equal the other's master or
+    `param`, or be rounded from them. The other's `param` may be rounded from a master, or from a
+    `param` without a master. An fp32 master may be rounded from a `param` of fp64. None if no such
+    tensor exists.
     """
     for other in (other_weight.master, other_weight.param):
         how = None if other is None else agreement(other, entry)

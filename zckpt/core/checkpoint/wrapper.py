@@ -1,8 +1,8 @@
 """Finds tensors that are stored around the state dict of the optimizer.
 
-A program has put another optimizer around it (a Lookahead's slow weights, the masters of a 16-bit
-wrapper), or has put the tensors there itself. torch programs keep them as their own state; no other
-engine reads them there.
+A wrapper (such as Lookahead with its slow weights, or a 16-bit wrapper with masters) or the program
+itself has put them there. torch programs keep them as their own state; other engines do not read
+them.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def _is_random(key: Any) -> bool:
 
 
 def _find(manifest: Manifest) -> tuple[tuple[Any, ...], dict[Any, Any]]:
-    """The path of the dictionary around the optimizer's state dict, and what else is in it.
+    """Finds the dictionary around the optimizer's state dict: its path, and the other values in it.
 
-    Empty unless a key of the path names an optimizer and the model is not in the dictionary.
-    Otherwise the dictionary is the program's own.
+    Both are empty unless a key of the path names an optimizer and the dictionary does not contain
+    the model. Otherwise the dictionary belongs to the program.
     """
     engine = manifest.run.engine
     if not isinstance(engine, StateDictEngine) or not engine.optimizer:

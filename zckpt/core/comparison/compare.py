@@ -35,7 +35,7 @@ FEW = 1 << 17  # elements; up to this number, masters are rounded without numpy
 
 
 class Result(Struct, frozen=True):
-    """The result of one match.
+    """The result of comparing one pair of tensors.
 
     A digest is the CRC-32 of a tensor's row-major bytes; None if the tensor was not read.
     """
@@ -53,8 +53,8 @@ class Result(Struct, frozen=True):
 class ComparisonOutcome(Struct, eq=False):
     """The results of a comparison.
 
-    `results` are in the order of the matches. `damage` lists the damaged records. `beside` lists
-    padding that is not zero. `records` counts the records of both checkpoints. `bytes` is the
+    `results` are in the order of the compared pairs. `damage` lists the damaged records. `beside`
+    lists padding that is not zero. `records` counts the records of both checkpoints. `bytes` is the
     number of bytes that were read.
     """
 
@@ -66,7 +66,7 @@ class ComparisonOutcome(Struct, eq=False):
 
 
 class _MatchPart(Struct, frozen=True):
-    """Elements [start, stop) of match number `number`.
+    """Elements [start, stop) of pair number `number`, to be read and compared in one piece.
 
     In the buffers they begin at element `first`.
     """
@@ -90,7 +90,7 @@ class _Side(Struct, frozen=True):
 
 
 class _Comparison(Struct, eq=False, dict=True):
-    """One comparison in progress, shared by its threads."""
+    """One comparison in progress, which its threads share."""
 
     matches: Sequence[Match]
     manifests: tuple[Manifest, Manifest]
@@ -120,7 +120,7 @@ class _Comparison(Struct, eq=False, dict=True):
         self.lock = Lock()
 
     def run(self, claim: Claim) -> None:
-        """Carries out the blocks of tasks that are assigned to this process."""
+        """Carries out those blocks of tasks that `claim` assigns to this process."""
         tasks = claimed(self.tasks(), _bytes_of, claim, self.progress)
         stream(tasks, self.jobs, self.checkers, self.chunk, self.start)
 
@@ -133,7 +133,7 @@ class _Comparison(Struct, eq=False, dict=True):
         ]
 
     def findings(self) -> Any:
-        """The CRC-32s of tensors and of records, in an order that is the same in all processes."""
+        """The CRC-32s of tensors and of records, in the same order in all processes."""
         return {
             "tensors": [cover.parts() for cover in self.covers.values()],
             "records": [[*checker.parts()] for checker in self.checkers],
@@ -153,7 +153,7 @@ class _Comparison(Struct, eq=False, dict=True):
         self.bytes += report["bytes"]
 
     def tasks(self) -> Iterator[list[_MatchPart]]:
-        """Yields tasks: lists of parts of matches that together fit into the buffers.
+        """Yields tasks: lists of parts of tensor pairs that together fit into the buffers.
 
         All parts of a task have the same dtypes, and are placed one after the other.
         """
@@ -219,10 +219,11 @@ class _Comparison(Struct, eq=False, dict=True):
         return _Side(view, requests)
 
     def _hash(self, side: _Side, crcs_of_equal: Mapping[int, int]) -> dict[int, int]:
-        """Adds the CRC-32s of the tensor parts that one side has read to those of their tensors.
+        """Adds the CRC-32s of the parts that one side has read to those of their tensors.
 
-        Returns the CRC-32s by the element of the buffer at which a part begins. `crcs_of_equal` are
-        those of the other side if the bytes of both sides are equal: they are not computed again.
+        Returns the parts' CRC-32s, by the element of the buffer at which each part begins.
+        `crcs_of_equal` are the CRC-32s of the other side if the bytes of both sides are equal: then
+        they are not computed again.
         """
         crcs: dict[int, int] = {}
         for item in side.requests:
@@ -240,9 +241,9 @@ class _Comparison(Struct, eq=False, dict=True):
     def _compare(
         self, parts: Sequence[_MatchPart], a: memoryview, b: memoryview, buffers: Buffers
     ) -> bool:
-        """Compares all parts, and measures the differences.
+        """Compares the elements of all parts in both buffers, and measures the differences.
 
-        Returns True only if the bytes of all parts are equal, and so no part was measured.
+        Returns True only if the bytes of all parts are equal, so that nothing was measured.
         """
         match = parts[0].match
         a, a_dtype, b, b_dtype = buffers.alike(match, a, b)
@@ -301,7 +302,7 @@ class Buffers:
     ) -> tuple[memoryview, str, memoryview, str]:
         """The elements of both sides, each with its dtype, ready to be compared.
 
-        If the match is compared rounded, the side with the wider dtype is rounded to the other's.
+        If the pair is compared `rounded`, the side with the wider dtype is rounded to the other's.
         """
         assert match.b is not None
         a_dtype, b_dtype = match.a.dtype, match.b.dtype
@@ -332,7 +333,7 @@ def compare(
     measure: str = "differing",
     begin: Begin | None = None,
 ) -> ComparisonOutcome:
-    """Reads all matches and compares them; `b` may be the same manifest as `a`.
+    """Reads and compares all pairs of tensors; `b` may be the same manifest as `a`.
 
     With `everything`, records that hold no tensor are read too. `measure` says which elements are
     compared as numbers:
@@ -341,7 +342,7 @@ def compare(
         differing   those in all parts that differ
         all         all elements, which exact cosines need
 
-    `begin` is called with the number of bytes to come; it returns the progress function. Damage is
+    `begin` is called with the number of bytes to read; it returns the progress function. Damage is
     listed in the outcome, not raised. The processes of `copying.pool` share the reading.
     """
     # up to five buffers a thread
@@ -361,14 +362,14 @@ def compare(
 
 
 def _bytes_of(parts: Sequence[_MatchPart]) -> int:
-    """The number of bytes that the parts have on both sides."""
+    """The number of bytes to read for these parts, on both sides together."""
     match = parts[0].match
     sides = [SIZES[entry.dtype] for entry in (match.a, match.b) if entry]
     return sum(part.stop - part.start for part in parts) * sum(sides)
 
 
 def _by_slot(matches: Sequence[Match]) -> list[int]:
-    """The indices of all matches, slot by slot: tensors of one slot are neighbors in the files."""
+    """The indices of all pairs, sorted by slot: tensors of one slot are neighbors in the files."""
     slots: dict[str, int] = {}
     for item in matches:
         slots.setdefault(item.a.slot, len(slots))

@@ -5,9 +5,8 @@ different values. So if two files are equal byte by byte, one was copied over th
 tensors prove nothing:
 
     constants     moments before the first update, norms before the first change
-    moments       two biases that are added have the same gradients, and so have two channels of
-                  which the mean is taken
-    weights       experts that were made from one layer, layers of a model that was made deeper
+    moments       parameters with equal gradients, such as two biases that are added
+    weights       experts that were initialized from one layer, layers of a model that was deepened
 
 Some checkpoints have a file for each state of a parameter (DeepSpeed's universal directories). Two
 parameters with equal gradients have equal moments of every kind. So a warning is given if one state
@@ -74,10 +73,10 @@ def check_duplicates(manifest: Manifest) -> list[Notice]:
 def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) -> list[Notice]:
     """Warns about two equal files of one tensor each, if these tensors should differ.
 
-    They should if they are values of two kinds (a weight and a moment), or if they are one state of
-    two parameters of which another state differs. There is no warning for constant weights, such as
-    those of norms, for rounded weights, and for moments that are zero. `pairs` are the files whose
-    complete records are equal, including the padding after a tensor of one element.
+    They should differ if they are values of two kinds (a weight and a moment), or if they are the
+    same state of two parameters whose other states differ. There is no warning for constant
+    weights, such as those of norms, for rounded weights, and for moments that are zero. `pairs` are
+    files whose records are all equal, including the padding after a tensor of one element.
     """
     tensors = by_key(
         (file, entry)
@@ -138,9 +137,9 @@ def _pairs(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _values(manifest: Manifest, files: Collection[str]) -> dict[str, set[tuple[str, str]]]:
-    """Maps each file to the weights and optimizer states in it: pairs of a parameter and its kind.
+    """Maps each file to the weights and optimizer states in it, as pairs of a parameter and a kind.
 
-    The kind is `weight` or `state`. Constants are left out, because equal ones prove nothing.
+    The kind is `weight` or `state`. Constants are left out, because equal constants prove nothing.
     """
     values: dict[str, set[tuple[str, str]]] = {}
     for entry in chain.from_iterable(own.entries.values() for own in manifest.each):
@@ -155,7 +154,7 @@ def _values(manifest: Manifest, files: Collection[str]) -> dict[str, set[tuple[s
 
 
 def is_varied(extent: Extent, size: int) -> bool:
-    """Whether the first elements of an extent, of `size` bytes each, are not all equal.
+    """Whether the first elements in a byte range, of `size` bytes each, are not all equal.
 
     Two files may have the same constants without being copies.
     """

@@ -5,7 +5,8 @@ to the processes that copy (`Replicas`). What may be done if replicas differ dep
 axis whose ranks hold them (`AXES`). Some drift by nature. For others the user has to choose one
 replica, or their mean; a format's hints say how.
 
-Slices of a cut parameter never have equal moments. If they do, the rule that cuts it is wrong.
+Slices of a parameter that is cut over ranks never have equal moments. If they do, the rule that
+cuts it is wrong.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ OWN = "own"
 class Ranks(Struct, frozen=True):
     """How messages name the ranks of an axis, and the rank whose replica is used (`taken`).
 
-    With `drift`, the engine lets replicas differ: the one of `taken` is used, and a warning reports
-    it.
+    `drift` is True if the engine lets replicas differ along this axis: then the replica of `taken`
+    is used, and a warning reports the difference.
     """
 
     words: str
@@ -83,7 +84,7 @@ class Replicas:
     `judge` gets the results of those that differ, in the order of `matches`.
     """
 
-    name, about = "copies", "comparing the copies of ranks"
+    name, about = "copies", "comparing the replicas of ranks"
     measures = True
 
     def __init__(self, manifest: Manifest, matches: Sequence[Match], judge: Judge) -> None:
@@ -169,7 +170,7 @@ def _judged(
             warnings += [
                 warning(
                     "copies-differ",
-                    f"the {ranks.words}' copies of {name} differ; {taken} is taken: "
+                    f"the {ranks.words}' replicas of {name} differ; {taken} is used: "
                     f"{listed(lines_of_copies, 3)}",
                     subject=name,
                 )
@@ -178,14 +179,14 @@ def _judged(
             continue
         name, lines_of_copies = next(iter(lines.items()))
         differ = (
-            f"{ranks.words} hold different copies of {counted(len(lines), 'parameter')} "
+            f"{ranks.words} hold different replicas of {counted(len(lines), 'parameter')} "
             f"({listed(list(lines), 4)})"
         )
         example = f"{name}: {listed(lines_of_copies, 3)}"
         if chosen is None:
             message = f"{manifest.root}: {differ}: {example}"
             raise InconsistentCheckpoint("copies-differ", message, hint=hints[axis], subject=name)
-        message = f"{differ}, and each rank keeps its own: {example}"
+        message = f"{differ}, and each rank keeps its replica: {example}"
         warnings.append(warning("copies-differ", message, subject=name))
     return warnings
 
@@ -196,7 +197,7 @@ def not_compared(manifest: Manifest) -> list[Notice]:
         return []
     tensors = counted(manifest.notices.uncompared, "tensor")
     message = (
-        f"not looked at: whether ranks hold different values of {tensors}. Their files state no "
+        f"not checked: whether the ranks' replicas of {tensors} are equal. Their files state no "
         "checksums, and no tensor was read; `zckpt verify` compares the bytes"
     )
     return [warning("not-compared", message)]
@@ -222,10 +223,11 @@ def copies_of(manifest: Manifest) -> Iterator[Match]:
 
 
 def compare_apart(manifest: Manifest) -> list[Notice]:
-    """Warns if masters differ on ranks whose replicas the engine lets drift.
+    """Warns if masters differ along an axis whose replicas the engine lets drift.
 
-    Only the beginnings of masters are compared. `manifest` keeps the ranks separate. A stage that
-    uses a tied layer through a function saves no weight to which its master could be compared.
+    Only the first elements of each fragment are compared. The ranks of `manifest` are kept
+    separate. A pipeline stage that uses a tied layer through a function saves no weight with which
+    its master could be compared.
     """
     matches = [
         match
@@ -239,8 +241,8 @@ def compare_apart(manifest: Manifest) -> list[Notice]:
     return [
         warning(
             "copies-differ",
-            f"the {AXES[axis].words}' copies of {listed(list(dict.fromkeys(names_on_axis)), 4)} "
-            f"differ, and each {axis} keeps its own",
+            f"the {AXES[axis].words}' replicas of {listed(list(dict.fromkeys(names_on_axis)), 4)} "
+            f"differ, and each {axis} keeps its replica",
             subject=names_on_axis[0],
         )
         for axis, names_on_axis in names.items()
@@ -248,10 +250,10 @@ def compare_apart(manifest: Manifest) -> list[Notice]:
 
 
 def averaged(manifest: Manifest) -> Manifest:
-    """Makes each tensor of a parameter the mean of the tensor ranks' replicas, for --replicas mean.
+    """For --replicas mean: makes each tensor of a parameter the mean of the tensor ranks' replicas.
 
-    A weight is the rounded mean of the masters, since the mean of rounded weights is another
-    number. Buffers are those of rank 0. Replicas that drift by nature are not averaged.
+    A weight becomes the rounded mean of the masters, since the mean of rounded weights is another
+    number. Buffers are those of rank 0. Replicas that engines let drift are not averaged.
     """
     if (manifest.run.origin.tp or 1) < 2 or manifest.ranks:  # each rank keeps its copy
         return manifest
@@ -278,7 +280,7 @@ def _line(result: Result) -> str:
     assert difference is not None
     most = "" if difference.max_abs is None else f" by at most {difference.max_abs:.3g}"
     if lost := sum(difference.nans):
-        most = f", {lost} of which {'is' if lost == 1 else 'are'} not a number (NaN) in one copy"
+        most = f", {lost} of which {'is' if lost == 1 else 'are'} NaN in one replica"
     return f"{result.match.a.slot} in {difference.count} of {result.match.a.numel} elements{most}"
 
 
@@ -288,8 +290,8 @@ def _line(result: Result) -> str:
 def check_slices(manifest: Manifest) -> None:
     """Raises InconsistentCheckpoint if a rule cuts a parameter whose slices are equal on all ranks.
 
-    Second moments are compared, unless they are all zero: a weight that was never trained proves
-    nothing.
+    The slices of second moments are compared. Moments that are all zero prove nothing, since the
+    weight was never trained.
     """
     if len(manifest.models) < 2:
         return
@@ -303,21 +305,21 @@ def check_slices(manifest: Manifest) -> None:
         raise InconsistentCheckpoint(
             "tp-rule-wrong",
             f"{manifest.root}: the rule `{placements[wrong[0]].text}` cuts {listed(wrong)} over "
-            "tensor ranks, but all ranks hold the same values",
+            "the tensor ranks, but all ranks hold the same values",
             hint="give the rule `replicated` for such a parameter with --tp-rules FILE",
             file=manifest.root,
         )
 
 
 def _refuse_sums(manifest: Manifest) -> None:
-    """Raises UnsupportedCheckpoint if a complete parameter is the sum of the ranks' parts."""
+    """Raises UnsupportedCheckpoint if a complete parameter is the sum of the ranks' tensors."""
     if sums := [name for name, own in _placements(manifest).items() if own.is_sum]:
         raise UnsupportedCheckpoint(
             "grid-unsupported",
-            f"{manifest.root}: each tensor rank has a part of {listed(sums, 4)}, and the whole is "
-            "the sum of the parts; zckpt does not add tensors",
-            hint="`reshard --dp` and `--pp` keep the parts. With the rule `replicated` "
-            "(--tp-rules) and --replicas rank0 you get the part of tensor rank 0",
+            f"{manifest.root}: {listed(sums, 4)} is the sum of the tensor ranks' values (rule "
+            "`sum`), and zckpt does not add tensors",
+            hint="`reshard --dp` and `--pp` keep each rank's values. With the rule `replicated` "
+            "(--tp-rules) and --replicas rank0 you get the values of tensor rank 0",
             file=manifest.root,
         )
 

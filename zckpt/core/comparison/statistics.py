@@ -2,8 +2,8 @@
 
 A block stays in the processor's cache. It is widened to float64, summed, and squared. Where the
 mean makes up most of the squares (weights far from zero), distances from the mean are squared
-instead. Blocks are merged by the formula of Chan, Golub and LeVeque. That is exact to the last
-digits where sums of squares would cancel, and where sums in the tensor's own type would overflow
+instead. Blocks are merged by the formula of Chan, Golub and LeVeque. So the result is exact to the
+last digits where sums of squares would cancel, and where sums in the tensor's type would overflow
 (float16). Integers beyond 2**53 lose digits, except in min and max.
 
 All statistics are over the finite numbers; NaN and infinities are only counted.
@@ -38,7 +38,8 @@ class Statistics(Struct, eq=False):
 
     `denormal` counts nonzero floats below the smallest normal number of their type. `spread` is the
     square root of the summed squared distances from the mean. `norm` is the square root of the
-    summed squares. `histogram[e]` counts magnitudes by the exponent of a float64, where asked for.
+    summed squares. `histogram[e]` counts magnitudes whose (biased) float64 exponent is e; None if
+    not requested.
     """
 
     finite: int = 0
@@ -114,7 +115,7 @@ class Statistics(Struct, eq=False):
 
 
 def exponents(histogram: Any) -> dict[int, int]:
-    """Maps each power of two that occurs in a histogram to its count."""
+    """Converts a histogram to a dictionary from powers of two to counts, without zero counts."""
     import numpy as np
 
     return {int(place) - BIAS: int(histogram[place]) for place in np.flatnonzero(histogram)}
@@ -142,7 +143,7 @@ def json_number(number: float | None) -> Any:
 
 
 def extent(number: Any) -> float:
-    """A sort key for numbers of reports: the texts "nan" and "inf" are larger than all others."""
+    """A sort key for numbers in reports: the texts "nan" and "inf" sort as the largest."""
     return math.inf if isinstance(number, str) else float(number or 0)
 
 
@@ -164,7 +165,7 @@ def measure(view: Any, dtype: str, histogram: bool = False) -> Statistics:
 
 
 def _measure(values: Any, dtype: str, wide: Any, histogram: bool) -> Statistics:
-    """Computes the statistics of a block. `wide` is memory for as many float64."""
+    """Computes the statistics of one block; `wide` is working memory for its float64 values."""
     import numpy as np
 
     if dtype in ("BF16", "F16"):  # numpy is slow with both
@@ -223,7 +224,7 @@ def _measure(values: Any, dtype: str, wide: Any, histogram: bool) -> Statistics:
 def sum_of_squares(values: Any) -> float:
     """The sum of the squares of a block.
 
-    Sums are in the block's own type within a row of ROW elements, and in float64 over the rows.
+    It sums in the block's type within a row of ROW elements, and in float64 over the rows.
     """
     import numpy as np
 

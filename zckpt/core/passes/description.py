@@ -29,12 +29,12 @@ T = TypeVar("T", bound="Entry | Match")
 
 
 def line_of(notice: Notice, **more: Any) -> Report:
-    """A notice as a JSON object for a report; the keywords `more` become further keys."""
+    """Converts a notice to a JSON object for a report; the keywords `more` become further keys."""
     return {**to_builtins(notice), **more}
 
 
 def said(notices: Iterable[Notice]) -> list[Report]:
-    """Notices as a list of JSON objects, without duplicates."""
+    """Converts notices to a list of JSON objects, without duplicates."""
     lines: list[Report] = to_builtins([*dict.fromkeys(notices)])
     return lines
 
@@ -122,9 +122,10 @@ FORMS = {
 
 
 def advice(manifest: Manifest, bare: int) -> Report:
-    """The key `advice` for a report: records without checksums, and what to do about them.
+    """The key `advice` of a report: names records without checksums, and says what to do.
 
-    `bare` is the number of such records that were read. Empty if it is 0.
+    `bare` is the number of records without checksums that were read. If it is 0, an empty
+    dictionary.
     """
     if not bare:
         return {}
@@ -143,9 +144,10 @@ def advice(manifest: Manifest, bare: int) -> Report:
 
 
 def unopened(manifest: Manifest) -> Report:
-    """The key `unopened` for a report: how many items were not opened.
+    """The key `unopened` of a report: the number of records whose files were not opened.
 
-    They have the form of other items, which were opened. Empty if all were opened.
+    Such items of torch.distributed.checkpoint look like other items that were opened. If all were
+    opened, an empty dictionary.
     """
     count = sum(record.is_unopened for record in manifest.files.records)
     return {"unopened": count} if count else {}
@@ -186,7 +188,7 @@ def _near(pattern: str, names: Sequence[str]) -> str:
 def tensors(manifest: Manifest, pattern: str, fragments: bool = False) -> list[Report]:
     """One report for each tensor whose name (`parameter/slot`) matches the glob.
 
-    With `fragments`, it includes the places of the bytes. Raises WrongOption if no name matches.
+    With `fragments`, it includes the byte ranges in files. Raises WrongOption if no name matches.
     """
     return [_tensor(entry, fragments) for entry in matching(manifest.entries.values(), pattern)]
 

@@ -15,7 +15,10 @@ from .full_checks import Differing, FullCheck
 
 
 class Shell(Struct, frozen=True):
-    """A file of `size` bytes without its tensors; `parts` are its other bytes: (offset, bytes)."""
+    """A target file of `size` bytes without its tensor data.
+
+    `parts` are its other bytes, such as headers and pickles, as pairs (offset, bytes).
+    """
 
     name: str
     size: int
@@ -23,12 +26,12 @@ class Shell(Struct, frozen=True):
 
     @classmethod
     def of(cls, name: str, data: bytes) -> Shell:
-        """A file without tensors."""
+        """A target file that has no tensors, with the contents `data`."""
         return cls(name, len(data), ((0, data),))
 
 
 class Layout(Struct, frozen=True):
-    """The target that a format is going to write."""
+    """The files of a target that a format is going to write, and how they are filled."""
 
     shells: Callable[[], Iterator[Shell]]
     """Yields all files. Every call yields them again."""
@@ -67,7 +70,7 @@ class Layout(Struct, frozen=True):
 class CopyOutcome(Struct, eq=False):
     """The results of a copy.
 
-    `digests` maps the position of a model rank to a dictionary, which maps the keys of the target's
+    `digests` maps the position of a model rank to a dictionary from the keys of the target's
     entries to their CRC-32s, as far as these were requested. `files` maps paths to sizes and
     CRC-32s. `records` maps the extents of records in the target's files to CRC-32s. `differing` has
     the differences that each check has found, in the order of the checks, by index of the match.

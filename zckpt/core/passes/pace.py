@@ -21,10 +21,10 @@ FIRST, EVERY = 10.0, 60.0  # seconds
 
 
 class Line(Struct, frozen=True):
-    """The content of a progress line; `event` is `begin` for the first one.
+    """The content of a progress line; the first line's `event` is `begin`.
 
-    Times are in seconds, sizes in bytes. `total` is None until the number of bytes to come is
-    known. `seconds_left` is None while no bytes were processed.
+    Times are in seconds, sizes in bytes. `total` is the number of bytes to process, None until it
+    is known. `seconds_left` is None while no bytes were processed.
     """
 
     event: str
@@ -62,7 +62,7 @@ def lasting(seconds: float) -> str:
 
 
 class Pace:
-    """The progress of one command, which may consist of several passes."""
+    """The progress of one command, which may make several passes over its files."""
 
     def __init__(self, about: str) -> None:
         self._about = about
@@ -87,7 +87,7 @@ class Pace:
         self._doing = text
 
     def line(self, event: str = "progress") -> Line:
-        """The progress line for now. The rate is the one since the last line."""
+        """The progress line for now; its rate is that since the last line."""
         with self._lock:
             now = time.monotonic()
             rate = (self._done - self._before) / max(now - self._last, 1e-9)
@@ -110,9 +110,10 @@ class Pace:
 
 @contextmanager
 def telling(about: str, say: Callable[[Line], None], at_once: bool = False) -> Iterator[Pace]:
-    """Reports what the command does, and then every minute its progress.
+    """Inside the block, reports what the command does (`about`), and every minute its progress.
 
-    With `at_once`, the first line comes immediately, otherwise after FIRST seconds.
+    With `at_once`, the first line comes immediately, otherwise after FIRST seconds. `say` prints a
+    line.
     """
     pace = Pace(about)
     ended = threading.Event()

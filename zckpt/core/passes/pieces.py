@@ -1,6 +1,6 @@
 """Reads elements of tensors from files into a buffer.
 
-Pieces that are consecutive both in a file and in the buffer become one read. Small slices of ZeRO-3
+Ranges that are consecutive both in a file and in the buffer become one read. Small slices of ZeRO-3
 become one read per rank for many tensors, and are then copied to their places one by one. numpy
 would copy tiny slices faster. But importing it takes 11 MiB, and more time than most runs need for
 all of their slices. So numpy is imported for strided tensors only.
@@ -24,11 +24,11 @@ SHORT = 4 << 10  # bytes; runs of a strided tensor below this are read together
 
 
 class ReadRequest(Struct, frozen=True):
-    """Elements [start, stop) of an entry, to be put at byte `at` of a buffer.
+    """A request for elements [start, stop) of an entry, to be put at byte `at` of a buffer.
 
     With `check`, the bytes are hashed to check their record. A second read of the same bytes is
-    ignored. `is_cut` is True if the chunk holds only part of the tensor's elements in the target
-    file. A small slice that is not cut can be read together with its neighbors.
+    ignored. `is_cut` is True if the chunk of the target file holds only a part of the tensor. A
+    small slice that is not cut can be read together with its neighbors.
     """
 
     entry: Entry
@@ -51,7 +51,7 @@ class ReadRequest(Struct, frozen=True):
 class ElementReader(Struct, eq=False, dict=True):
     """Reads elements of entries into buffers, for one thread.
 
-    If `passed` is a list, every read appends to it the parts of records that it has read.
+    If `passed` is a list, every read appends to it which parts of records it has read.
     """
 
     reader: Reader
@@ -67,7 +67,7 @@ class ElementReader(Struct, eq=False, dict=True):
         """Working memory."""
 
     def _read(self, extent: Extent, into: memoryview, check: bool) -> int | None:
-        """Reads an extent; returns the CRC-32 of its bytes, or None if it was not computed."""
+        """Reads a byte range; returns the CRC-32 of its bytes, or None if it was not computed."""
         self.reader.read(extent, into)
         if not check:
             return None
@@ -91,10 +91,10 @@ class ElementReader(Struct, eq=False, dict=True):
     def _reads(
         self, requests: Sequence[ReadRequest], view: memoryview
     ) -> Iterator[tuple[Extent, int, bool]]:
-        """Yields the reads to make: an extent, its byte in `view`, and whether it is hashed.
+        """Yields the reads to make: a byte range, its position in `view`, and whether to hash it.
 
-        Small slices and short runs are not yielded: this function reads them, and copies them to
-        their places.
+        Small slices and short runs are not yielded: this function reads them itself, and copies
+        them to their places.
         """
         pending: tuple[Extent, int, bool] | None = None  # the next read may still extend it
         small: dict[int, list[ReadRequest]] = {}  # by their flat buffers, since files may mix slots
@@ -164,7 +164,8 @@ class ElementReader(Struct, eq=False, dict=True):
     def _long(self, item: ReadRequest, view: memoryview) -> Iterator[tuple[int, Extent]]:
         """Yields each long run of a request, with the byte in `view` where it belongs.
 
-        Short runs are not yielded: this function reads them, and copies them to their places.
+        Short runs are not yielded: this function reads them itself, and copies them to their
+        places.
         """
         size = SIZES[item.entry.dtype]
         for fragment in item.entry.fragments.overlapping(item.start, item.stop):
@@ -178,12 +179,12 @@ class ElementReader(Struct, eq=False, dict=True):
                 yield item.at + (start - item.start) * size, extent
 
     def _batch(self, requests: Sequence[ReadRequest], place: int) -> Sequence[ReadRequest]:
-        """The requests from number `place` on that one read per rank can serve.
+        """Selects requests, from number `place` on, that can be served by one read per rank.
 
-        These are small slices that are neighbors in every rank's flat buffer. A tensor that the
-        edge of a chunk cuts ends the batch, because its slices would be read twice. Batches end at
-        the same tensors for every file of a target. So if the files of two ranks need elements of
-        one slice, both read the same range of bytes.
+        These are small slices that are neighbors in every rank's flat buffer. The batch ends with a
+        tensor that lies in two chunks, because its slices would be read twice. Batches end at the
+        same tensors for every file of a target. So if the files of two ranks need elements of one
+        slice, both read the same range of bytes.
         """
         first = _slices(requests[place])
         room = self.memory // (first.size * len(first.flats))  # elements of each flat buffer
@@ -227,9 +228,9 @@ class ElementReader(Struct, eq=False, dict=True):
                 view[at:stop] = scratch[row : row + stop - at]
 
     def _read_runs(self, item: ReadRequest, fragment: Fragment, view: memoryview) -> None:
-        """Reads the requested part of a fragment of many runs, and copies the runs to their places.
+        """Reads the requested part of a strided fragment, and copies its runs to their places.
 
-        The part is read into the working memory.
+        The part is first read into the working memory.
         """
         import numpy as np
 

@@ -1,8 +1,8 @@
-"""Plans copies and comparisons. Both join two manifests on tensor elements.
+"""Plans copies and comparisons: both join two manifests on tensor elements.
 
 The plan of a copy says which bytes of a source go where in a target. The plan of a comparison pairs
-the tensors of two checkpoints. Nothing here opens a file. The plan of a copy is lazy, one target
-file at a time: at dp 1024 with 50,000 tensors there are millions of pieces.
+the tensors of two checkpoints. No file is opened. The plan of a copy is lazy, one target file at a
+time: at dp 1024 with 50,000 tensors there are millions of byte ranges.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..storage.fragments import Fragment, Slices
 class Pair(Struct, frozen=True):
     """An entry of the target, and the entry of the source that supplies its elements.
 
-    `rank` is the position of its model rank, if model ranks are not joined.
+    `rank` is the position of the model rank, if the model ranks are kept separate.
     """
 
     source: Entry
@@ -35,11 +35,11 @@ class Pair(Struct, frozen=True):
 
 
 class TargetPiece(Struct, frozen=True):
-    """Elements [start, stop) of a pair, and the byte `offset` in a target file where they belong.
+    """A piece of a target file: elements [start, stop) of a pair, and their byte `offset` there.
 
-    If `count` is above one, the piece is that many runs of equal length. They follow each other in
-    the file without gaps. Run i holds elements [start + i * stride, stop + i * stride). `is_cut` is
-    True if the edge of a chunk cuts the piece; another piece then has the rest.
+    If `count` is above one, the piece consists of that many runs of equal length, which follow each
+    other in the file without gaps. Run i holds elements [start + i * stride, stop + i * stride).
+    `is_cut` is True if the edge of a chunk cuts the piece; another piece then has the rest.
     """
 
     offset: int
@@ -56,7 +56,7 @@ class TargetPiece(Struct, frozen=True):
         return self.offset + numel * SIZES[self.pair.target.dtype]
 
     def runs(self) -> Iterator[TargetPiece]:
-        """Each run as a piece."""
+        """Yields each run as a separate piece."""
         length = (self.stop - self.start) * SIZES[self.pair.target.dtype]
         for number in range(self.count):
             first = number * self.stride
@@ -80,8 +80,9 @@ class Chunk(Struct, frozen=True):
 def join(source: Manifest, target: Manifest, from_masters: bool) -> list[Pair]:
     """Pairs every entry and every replica of the target with an entry of the source.
 
-    Model ranks that are not joined are paired in order. `weights` decides which entry supplies a
-    weight; with `from_masters`, all weights are cast from their masters. Raises MissingData.
+    Model ranks that are kept separate are paired in order. The module `weights` decides which entry
+    supplies a weight; with `from_masters`, all weights are cast from their masters. Raises
+    MissingData.
     """
     pairs = []
     for rank, (rank_manifest, its) in enumerate(zip(source.each, target.each, strict=True)):
@@ -93,7 +94,7 @@ def join(source: Manifest, target: Manifest, from_masters: bool) -> list[Pair]:
 
 
 def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) -> Entry:
-    """The entry that supplies `entry`; `name` is the parameter's name in the source."""
+    """The source's entry that supplies `entry`; `name` is the parameter's name in the source."""
     origin: Entry | None
     if entry.slot in WEIGHTS:
         weight = weight_of(source.entries, name)
@@ -102,9 +103,7 @@ def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) ->
         origin = source.entries.get((name, entry.slot))
     if origin is None:
         lacking = source.titled(entry.parameter)
-        raise MissingData(
-            "state-missing", f"the source holds no {slot_key(entry.slot)} of {lacking}"
-        )
+        raise MissingData("state-missing", f"the source has no {slot_key(entry.slot)} of {lacking}")
     if origin.shape != entry.shape:
         raise MissingData(
             "ranks-disagree",
@@ -114,15 +113,16 @@ def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) ->
     if origin.dtype != entry.dtype and not {origin.dtype, entry.dtype} <= {*CASTABLE}:
         raise UnsupportedCheckpoint(
             "type-unsupported",
-            f"{origin.name} is of type {origin.dtype}, which zckpt does not turn into "
+            f"{origin.name} is of type {origin.dtype}, which zckpt does not convert to "
             f"{entry.dtype}",
-            hint="without --dtype, `--to dcp`, `--to gathered` and `--to universal` keep each type",
+            hint="leave out --dtype: then `--to dcp`, `--to gathered` and `--to universal` keep "
+            "every type",
         )
     return origin
 
 
 class Match(Struct, frozen=True):
-    """Two entries that should hold the same elements. If `b` is None, `a` is only read.
+    """A pair of entries that should hold the same elements; if `b` is None, `a` is only read.
 
     `how` says how they are compared:
 
@@ -142,7 +142,7 @@ class Match(Struct, frozen=True):
 
     @property
     def is_read(self) -> bool:
-        """Whether bytes must be read: types or shapes that cannot be compared need none."""
+        """Whether bytes must be read: not if the types or shapes cannot be compared."""
         return self.how in ("bits", "rounded", "values")
 
     @property
@@ -154,7 +154,7 @@ class Match(Struct, frozen=True):
 
     @property
     def compared(self) -> Entry:
-        """The entry in whose type both are compared: the narrower one if rounded, else `a`."""
+        """The entry whose type is used to compare: the narrower one if rounded, else `a`."""
         return self.b if self.rounds_a and self.b is not None else self.a
 
     @property
@@ -164,11 +164,12 @@ class Match(Struct, frozen=True):
 
 
 def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], list[Key]]:
-    """Matches the entries of two checkpoints, in the order of `a`.
+    """Pairs the entries of two checkpoints, in the order of `a`.
 
-    Also returns the keys that only `a` has, and those that only `b` has. An F32 weight of a module
-    whose engine keeps no masters matches a master weight. A weight of fewer bits matches the master
-    that it was rounded from. A tied weight is called by its name in `a`.
+    Also returns the keys that only `a` has, and the keys that only `b` has. An F32 weight of a
+    module whose engine keeps no masters is paired with a master weight. A weight of fewer bits is
+    paired with the master that it was rounded from. The results use the names of tied weights in
+    `a`.
     """
     names = _names_in(a, b)
     ours, theirs = a.entries, _renamed(b, a, names)
@@ -203,16 +204,16 @@ def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], list[Key]]:
 
 
 def of_copies(a: Entry, b: Entry) -> Match:
-    """The match of two replicas; compared as bytes if their types and shapes are equal."""
+    """The pair of two replicas; it is compared as bytes if their types and shapes are equal."""
     alike = (a.dtype, a.shape) == (b.dtype, b.shape)
     return Match(a, b, "bits" if alike else "shapes", copy=True)
 
 
 def _names_in(a: Manifest, b: Manifest) -> dict[str, str]:
-    """Maps names of tied weights to the names that they have in `a`.
+    """Maps names of tied weights to the names under which `a` stores these weights.
 
-    The keys are the aliases in `a`, which are mapped to the names under which `a` stores them; and
-    names under which `b` stores a weight that `a` has only under an alias of `b`.
+    The keys are aliases in `a`, and names under which `b` stores weights that `a` stores under
+    other names.
     """
     second = {
         first: alias
@@ -238,9 +239,9 @@ def _renamed(b: Manifest, a: Manifest, names: Mapping[str, str]) -> dict[Key, En
 def _counterpart(
     entry: Entry, other_side: Mapping[Key, Entry], own_side: Mapping[Key, Entry]
 ) -> Match | None:
-    """Matches `entry` with the same tensor of the other side; None if there is none.
+    """Pairs `entry` with the same tensor of the other side; None if there is none.
 
-    A weight without such a tensor is matched with the one that it is rounded from, or rounds to.
+    A weight without such a tensor is paired with the one that it was rounded from, or rounds to.
     """
     same = other_side.get(entry.key)
     if same is not None and same.dtype == entry.dtype:
@@ -259,7 +260,7 @@ def _counterpart(
 
 
 def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[TargetPiece]]]:
-    """The paths of target files, and a function that lists the pieces of one in byte order."""
+    """The paths of target files, and a function that lists the pieces of one file in byte order."""
     listed: dict[str, list[tuple[Pair, Fragment]]] = {}
     # by the identity of the flat buffers that many tensors share
     sliced: dict[int, list[tuple[Pair, Slices]]] = {}
@@ -303,9 +304,10 @@ def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[Target
 def chunks(
     file: str, within: tuple[int, int], pieces: Sequence[TargetPiece], chunk: int
 ) -> Iterator[Chunk]:
-    """Cuts bytes [start, stop) of a target file, and their pieces, into chunks of `chunk` bytes.
+    """Cuts the bytes `within` (start, stop) of a target file into chunks of `chunk` bytes.
 
-    An edge never splits an element, since every format aligns tensors to their elements.
+    Each chunk gets its part of the `pieces`. An edge never splits an element, since every format
+    aligns tensors to their elements.
     """
     begin, stop = within
     first = bisect_right(pieces, begin, key=_end)
@@ -326,9 +328,9 @@ _offset, _end = attrgetter("offset"), attrgetter("end")
 
 
 def _clipped(piece: TargetPiece, offset: int, end: int) -> Iterator[TargetPiece]:
-    """The part of a piece that lies in bytes [offset, end) of its file, as one or more pieces.
+    """Yields the part of a piece that lies in bytes [offset, end) of its file, as pieces.
 
-    A run that is cut becomes a piece of its own.
+    A run that the range cuts becomes a separate piece.
     """
     size, length = SIZES[piece.pair.target.dtype], piece.stop - piece.start
     assert (max(piece.offset, offset) - piece.offset) % size == 0, piece

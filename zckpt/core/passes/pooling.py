@@ -1,7 +1,7 @@
 """Divides the tasks of a comparison among several processes.
 
-All processes list the same tasks in the same order. A block is a run of consecutive tasks, long
-enough that asking for the next number costs nothing.
+All processes list the same tasks in the same order. A block is a number of consecutive tasks, large
+enough that asking for the next block costs little.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Pass(Protocol):
         """Carries out the blocks that are assigned to this process."""
 
     def tasks_by_name(self) -> Any:
-        """A value of JSON that describes all tasks of the pass.
+        """Describes all tasks of the pass, as JSON.
 
         Processes compare it, to detect that they have not listed the same tasks.
         """
@@ -34,32 +34,32 @@ class Pass(Protocol):
         ...
 
     def take(self, found: Any) -> None:
-        """Adds the results of another process."""
+        """Adds the results that another process found."""
 
 
 Running = TypeVar("Running", bound=Pass)
 
 
 class Pool:
-    """The processes that share passes; each receives the results of all.
+    """The processes that share passes; each of them gets the results of all.
 
-    This class has one process alone, which carries out everything. `processes/sharing.py` has
-    several.
+    This class is for one process, which carries out everything. `processes/sharing.py` has the
+    class for several.
     """
 
     rank = 0
 
     def carry_out(self, make: Callable[[int], Running], chunk: int) -> Running:
-        """Runs the pass that `make(chunk)` returns; then it has the results of all processes.
+        """Runs the pass that `make(chunk)` returns, and gives it the results of all processes.
 
-        `chunk` is the number of bytes that a task of the pass reads at a time.
+        `chunk` is the number of bytes that a task of the pass reads at a time. Returns the pass.
         """
         running = make(chunk)
         running.run(count().__next__)
         return running
 
     def agree_on_problem(self, message: str) -> None:
-        """Tells the other processes that this one cannot read a checkpoint: no pass follows."""
+        """Tells the other processes that this one cannot read a checkpoint, so no pass follows."""
 
 
 SINGLE = Pool()
@@ -71,10 +71,10 @@ def claimed(
     claim: Claim,
     progress: Callable[[int], None] | None,
 ) -> Iterator[Task]:
-    """Yields the tasks that this process must carry out: those of the blocks that it claims.
+    """Yields the tasks that this process must carry out: those in the blocks that it claims.
 
-    `size_of` gives the bytes of a task. `progress` is called with the bytes of the tasks of other
-    processes.
+    `size_of` returns the bytes of a task. `progress` is called with the bytes of tasks that other
+    processes carry out.
     """
     mine, number, filled = claim(), 0, 0
     for task in tasks:

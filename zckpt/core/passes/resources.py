@@ -33,10 +33,10 @@ def describe(progress: Progress | None, text: str) -> None:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Stops the garbage collector while many records are made that all remain in use.
+    """Stops the garbage collector while many records are created that will all remain in use.
 
-    It would find nothing, but look at all of them again and again: a quarter of the time of a large
-    checkpoint.
+    It would find nothing, but scan all of them again and again, which takes a quarter of the time
+    for a large checkpoint.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -50,7 +50,7 @@ def uncollected() -> Iterator[None]:
 class Copying(Struct, frozen=True):
     """The resources of a command: `jobs` threads, and `memory` bytes for all buffers.
 
-    `io` is the kind of writes: auto, direct or buffered. `pool` are the processes that share a
+    `io` is the kind of writes: auto, direct or buffered. `pool` has the processes that share a
     comparison.
     """
 

@@ -1,11 +1,11 @@
-"""Runs one pass over tensors: divides it into parts, runs threads, and checks records.
+"""Runs one pass over tensors: divides it into tasks, runs threads, and checks records.
 
-The caller decides what a task is: a chunk of a target file (`copy`), parts of two checkpoints side
-by side (`compare`), parts to measure. Threads spend their time in system calls and in functions
+The caller decides what a task is: a chunk of a target file (`copy`), ranges of two checkpoints side
+by side (`compare`), ranges to measure. Threads spend their time in system calls and in functions
 that release Python's lock.
 
 `reading` alone serves callers that need only a few tensors, in any order: one tensor for a program
-(`loading`), regions of a process's tensors (`dcp/regions.py`).
+(`loading`), the shards of one process (`dcp/regions.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Worker = Callable[[], AbstractContextManager[Callable[[Task], None]]]
 
 
 def chunk_size(dp: int, jobs: int, memory: int) -> int:
-    """The bytes of a chunk: more at a large dp, where each chunk is read from every rank.
+    """The size of a chunk in bytes: larger at a large dp, where each chunk is read from every rank.
 
     Every thread has two buffers of this size; `memory` limits the total.
     """
@@ -86,8 +86,8 @@ def stream(
 ) -> None:
     """Carries out all tasks on `jobs` threads, each of which opens its files itself.
 
-    Each thread calls `start` once, with an ElementReader for each checker, to get the function that
-    carries out a task. Each reader may use `memory` bytes of working memory.
+    Each thread calls `start` once, with an ElementReader for each checker. `start` returns the
+    function that carries out a task. Each reader may use `memory` bytes of working memory.
     """
 
     @contextmanager
@@ -102,7 +102,7 @@ def stream(
 def reading(
     checkers: Sequence[RecordChecker], memory: int, jobs: int = 1
 ) -> Iterator[list[ElementReader]]:
-    """Yields one thread's readers of elements, one per checker; closes their files at the end."""
+    """Yields an element reader per checker, for one thread; closes their files at the end."""
     with closing(Reader(files_per_thread(jobs), _fingerprints(checkers))) as reader:
         yield [ElementReader(reader, checker, memory) for checker in checkers]
 
@@ -124,7 +124,7 @@ def in_turns(groups: Iterator[Iterator[Task]], most: int) -> Iterator[Task]:
 
 
 def _fingerprints(checkers: Sequence[RecordChecker]) -> Fingerprints:
-    """The fingerprints of all checkpoints that one thread reads, by path."""
+    """Merges the fingerprints of all checkpoints that the checkers belong to, by path."""
     if len(checkers) == 1:
         return checkers[0].fingerprints
     return ChainMap(*(dict(checker.fingerprints) for checker in checkers))
@@ -186,7 +186,7 @@ def finish(
     everything: bool = False,
     beside: Callable[[Record, Extent, memoryview], None] | None = None,
 ) -> RecordCounts:
-    """Checks the remaining records after a pass, and counts checked and unchecked ones."""
+    """Reads and checks what remains of the records after a pass; returns their counts."""
     with closing(Reader(fingerprints=_fingerprints(checkers))) as reader:
         for checker in checkers:
             checker.finish(reader, everything, beside)

@@ -1,8 +1,8 @@
 """Merges the manifests of the ranks of one parallel axis into one manifest.
 
 Each rank was read as a checkpoint by itself. A table says which part of a complete tensor each
-rank's tensor is. The parts become boxes of the complete tensors; no byte is read. Groups, steps,
-counters and loss scales of the ranks must be those of one save. State that a program keeps per rank
+rank's tensor is. The parts become blocks of the complete tensors; no byte is read. The ranks'
+groups, steps, counters and loss scales must come from one save. State that a program keeps per rank
 is taken from the first rank; the state of the other ranks is listed.
 """
 
@@ -49,7 +49,7 @@ def merge(
     policy: str | None = None,
     beside: Manifest | None = None,
 ) -> Manifest:
-    """Merges the manifests of `ranks` into one.
+    """Merges the manifests of `ranks`, the ranks of one axis, into one.
 
     Parameters are in the order of their groups, entries in the order of the ranks. `beside` holds
     tensors that belong to no single rank, such as those in files of layers; they come first. Raises
@@ -103,7 +103,7 @@ def _names(each: Iterable[Iterable[str]]) -> list[str]:
 
 
 def tensor(key: Key, held: Sequence[Sequence[Entry]], table: Table, root: str) -> list[Entry]:
-    """Joins the entries that ranks hold of one tensor: returns the complete one, then replicas.
+    """Joins one tensor's entries from all ranks: returns the complete tensor, then its replicas.
 
     `held[r]` lists the entries of rank r: first the one that is used, then its replicas. Raises
     InconsistentCheckpoint if ranks have different dtypes or shapes, or if a rank lacks its slice.
@@ -127,7 +127,7 @@ def tensor(key: Key, held: Sequence[Sequence[Entry]], table: Table, root: str) -
         if ({entry.numel for entry in of_rank} or {0}) != {prod(shape)}:
             raise InconsistentCheckpoint(
                 "ranks-disagree",
-                f"{root}: {table.word} {rank} lacks {name}, or has another number of its elements",
+                f"{root}: {table.word} {rank} lacks {name}, or its slice has a wrong size",
                 file=root,
                 subject=name,
             )
@@ -145,8 +145,8 @@ def tensor(key: Key, held: Sequence[Sequence[Entry]], table: Table, root: str) -
 def _held(every: Sequence[Manifest], first: Manifest) -> dict[Key, list[list[Entry]]]:
     """Maps a tensor's key to a list with an item per rank: the rank's entry, then its replicas.
 
-    A tensor of the program's state is included for a rank only if the first rank has one with the
-    same key, type and shape.
+    A tensor of the program's state is included for a rank only if the first rank has a tensor with
+    the same key, type and shape.
     """
     held: dict[Key, list[list[Entry]]] = {}
     for number, rank in enumerate(every):
@@ -168,7 +168,7 @@ def _held(every: Sequence[Manifest], first: Manifest) -> dict[Key, list[list[Ent
 def _parameters(
     ranks: Sequence[Manifest], table: Table, root: str
 ) -> tuple[dict[str, Parameter], list[StateRow]]:
-    """The parameters of all ranks, merged, and rows with the optimizer's numbers for them.
+    """The parameters of all ranks, merged, and their one-number optimizer states as rows.
 
     Trained parameters come first, in the order of their groups, then the frozen ones.
     """
@@ -189,8 +189,8 @@ def _parameters(
         if any(each != wholes[0] for each in wholes):
             raise InconsistentCheckpoint(
                 "ranks-disagree",
-                f"{root}: {table.word}s differ in the shape, the group, the step or the numbers of "
-                f"{name}",
+                f"{root}: {table.word}s disagree on the shape, the group, the step or another "
+                f"number of {name}",
                 file=root,
                 subject=name,
             )
@@ -200,12 +200,13 @@ def _parameters(
 
 
 def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
-    """Gives the groups of all ranks one numbering; returns the manifests and the groups.
+    """Numbers the groups of all ranks alike; returns the changed manifests, and all groups.
 
     The groups are those of the rank that has most. A rank may have dropped groups of which it has
     no parameter: its groups are then a subset of all groups, in the same order, and are recognized
     by their hyper-parameters. Raises UnsupportedCheckpoint if several subsets fit, and
-    InconsistentCheckpoint if none does. Without groups on some rank, nothing is changed.
+    InconsistentCheckpoint if none does. If some rank has no groups, nothing is changed, and None is
+    returned for the groups.
     """
     groups: list[dict[str, Any]] = max((list(m.groups or ()) for m in ranks), key=len)
     every = [to_json(group) for group in groups]
@@ -224,9 +225,10 @@ def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
         if places != [len(every) - 1 - n for n in _places(own_groups[::-1], every[::-1])][::-1]:
             raise UnsupportedCheckpoint(
                 "grid-unsupported",
-                f"{manifest.root}: a stage of the pipeline has {len(own_groups)} of "
-                f"{len(groups)} groups, and their hyper-parameters do not show which ones",
-                hint="make the groups of the optimizer differ in a hyper-parameter, such as a name",
+                f"{manifest.root}: a pipeline stage has {len(own_groups)} of {len(groups)} "
+                "optimizer groups, and their hyper-parameters do not show which ones",
+                hint="give each optimizer group a different hyper-parameter, such as a name, and "
+                "save again",
                 file=manifest.root,
             )
         parameters = {
@@ -238,10 +240,9 @@ def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
 
 
 def _places(some: Sequence[Any], groups: Sequence[Any]) -> list[int]:
-    """For each group of `some`, the index of an equal one in `groups`.
+    """For each group of `some`, the index of an equal group in `groups`; -1 if there is none.
 
-    Each group is looked for only after the one before it, since both lists have one order. -1 for a
-    group that is not found there.
+    Both lists have one order, so each group is searched only after the previous group's index.
     """
     rest = iter(enumerate(groups))
     return [next((place for place, group in rest if group == own), -1) for own in some]
@@ -292,10 +293,10 @@ def with_steps(manifest: Manifest, steps: Mapping[str, Step]) -> Manifest:
 def united(ranks: Sequence[Manifest]) -> Manifest:
     """The first rank's manifest, with files, layout, steps and notices of all ranks.
 
-    It merges all that does not depend on how the ranks share tensors: tensors and parameters remain
-    those of the first rank. If ranks differ in an optimizer's number that belongs to no parameter,
-    that number becomes an unsupported state. Raises InconsistentCheckpoint if counters or loss
-    scales differ, as in mixed saves.
+    It merges everything except tensors and parameters, which remain those of the first rank. If
+    ranks differ in an optimizer's number that belongs to no parameter, that number becomes an
+    unsupported state. Raises InconsistentCheckpoint if counters or loss scales differ, as in mixed
+    saves.
     """
     first = ranks[0]
     for other in ranks[1:]:
@@ -325,10 +326,11 @@ def _together(of_each: Iterable[Iterable[T]]) -> tuple[T, ...]:
 
 
 def _states(ranks: Sequence[Manifest], word: str) -> list[StateRow]:
-    """The rows of all ranks for states of the forms `other` and `unsupported`.
+    """Collects from all ranks the states of the forms `other` and `unsupported`, as rows.
 
-    `word` is the word for a rank. The names of tensors in an unsupported state get it with the
-    rank's number in front, such as `tensor rank 1: NAME`, so that names of several ranks differ.
+    The forms are explained in optimizer_states.py. `word` is the word for a rank. In an unsupported
+    state, tensors' names are prefixed with the rank, such as `tensor rank 1: NAME`, because several
+    ranks may have tensors of the same name.
     """
     values_by_name = {name: own for rank in ranks for name, own in rank.states.other_values.items()}
     rows = of_parameters("other", values_by_name)
@@ -349,10 +351,10 @@ def _counters(manifest: Manifest) -> object:
 
 
 def _of_optimizer(manifest: Manifest) -> object:
-    """What ranks must state alike about the optimizer, such as the loss scale, as JSON.
+    """The optimizer's state that must be equal on all ranks, such as the loss scale, as JSON.
 
-    States of single parameters are left out, because stages have different parameters. So are
-    numbers that belong to no parameter, which `_of_first` compares.
+    States of single parameters are left out, because stages have different parameters. Numbers that
+    belong to no parameter are left out too: `_of_first` compares them.
     """
     kept = manifest.states.of_form("partition", "estimate")
     state = with_states(manifest.state, States(tuple(kept)), len(manifest.groups or ()))
@@ -361,7 +363,7 @@ def _of_optimizer(manifest: Manifest) -> object:
 
 
 def _of_first(ranks: Sequence[Manifest]) -> States:
-    """The first rank's states.
+    """The first rank's optimizer states.
 
     If ranks differ in a number that belongs to no parameter, that number becomes an unsupported
     state.
@@ -384,11 +386,11 @@ def _file_of(manifest: Manifest) -> str:
 
 
 def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]], list[Notice]]:
-    """Maps names of ranks' files to the values of their state that differ from the first rank's.
+    """Maps the name of each rank's file to values of its state that differ from the first rank's.
 
     Also returns notices about values that are left out of the merged state. A tensor in a further
-    rank's client state gets one even if it is equal, because it may be the rank's random state;
-    not if both ranks' states were read from the same file.
+    rank's client state gets a notice even if it is equal, because it may be the rank's random
+    state; but not if both ranks' states were read from the same file.
     """
     differing = {name: values for each in ranks for name, values in each.files.of_ranks.items()}
     keys = (*ranks[0].files.rank_keys, *OF_RANKS)

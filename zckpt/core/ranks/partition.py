@@ -1,7 +1,8 @@
-"""Records in which a format says how its engine partitions tensors over ranks.
+"""Records by which a format describes how its engine partitions tensors over ranks.
 
 The function `partitions(path)` of a format makes these records by the engine's own rule. It does
-not use the fragments of the format's manifest: `verify --gather` proves one against the other.
+not use the fragments of the format's manifest: `verify --gather` checks the manifest against these
+records.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ UNNAMED: Key = "", ""
 
 
 class FlatMember(Struct, frozen=True):
-    """One tensor that begins at element `first` of a flat buffer."""
+    """One tensor in a flat buffer, which begins at element `first`."""
 
     key: Key
     shape: tuple[int, ...]
@@ -45,7 +46,7 @@ class Partitioned(Struct, frozen=True):
     interleaved: bool = False
 
     def extent(self, rank: int) -> Extent:
-        """The bytes of a rank's part."""
+        """The byte range of a rank's part in its file."""
         return self.ranks[rank]
 
     def length(self, rank: int) -> int:
@@ -58,7 +59,7 @@ class Partitioned(Struct, frozen=True):
 
 
 class Whole(Struct, frozen=True):
-    """A tensor that is complete in one file; `extent` reaches from its first element to its last.
+    """A tensor that is complete in one file; `extent` ranges from its first element to its last.
 
     `strides` count elements; they are None if the tensor is row-major.
     """
@@ -71,12 +72,12 @@ class Whole(Struct, frozen=True):
 
 
 class BoxPart(Struct, frozen=True):
-    """One rank's elements of a tensor: the box [offset, offset + size) along every axis.
+    """One rank's block of a tensor: [offset, offset + size) along every axis.
 
-    Without `strides`, `extent` holds elements of the box in row-major order, starting with element
-    `first` of the box. It may hold only a part of them. With `strides`, which count elements, the
-    box is not row-major: `extent` reaches from its first element to its last, and holds all of
-    them.
+    Without `strides`, the byte range `extent` holds elements of the block in row-major order,
+    starting with element `first` of the block. It may hold only a part of them. With `strides`,
+    which count elements, the block is not row-major: `extent` ranges from its first element to its
+    last, and holds all of them.
     """
 
     offsets: tuple[int, ...]
@@ -87,7 +88,7 @@ class BoxPart(Struct, frozen=True):
 
 
 class Joined(Struct, frozen=True):
-    """A tensor of which every rank holds a box, cut along any axes, in any sizes.
+    """A tensor of which every rank holds one block, cut along any axes, in any sizes.
 
     The parts may be listed in any order. Together they hold every element once.
     """
@@ -102,7 +103,7 @@ class Joined(Struct, frozen=True):
         return self.parts
 
     def extent(self, rank: int) -> Extent:
-        """The bytes of a rank's part."""
+        """The byte range of a rank's part in its file."""
         return self.parts[rank].extent
 
     def length(self, rank: int) -> int:
@@ -115,21 +116,21 @@ class Joined(Struct, frozen=True):
 
     @property
     def line(self) -> int:
-        """The least number of elements that are contiguous in both the tensor and a rank's box."""
+        """The smallest number of elements contiguous in both the tensor and a rank's box."""
         filled = (part for part in self.parts if part.extent.length)
         return min((prod(part.sizes[self.inner(part) :]) for part in filled), default=0)
 
     def inner(self, part: BoxPart) -> int:
-        """The innermost axis along which a box is shorter than the tensor; 0 if there is none."""
+        """The innermost axis along which the box is shorter than the tensor; 0 if there is none."""
         axes = range(len(self.shape))
         return max((axis for axis in axes if part.sizes[axis] != self.shape[axis]), default=0)
 
 
 class Nameless(Struct, frozen=True):
-    """A tensor of slot `slot` whose parameter no file names: the optimizer knows only its number.
+    """A tensor of slot `slot` whose parameter no file names: the optimizer only numbers it.
 
-    It gets its name from the format's reader: that of the tensor with this slot, dtype and shape
-    that begins at the same byte. The engine's rule then proves its elements, but not its name.
+    It gets the name that the format's reader gives to the tensor with the same slot, dtype, shape
+    and first byte. So the engine's rule proves its elements, but not its name.
     """
 
     slot: str

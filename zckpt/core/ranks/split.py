@@ -1,4 +1,4 @@
-"""Splits one manifest into those of the ranks of an axis. It is the inverse of `merge`.
+"""Splits one manifest into the manifests of an axis' ranks: the inverse of `merge`.
 
 The slices of the new manifests have no bytes yet.
 """
@@ -16,7 +16,7 @@ from ..storage.fragments import Runs
 
 
 def split(whole: Manifest, table: Table) -> list[Manifest]:
-    """A manifest for each row of the table, in order. Groups and state remain those of `whole`."""
+    """A manifest for each row (rank) of the table, in order; each keeps the groups and state."""
     return [part(whole, row) for row in table.rows]
 
 

@@ -1,7 +1,8 @@
-"""Files that exist here by name, size and time alone, while their bytes lie elsewhere.
+"""Files that are placeholders on this disk, while their bytes lie elsewhere.
 
-On the disk such a file is one hole. `sources` and `fileio` read its bytes from the `ByteSource`
-that is registered for it. Any other way to open it would read zeros.
+On the disk such a file has its name, size and time, but no data blocks. `sources` and `fileio` read
+its bytes from the `ByteSource` that is registered for it. Any other way to open it would read
+zeros.
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ _known: dict[Fingerprint, ByteSource] = {}
 
 
 def register(path: str, where: ByteSource) -> Fingerprint:
-    """Makes every later read of the file at `path` read from `where`; returns its fingerprint."""
+    """Makes later reads of the file at `path` read from `where`; returns its fingerprint."""
     fingerprint = Fingerprint.of(os.stat(path))
     _known[fingerprint] = where
     return fingerprint
 
 
 def restore(fingerprint: Fingerprint, where: ByteSource) -> None:
-    """Registers `where` again for a file, after `forget` has removed it."""
+    """Registers the byte source `where` again for a file that `forget` has unregistered."""
     _known[fingerprint] = where
 
 

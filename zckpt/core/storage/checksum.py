@@ -28,18 +28,18 @@ def crc_of_zeros(length: int) -> int:
 def flipped_bit(stated_crc: int, actual: int, length: int) -> tuple[int, int] | None:
     """The one flipped bit that explains a wrong CRC-32 of `length` bytes: its byte, and its bit.
 
-    Bit 0 is the lowest. None if no single bit explains it, or more than one.
+    Bit 0 is the lowest. None if no single bit explains it, or if several do.
     """
     bits = flipped_bits(stated_crc, actual, length)
     return bits[0] if len(bits) == 1 else None
 
 
 def flipped_bits(stated_crc: int, actual: int, length: int) -> list[tuple[int, int]]:
-    """All single bits that explain a wrong CRC-32 of `length` bytes, in their order.
+    """All single bits that explain a wrong CRC-32 of `length` bytes, as (byte, bit), in order.
 
     A CRC is linear. If one bit is flipped, the two CRCs differ by a power of x that gives the bit's
     distance from the end. The polynomial is primitive, so below 512 MiB all distances differ.
-    Damage of several bits looks like one bit by chance once in 2**32 / (8 * length).
+    Damage of several bits looks like one flipped bit with a probability of 8 * length / 2**32.
     """
     bits = 8 * length
     # the number of powers in the list; the difference is shifted by as many at a time
@@ -63,7 +63,7 @@ _LAST_BIT = 0xEDB88320
 
 
 class Cover(Struct, eq=False):
-    """Records which of `length` bytes were seen, and their CRC-32 once all were seen.
+    """Records which of `length` bytes have been seen, and gives their CRC-32 once all have been.
 
     Neighboring pieces are merged as they arrive, so memory does not grow with the bytes.
     """
@@ -100,7 +100,7 @@ class Cover(Struct, eq=False):
         return crc if stop == self.length else None
 
     def gaps(self) -> list[tuple[int, int]] | None:
-        """The missing ranges; None if pieces overlapped, in which case all must be read again."""
+        """The byte ranges not seen yet; None if pieces overlapped: then all must be read again."""
         gaps, end = [], 0
         for start in sorted(self._by_start):
             if start < end:
@@ -116,9 +116,9 @@ class Cover(Struct, eq=False):
 class Scattered(Struct, eq=False):
     """Computes the CRC-32 of `length` bytes whose pieces arrive in any order, each of them once.
 
-    A CRC is linear, so each piece adds its share by itself. Unlike `Cover`, this class keeps
+    A CRC is linear, so each piece adds its share independently. Unlike `Cover`, this class stores
     nothing per piece: a matrix that lies in files by columns has millions of pieces without
-    neighbors. The price: a piece that arrives twice is not noticed.
+    neighbors. In return, a piece that arrives twice is not noticed.
     """
 
     length: int
@@ -130,7 +130,7 @@ class Scattered(Struct, eq=False):
         self.add_runs(stop - start, stop, crc)
 
     def add_runs(self, count: int, stop: int, crc: int) -> None:
-        """Adds several runs of bytes at once, with the result `crc` of `crc_of_runs` for them.
+        """Adds several runs of bytes in one call; `crc` is the result of `crc_of_runs` for them.
 
         `count` is the number of bytes in all runs, `stop` the byte at which the last one ends.
         """
@@ -138,7 +138,7 @@ class Scattered(Struct, eq=False):
         self._sum ^= combine(crc, 0, self.length - stop)
 
     def parts(self) -> list[tuple[int, int, int]]:
-        """All pieces so far as a list of one piece: arguments for `add` of another `Scattered`.
+        """Everything added so far, as one piece: the arguments for `add` of another `Scattered`.
 
         Its last value is the sum of the pieces' shares in the CRC.
         """
@@ -151,10 +151,10 @@ class Scattered(Struct, eq=False):
 
 
 def crc_of_runs(data: memoryview, length: int, stride: int) -> int:
-    """The share of runs of equal length in the CRC-32 of bytes with a run every `stride` bytes.
+    """Computes what equally spaced runs of bytes contribute to the CRC-32 of the complete bytes.
 
-    `data` holds the runs alone, `length` bytes each, without the bytes between them.
-    `Scattered.add_runs` adds the result to the CRC of all bytes.
+    `data` holds only the runs, `length` bytes each; in the complete bytes a run begins every
+    `stride` bytes. `Scattered.add_runs` adds the result to the CRC of all bytes.
     """
     crc = 0
     for start in range(0, len(data), length):

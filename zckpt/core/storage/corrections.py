@@ -1,7 +1,7 @@
 """Reads source files with some bytes replaced by other values.
 
-A checkpoint is mended by such corrections. Inside of `corrected`, every reader sees the files as
-they were before they were damaged, and a copy of them has the corrected bytes. No file is changed.
+`zckpt mend` uses such corrections. Inside of `corrected`, every reader sees the files as they were
+before they were damaged, and a copy of them has the corrected bytes. No file is changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Correction(Struct, frozen=True):
 
     @classmethod
     def of_bit(cls, file: str, offset: int, bit: int, byte: int) -> Correction:
-        """Flips one bit of the byte at `offset`, whose present value is `byte`."""
+        """The correction that flips one bit of the byte at `offset`, which is `byte` now."""
         return cls(file, offset, bytes([byte]), bytes([byte ^ 1 << bit]))
 
     @property
@@ -38,9 +38,9 @@ class Correction(Struct, frozen=True):
 
 @contextmanager
 def corrected(corrections: Iterable[Correction]) -> Iterator[None]:
-    """Reads the files with these corrections inside the block; blocks may be nested.
+    """Inside the block, all reads see the files with these corrections; blocks may be nested.
 
-    Raises as `sources.open_file`.
+    Raises the errors of `sources.open_file`.
     """
     by_file = by_key((each.file, each) for each in corrections)
     with ExitStack() as stack:
@@ -63,7 +63,7 @@ def _end(fingerprint: byte_sources.Fingerprint, below: ByteSource | None) -> Non
 
 
 class _Corrected:
-    """The corrected bytes of one open file, or of the byte source `below` it."""
+    """The byte source of an open file with corrections; `below` is its byte source without them."""
 
     def __init__(self, file: int, below: ByteSource | None, own: Sequence[Correction]) -> None:
         self._file, self._below, self._own = file, below, own

@@ -1,10 +1,10 @@
 """Reads and writes bytes of files: buffers, reads, and direct or buffered writes.
 
 Writes bypass the page cache (O_DIRECT). For 1.5 GB, that took 0.4 to 0.9 of the time of buffered
-writes, in each state of a machine's memory. Small files, and filesystems that refuse O_DIRECT, get
-buffered writes in blocks of 256 KiB. For larger blocks, ext4 takes large pages of memory, which a
-virtual machine may have given back to its host. Each such page is then a fault of the host, and a
-write takes three times as long. `--io` overrides the choice.
+writes, whatever the state of the machine's memory. Small files, and filesystems that refuse
+O_DIRECT, get buffered writes in blocks of 256 KiB. For larger blocks, ext4 takes large pages of
+memory, which a virtual machine may have given back to its host. Each such page then causes a page
+fault in the host, and a write takes three times as long. `--io` overrides the choice.
 
 macOS lacks O_DIRECT, posix_fadvise, fdatasync, fallocate and /proc. There every write is buffered,
 and fsync replaces fdatasync.
@@ -48,7 +48,7 @@ def align(size: int, alignment: int = ALIGNMENT) -> int:
 
 
 def in_pages(size: int) -> int:
-    """The bytes of memory that `memory_of(size)` allocates."""
+    """The number of bytes that `memory_of(size)` allocates."""
     return align(size, HUGE_PAGE) if size >= HUGE_PAGE else align(max(size, 1))
 
 
@@ -74,7 +74,7 @@ class Buffer:
 
 
 class Reader(Struct, eq=False):
-    """Reads extents for one thread, and keeps at most `keep` files open.
+    """Reads byte ranges of files for one thread, and keeps at most `keep` files open.
 
     Raises SourceChanged if a file differs from its fingerprint in `fingerprints`.
     """
@@ -84,7 +84,7 @@ class Reader(Struct, eq=False):
     _open: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
     def read(self, extent: Extent, into: memoryview) -> None:
-        """Fills `into`, which has the extent's length.
+        """Reads the byte range `extent` into `into`, which has the same length.
 
         Raises CorruptCheckpoint if the file ends too early. An OSError names the file.
         """
@@ -94,7 +94,7 @@ class Reader(Struct, eq=False):
             self.read_from(self._file(extent.file), extent, into)
 
     def read_from(self, file: int, extent: Extent, into: memoryview) -> None:
-        """Reads an extent like `read`, but from an open descriptor of its file."""
+        """Reads a byte range like `read`, but from an open descriptor of its file."""
         path, length, done = extent.file, extent.length, 0
         while done < length:
             part = into[done:length] if done or len(into) > length else into
@@ -125,9 +125,9 @@ class Reader(Struct, eq=False):
 
 
 def crc_of(extents: Iterable[Extent], crc: int = 0) -> int:
-    """The CRC-32 of the bytes of extents, one after another; reads them in blocks.
+    """The CRC-32 of byte ranges, one after another; reads them in blocks.
 
-    `crc` is the CRC-32 of preceding bytes. Raises CorruptCheckpoint if a file ends too early.
+    `crc` is the CRC-32 of the preceding bytes. Raises CorruptCheckpoint if a file ends too early.
     """
     block = Buffer(CRC_BLOCK).view
     with closing(Reader()) as reader:
@@ -223,10 +223,7 @@ class Writer:
                 os.posix_fadvise(self.file, offset, length, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
-        """Returns when all bytes that were written are on the disk.
-
-        A closed file was synced already.
-        """
+        """Returns when all written bytes are on the disk; a closed file was synced already."""
         with self._closing, naming(self.path):
             if self._is_open:
                 sync_data(self.file)
@@ -253,7 +250,7 @@ class Writer:
 
 
 def sync_data(file: int) -> None:
-    """Returns when the bytes of an open file are on the disk."""
+    """Syncs an open file: returns when its bytes are on the disk."""
     if hasattr(os, "fdatasync"):
         os.fdatasync(file)
     else:
@@ -261,14 +258,14 @@ def sync_data(file: int) -> None:
 
 
 def write_all(file: int, data: memoryview, offset: int, most: int = BUFFERED_WRITE) -> None:
-    """Writes all of `data`, at most `most` bytes per call; repeats calls that wrote less."""
+    """Writes all of `data` at `offset`, at most `most` bytes per system call."""
     done = 0
     while done < len(data):
         done += os.pwrite(file, data[done : done + most], offset + done)
 
 
 def _allocate(file: int, size: int) -> None:
-    """Allocates the complete file: a full disk shows immediately, and the blocks lie together.
+    """Allocates the blocks of a file: a full disk shows immediately, and the blocks are contiguous.
 
     It calls fallocate(2) itself. If the filesystem refuses that, the C library's posix_fallocate
     would write into every block.
@@ -284,7 +281,7 @@ def _allocate(file: int, size: int) -> None:
 
 
 def save(path: str, data: bytes) -> None:
-    """Writes a file completely or not at all; follows no link that another user has put there."""
+    """Writes a file completely or not at all; does not follow a link that lies at its path."""
     partial = f"{path}.{os.urandom(4).hex()}.partial"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(partial, flags, 0o666), "wb") as file:
@@ -301,7 +298,7 @@ def save(path: str, data: bytes) -> None:
 
 
 def sync_folder(path: str) -> None:
-    """Returns when the names in a directory are on the disk."""
+    """Syncs a directory: returns when the names in it are on the disk."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with naming(path):

@@ -17,9 +17,9 @@ def file_names(pattern: str) -> re.Pattern[str]:
 
 
 def counted(name: str, ending: str) -> tuple[str, int] | None:
-    """Splits a name such as `model_7.bin` into the text before `_7` and the number.
+    """Splits a name such as `model_7.bin` into the text before `_7` and the number 7.
 
-    `ending` is `.bin` here. None for a name of another form.
+    `ending` is `.bin` here. None for a name that does not end with `_`, a number and `ending`.
     """
     match = COUNTED.fullmatch(name.removesuffix(ending)) if name.endswith(ending) else None
     return match and (match[1], int(match[2]))
@@ -34,14 +34,14 @@ def by_counting(names: Iterable[str]) -> list[str]:
 
 
 def counting(name: str) -> tuple[list[str | int], str]:
-    """The sort key of a name: its texts and numbers in turn. An ending (`.ckpt`) comes last."""
+    """The sort key of a name: its texts and numbers in turn, then its ending (`.ckpt`)."""
     stem, ending = os.path.splitext(name)
     parts = re.split(r"([0-9]+)", stem if ending[1:].isalpha() else name)
     return [int(part) if place % 2 else part for place, part in enumerate(parts)], name
 
 
 def numbered(name: str, number: int) -> str:
-    """The name of a further model's file or key: `optimizer_1.bin` for `optimizer.bin`.
+    """The name of a further model's file or key: `optimizer_1.bin` for `optimizer.bin` and 1.
 
     The number 0 leaves the name as it is.
     """
@@ -77,13 +77,15 @@ def path_inside(folder: str, name: str, stated_by: str) -> str:
     """
     if not isinstance(name, str):
         raise CorruptCheckpoint(
-            "unsafe-name", f"{folder}: {stated_by} names a file by {brief(name)}", file=folder
+            "unsafe-name",
+            f"{folder}: a file name in {stated_by} is not a text: {brief(name)}",
+            file=folder,
         )
     outside = os.path.isabs(name) or ".." in name.split("/") or os.path.normpath(name) == "."
     if outside or "\0" in name:
         raise CorruptCheckpoint(
             "unsafe-name",
-            f"{folder}: {stated_by} names a file outside of it: {brief(name)}",
+            f"{folder}: {stated_by} names a file outside of this directory: {brief(name)}",
             file=folder,
         )
     return os.path.join(folder, name)

@@ -1,12 +1,13 @@
 """Writes to a directory in which other users may have put links and files.
 
 A `Folder` stays open, and everything below it is opened from its descriptor, name by name. No link
-is followed, and it does not matter where the folder's path leads in the meantime.
+is followed. If somebody renames or replaces the folder meanwhile, writes still go to the opened
+one.
 
 In an owned folder (`own_folder`) everything must also be ours: a directory, or a regular file with
-one name. Its owner must be the one that our new files get there. That need not be the user of this
-process, since network filesystems map users (root squash). So `own` creates a file and looks at its
-owner.
+one name, whose owner is the one that our new files get there. That need not be the user of this
+process, since network filesystems map users (root squash). So `own_folder` creates a file and looks
+at its owner.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 def lock(file: int, kind: int = fcntl.LOCK_EX, where_there_are_none: bool = True) -> bool:
-    """Locks an open file or directory; False if another process has locked it.
+    """Locks an open file or directory; returns False if another process has locked it.
 
-    The lock is flock's: it ends with the process, however that ends. On a filesystem without locks
-    the result is `where_there_are_none`. Raises OSError if the system gives another error.
+    The lock is flock's: it ends with the process, however the process ends. On a filesystem without
+    locks the result is `where_there_are_none`. Raises OSError if the system gives another error.
     """
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
@@ -68,18 +69,20 @@ def has_locks(folder: Folder) -> bool:
 
 
 def mark_file(target: str) -> str:
-    """The file beside a complete target that holds its mark, if no extended attribute can."""
+    """The path of the file beside a complete target that holds its mark.
+
+    It is used if the target cannot have an extended attribute.
+    """
     above, name = os.path.split(target)
     return os.path.join(above, f".{name}.zckpt")
 
 
 class Folder(Struct, eq=False):
-    """An open directory.
+    """An open directory, whose methods take paths below `path`.
 
-    Its methods take paths below `path`, and raise OSErrors with complete paths. `owner` is the
-    number of the user that everything below must belong to; None if any user may own it. `top` is
-    the outermost owned folder. Raises TargetExists for a file that is not ours, and
-    CorruptCheckpoint for a path that is not below the folder.
+    OSErrors have complete paths. `owner` is the number of the user that everything below must
+    belong to; None if any user may own it. `top` is the outermost owned folder. Raises TargetExists
+    for a file that is not ours, and CorruptCheckpoint for a path that is not below the folder.
     """
 
     path: str
@@ -94,10 +97,10 @@ class Folder(Struct, eq=False):
         return cls(path, os.open(path, flags))
 
     def own_folder(self, path: str) -> Folder:
-        """Opens a directory below, as a `Folder` in which every file must belong to its owner.
+        """Opens a directory below as a `Folder` that refuses files of other users.
 
-        The owner is the user that new files there belong to. Raises TargetExists if the directory
-        itself belongs to another user, or if this process may not write there.
+        The allowed owner is the user that new files there belong to. Raises TargetExists if the
+        directory itself belongs to another user, or if this process may not write there.
         """
         try:
             folder = self.inner(path)
@@ -175,7 +178,7 @@ class Folder(Struct, eq=False):
             return os.fstat(self.file)
 
     def status(self, path: str) -> os.stat_result | None:
-        """The status of a path, without following links; None if nothing is there."""
+        """The status (os.stat) of a path, without following links; None if nothing is there."""
         try:
             with self._above(path) as (above, name), self._naming(path):
                 return os.stat(name, dir_fd=above, follow_symlinks=False)
@@ -183,13 +186,13 @@ class Folder(Struct, eq=False):
             return None
 
     def size(self, path: str) -> int:
-        """The bytes of a file."""
+        """The size of a file in bytes."""
         if (now := self.status(path)) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return now.st_size
 
     def name_of(self, path: str) -> str:
-        """The path relative to this folder, with slashes if it lies deeper."""
+        """The path relative to this folder, with slashes between its folders."""
         return os.sep.join(self._names(path))
 
     def names(self) -> list[str]:
@@ -198,7 +201,7 @@ class Folder(Struct, eq=False):
             return sorted(os.listdir(file))
 
     def walk(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Every path below and its status, in the order of `sources.walk`.
+        """Yields every path below with its status, in the order of `sources.walk`.
 
         Names that other processes remove meanwhile are left out.
         """
@@ -217,18 +220,18 @@ class Folder(Struct, eq=False):
             waiting += [path for path, now in reversed(items) if stat.S_ISDIR(now.st_mode)]
 
     def refuse_foreign(self) -> None:
-        """Raises TargetExists if anything below is not ours."""
+        """Raises TargetExists if anything below is not ours: a link, or another user's file."""
         for path, now in self.walk():
             self._refuse_foreign(path, now)
 
     def refuse_another(self) -> None:
-        """Raises TargetExists if the path leads to another directory now."""
+        """Raises TargetExists if another directory now lies at this folder's path."""
         now = status(self.path)
         if now is None or not os.path.samestat(now, self.itself()):
             raise self._refusal(self.path, "was replaced by another program")
 
     def make(self, path: str, mode: int = 0o777) -> bool:
-        """Creates a directory under the umask; False if the name exists already."""
+        """Creates a directory with `mode`, less the umask; False if the name exists already."""
         with self._above(path) as (above, name), self._naming(path):
             try:
                 os.mkdir(name, mode, dir_fd=above)
@@ -237,7 +240,7 @@ class Folder(Struct, eq=False):
             return True
 
     def sync(self, path: str) -> None:
-        """Returns when a file, or the names in a directory, are on the disk."""
+        """Syncs a file, or a directory's names: returns when they are on the disk."""
         with self.opened(path) as file:
             os.fsync(file)
 
@@ -289,7 +292,7 @@ class Folder(Struct, eq=False):
     # -- one name after the other
 
     def _names(self, path: str) -> list[str]:
-        """Splits a path into names relative to this folder; empty for the folder itself."""
+        """Splits a path into names below this folder; an empty list for the folder itself."""
         names = os.path.relpath(path, self.path).split(os.sep)
         if names[0] == os.pardir or "\0" in path:
             raise CorruptCheckpoint(
@@ -345,7 +348,7 @@ class Folder(Struct, eq=False):
 
     @contextmanager
     def _naming(self, path: str) -> Iterator[None]:
-        """Gives OSErrors the complete path instead of a name within a directory."""
+        """Inside the block, OSErrors get the complete path instead of a name within a directory."""
         try:
             yield
         except OSError as error:

@@ -1,7 +1,7 @@
 """Maps the elements of one tensor to bytes in files.
 
     Fragment    a run of row-major elements of one tensor, in an extent
-    Extent      bytes in one file
+    Extent      a range of bytes in one file
     Record      an extent for which the file may state a checksum
 
 The fragments of a tensor are a sequence of one of these kinds:
@@ -9,12 +9,12 @@ The fragments of a tensor are a sequence of one of these kinds:
     Runs        a list of fragments
     Slices      ZeRO-3's arithmetic: rank r owns elements [r * ceil(n / dp), ...). Nothing is stored
                 per rank.
-    Box         a part of a tensor that is cut along any axes, or whose order in the file is not
+    Box         a block of a tensor that is cut along any axes, or whose order in the file is not
                 row-major (a transposed buffer)
     Boxes       several boxes
 
-A partition of a tensor-parallel slice is a range of a box's elements. `range_of_box` gives it as
-boxes.
+A ZeRO partition of a tensor-parallel slice is a range of a box's elements. `range_of_box` converts
+it to boxes.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ class Extent(Struct, frozen=True):
 
 
 class Planned(Protocol):
-    """A checksum that is read only when this object is called, because its file is not open yet.
+    """A function that returns a checksum; it first opens the file that states it.
 
-    The call raises an error if the bytes are not at the planned place.
+    It is used for a record whose byte range was computed, while its file was not opened. The call
+    raises an error if the bytes are not there.
     """
 
     @property
@@ -60,10 +61,10 @@ class Planned(Protocol):
 
 
 class Record(Struct, frozen=True):
-    """Bytes, and the CRC-32 that the checkpoint states for them; None if it states none.
+    """A range of bytes, and the CRC-32 that the checkpoint states for it; None if it states none.
 
-    The extent may have been planned without opening the file that states it. Whoever reads the
-    bytes must read `crc`, which opens it.
+    The range may have been computed without opening the file that states it. Code that reads the
+    bytes must read `crc`, which opens the file.
     """
 
     extent: Extent
@@ -76,12 +77,12 @@ class Record(Struct, frozen=True):
 
     @property
     def is_unopened(self) -> bool:
-        """Whether the record was planned, and its CRC-32 was not read yet."""
+        """Whether the range was computed, and the file that states its CRC-32 not opened yet."""
         return callable(self.stated_crc) and not self.stated_crc.is_open
 
 
 class Fragment(Struct, frozen=True):
-    """Elements [start, stop) of a tensor, row-major, in `extent`.
+    """Elements [start, stop) of a tensor, row-major, in the byte range `extent`.
 
     If `count` is above one, the extent holds that many runs of equal length without gaps. Run i
     holds elements [start + i * stride, stop + i * stride).
@@ -129,11 +130,11 @@ class Fragments(Sequence[Fragment]):
     __slots__ = ()
 
     def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
-        """The fragments that hold any of the elements [start, stop)."""
+        """Yields the fragments that hold any of the elements [start, stop)."""
         raise NotImplementedError
 
     def runs(self, start: int, stop: int, size: int) -> Iterator[Fragment]:
-        """The runs of elements [start, stop), cut to this range; `size` is bytes per element."""
+        """Yields the runs of elements [start, stop), cut to it; `size` is bytes per element."""
         for fragment in self.overlapping(start, stop):
             for run in fragment.runs(start, stop):
                 low, high = max(start, run.start), min(stop, run.stop)
@@ -166,7 +167,7 @@ class Runs(Fragments):
         return len(self.listed)
 
     def _first(self, start: int) -> int:
-        """The position of the last fragment that begins at or before `start`, or -1."""
+        """The index of the last fragment that begins at or before `start`; -1 if none does."""
         return bisect_right(self.listed, start, key=_start) - 1 if len(self.listed) > 1 else 0
 
     def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
@@ -202,12 +203,12 @@ class RunColumns(Runs):
 
 
 def solid(numel: int, extent: Extent) -> Runs:
-    """The complete tensor as one fragment."""
+    """The fragments of a tensor whose elements lie contiguous in one byte range."""
     return Runs([Fragment(0, numel, extent)])
 
 
 class Slices(Fragments):
-    """A tensor of `numel` elements that is cut evenly over ranks; the last slices are padded.
+    """A tensor of `numel` elements that ZeRO-3 cuts evenly over ranks; the last slices are padded.
 
     Rank r's `width` elements begin at element `offset` of `flats[r]`, a flat buffer that the slices
     of many tensors share. `size` is bytes per element. The first `filled` ranks own elements.
@@ -224,7 +225,7 @@ class Slices(Fragments):
         return self.filled
 
     def slice_of(self, rank: int) -> tuple[int, int, int]:
-        """The byte of the file at which a rank's slice begins, and its elements as start, stop."""
+        """One rank's slice: its first byte in the file, and its elements [start, stop)."""
         start = rank * self.width
         stop = min(start + self.width, self.numel)
         return self.flats[rank].offset + self.offset * self.size, start, stop
@@ -251,10 +252,11 @@ class Slices(Fragments):
 
 
 class Box(Fragments):
-    """Elements [offset, offset + size) along every axis of a tensor of shape `whole`.
+    """A block: elements [offset, offset + size) along every axis of a tensor of shape `whole`.
 
-    In `extent` they begin at element `first` and have `strides`, which count elements. `size` is
-    bytes per element. Each fragment is contiguous in the extent: one run, or several equal runs.
+    In the byte range `extent` they begin at element `first` and have `strides`, which count
+    elements. `size` is bytes per element. Each fragment is contiguous in the extent: one run, or
+    several equal runs.
     """
 
     __slots__ = (
@@ -309,7 +311,7 @@ class Box(Fragments):
     def reach(self) -> Extent:
         """The bytes from the box's first element in the file to its last.
 
-        In a damaged checkpoint they may exceed `extent`.
+        In a damaged checkpoint this range may exceed `extent`.
         """
         if not prod(self.sizes):
             return self.extent.part(0, 0)
@@ -365,7 +367,7 @@ def _joined(axes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 class Boxes(Fragments):
-    """Several boxes of one tensor, in any order. `parts` may make each box when it is read."""
+    """Several boxes of one tensor, in any order; `parts` may make each box when it is read."""
 
     __slots__ = ("_ends", "_order", "_starts", "_stops", "parts")
 
@@ -401,8 +403,8 @@ def tile(whole: Sequence[int], parts: Iterable[Sequence[Sequence[int]]]) -> bool
     They do if two conditions hold. Together they have as many elements as the tensor. And each
     corner of a box is shared by an even number of boxes, except the corners of the tensor itself.
     Then each element is in an odd number of boxes, so in one. The time is linear in the boxes, and
-    doubles with every axis that is cut. Comparing all pairs would take hours for a tensor in
-    100,000 pieces.
+    doubles with every axis that is cut. Comparing all pairs would take hours for a tensor of
+    100,000 boxes.
     """
     filled = [(offsets, sizes) for offsets, sizes in parts if prod(sizes)]
     inside = all(
@@ -430,10 +432,11 @@ def range_of_box(
     size: int,
     extent: Extent,
 ) -> Iterator[Box]:
-    """Elements [start, stop) of a box, in the box's own row-major order, as boxes of the tensor.
+    """Converts a ZeRO partition of a tensor-parallel slice to boxes of the complete tensor.
 
-    This is a partition of a tensor-parallel slice: `sizes` at `offsets` is the slice in a tensor of
-    shape `whole`, and the elements follow each other in `extent`. `size` is bytes per element.
+    The slice is the block of `sizes` at `offsets` in a tensor of shape `whole`. The partition is
+    elements [start, stop) of the slice, in the slice's row-major order; they follow each other in
+    `extent`. `size` is bytes per element.
     """
     assert 0 <= start <= stop <= prod(sizes), (start, stop, sizes)
     place = start
@@ -454,9 +457,9 @@ def range_of_box(
 def corners_of_range(
     sizes: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Splits row-major elements [start, stop) of a tensor into boxes: their corners and sizes.
+    """Splits row-major elements [start, stop) of a tensor into blocks; yields corners and sizes.
 
-    A range begins and ends inside of rows, planes, ..., so n axes give up to 2 * n - 1 boxes.
+    A range begins and ends inside of rows, planes, ..., so n axes give up to 2 * n - 1 blocks.
     """
     steps = row_major(sizes)
     place = start
@@ -476,7 +479,7 @@ def corners_of_range(
 def strided(
     shape: Sequence[int], *, strides: Sequence[int], first: int, size: int, extent: Extent
 ) -> Box:
-    """A complete tensor as one box, whose elements may have any order in the file."""
+    """A complete tensor as one box, whose elements may be in any order in the file."""
     return Box(
         whole=shape,
         offsets=(0,) * len(shape),
@@ -491,7 +494,7 @@ def strided(
 def boxes(parts: Iterable[Box]) -> Fragments:
     """The fragments for these boxes: `Runs` if each is one run of elements, else `Boxes`.
 
-    A single box is returned itself. Empty boxes are left out.
+    A single box is returned unchanged. Empty boxes are left out.
     """
     filled = tuple([part for part in parts if prod(part.sizes)])
     listed = [part[0] for part in filled if len(part) == 1]

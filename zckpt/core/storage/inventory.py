@@ -1,12 +1,13 @@
-"""The inventory of a checkpoint: which files there are, their ranks, and which are wrong.
+"""The inventory of a checkpoint: its files, the ranks that wrote them, and which are wrong.
 
-A format, and each trainer's program, has a table of roles. The name of a file gives its role and
-the rank that wrote it. A file that can stand in for a lost one has the same role and the next rank.
+Each format, and each trainer's program, has a table of roles. The name of a file gives its role and
+the rank that wrote it. If a file is lost, the file of the same role and the nearest rank can stand
+in for it.
 
 torch.save names the folder in its zip after the file, without the ending (torch 1.6 to 2.13). So a
 file that was renamed or copied still states its original name. It states none in three cases: it
 was saved into a buffer (torch calls the folder `archive`), it was saved before torch 1.6, or its
-folder has a name of another form that no file beside it has.
+folder's name has another form than the file's, and no file beside it has that name.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Role(Struct, frozen=True):
     is_last: bool = False
 
     def named(self, example: str, numbers: Numbers) -> str:
-        """The name of the file with these numbers; `example` is a name of the same form."""
+        """The name of the file with these numbers, formed like the name `example`."""
         match = _match(self, example, _places(example))
         assert match is not None
         groups = [(group, digits) for group, digits in _groups(match) if digits is not None]
@@ -73,7 +74,7 @@ ANY = role("file", r"(?P<stem>.*)")
 
 
 class Known(Struct, frozen=True):
-    """A file's name, parsed: its role, its rank, and the text before the numbers (`stem`)."""
+    """A parsed file name: the file's role, its rank, and its `stem` (a text in the name)."""
 
     role: Role
     rank: Rank
@@ -92,7 +93,7 @@ class Known(Struct, frozen=True):
         return tuple(number if own == axis else same for own, same in self.rank)
 
     def is_like(self, other: Known) -> bool:
-        """Whether both names have the same role and stem: they are files of ranks of one kind."""
+        """Whether both names have the same role and stem: they are files of different ranks."""
         return (self.role, self.stem) == (other.role, other.stem)
 
     def at(self, axis: str) -> int | None:
@@ -101,10 +102,11 @@ class Known(Struct, frozen=True):
 
 
 class Row(Struct, frozen=True):
-    """One file: its role, its name below the checkpoint, its rank, and its state.
+    """One file in the inventory: its role, its name, its path, its rank and its state.
 
-    `size` is in bytes, None if unknown. `saved_as` is the name under which torch.save wrote the
-    file, with its present ending; None unless a reader has looked for it.
+    `name` is its path below the checkpoint. `size` is in bytes, None if unknown. `saved_as` is the
+    name under which torch.save wrote the file, with the file's present ending; None unless a reader
+    has looked for it.
     """
 
     role: str
@@ -117,7 +119,7 @@ class Row(Struct, frozen=True):
 
 
 def known(roles: Iterable[Role], path: str) -> Known | None:
-    """Parses the name of a file, which is the end of its path; None if no role matches."""
+    """Parses the name of a file, which is the last part of `path`; None if no role matches."""
     places = _places(path)
     for role in roles:
         if (match := _match(role, path, places)) is not None:
@@ -157,10 +159,10 @@ def _groups(match: re.Match[str]) -> list[tuple[int, str | None]]:
 
 
 def nearest(roles: Sequence[Role], lost: str, paths: Iterable[str]) -> str | None:
-    """The file whose name differs from the lost file's only in one number, by the least.
+    """Finds the file whose name differs from that of the lost file in one number, by the least.
 
     None if there is no such file. Lower numbers are preferred: the last rank's file may have more
-    padding, so files of ranks before the lost one are more alike.
+    padding, so the files of lower ranks are more alike.
     """
     lost_file = known(roles, lost)
     candidates = []
@@ -202,10 +204,10 @@ def every(*axes: range) -> Iterator[Numbers]:
 def gaps(
     role: Role, there: Mapping[Numbers, str], wanted: Iterable[Numbers], example: str = ""
 ) -> list[Row]:
-    """A row for each of the first MOST files that are missing: `wanted`, but not in `there`.
+    """Rows for the first MOST missing files: those in `wanted` that are not in `there`.
 
-    `there` maps the numbers in the names of existing files to their paths, and `wanted` are such
-    numbers. A missing name is made from `example`, or else from the first name in `there`.
+    `there` maps the numbers in the names of existing files to their paths; `wanted` yields such
+    numbers. A missing file's name is formed like `example`, or else like the first name in `there`.
     """
     missing = [*islice((numbers for numbers in wanted if numbers not in there), MOST)]
     example = example or there[min(there)]
@@ -232,7 +234,7 @@ def refuse_gaps(
 ) -> None:
     """Raises IncompleteCheckpoint if there are `rows`, and lists their files as missing.
 
-    `reason` says how it is known that they are missing, and `hint` what else the user can do. A row
+    `reason` says how zckpt knows that they are missing, and `hint` what else the user can do. A row
     has no name if the program chooses the file's name.
     """
     if not rows:
@@ -253,7 +255,7 @@ def missing_file(path: str, stated_by: str = "", hint: str = "") -> IncompleteCh
     """The error for a file that is missing; `stated_by` is the file that names it."""
     return IncompleteCheckpoint(
         "missing-file",
-        f"{path} is missing" + (f", which {stated_by} names" if stated_by else ""),
+        f"{path} is missing" + (f", although {stated_by} lists it" if stated_by else ""),
         hint,
         [path],
         file=path,
@@ -276,8 +278,8 @@ NAME_MAX = 255
 class SavedName(Struct, frozen=True):
     """The name of a rank's file, and the name under which torch.save wrote it, both parsed.
 
-    `saved_name` is None if the file states no name, or one that no role matches. A saved name whose
-    role or stem differs from the present name's is ignored unless a file beside it has that name.
+    `saved_name` is None if the file states no name, or one that no role matches. A saved name with
+    another role or stem than the present name is ignored, unless a file beside it has that name.
     """
 
     row: Row
@@ -302,7 +304,7 @@ class SavedName(Struct, frozen=True):
 def saved_names(
     roles: Sequence[Role], folders: Mapping[str, str | None], beside: Iterable[str] = ()
 ) -> list[SavedName]:
-    """The name and the saved name of each file that has one of these roles.
+    """Parses the name and the saved name of each file that has one of these roles.
 
     `folders` maps the path of a file to the name of the folder in its zip, or to None for a file
     that is no zip. `beside` are names of further files in the same directory.
@@ -335,21 +337,23 @@ def refuse_others(names: Sequence[SavedName], what: str = "ranks") -> None:
             "swapped-files",
             f"{row.path} was saved as {row.saved_as}: files of two {what} are swapped, or one was "
             "renamed or copied",
-            hint="copy all files again; if this one was only renamed, give it its own name again "
-            f"({row.saved_as})",
+            hint=f"copy all files again; if this one was only renamed, rename it to {row.saved_as}",
             file=row.path,
         )
 
 
 def nameless(names: Sequence[SavedName]) -> list[Notice]:
-    """A notice about files that state no saved name, which `refuse_others` cannot check."""
+    """A list of one notice about files without a saved name, which cannot be checked.
+
+    It is empty if all files have one. `refuse_others` makes the check.
+    """
     count = sum(name.saved_name is None for name in names)
     if not count:
         return []
     return [
         note(
             "saved-name-unknown",
-            f"{count} of {len(names)} rank files state no name of their own: if one of these was "
-            "swapped or copied, no name shows it",
+            f"{count} of {len(names)} rank files do not state the name under which they were "
+            "saved: zckpt cannot see whether these were swapped or copied over each other",
         )
     ]

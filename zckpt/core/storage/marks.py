@@ -30,9 +30,10 @@ TORN = re.compile(rb"(?s)(\0.*)?|[0-9a-f]{0,8} ?|[0-9a-f]{8} \{.*")
 
 
 def is_journal(name: str) -> bool:
-    """Whether a file of this name is the journal of a run or a process, or a probe.
+    """Whether a file of this name is zckpt's journal, or the probe that finds out the owner.
 
-    A probe is an empty file by which `Folder` finds the owner of new files; a kill may leave it.
+    A journal belongs to a run or to one of its processes. A probe is an empty file by which
+    `Folder` finds the owner of new files; a killed process may leave it.
     """
     return JOURNALS.fullmatch(name) is not None
 
@@ -48,7 +49,7 @@ def lines_in(data: bytes) -> list[bytes]:
 
 
 def is_begun(folder: Folder, name: str) -> bool:
-    """Whether the directory may have been left unfinished by a run that wrote the target `name`.
+    """Whether the directory may be left from an unfinished run that wrote the target `name`.
 
     It contains a journal and at most the target's directory, or nothing at all. Raises TargetExists
     for a journal that is a link, or is not ours in an owned folder.
@@ -81,7 +82,7 @@ def document(text: bytes) -> dict[str, Any]:
 
 
 def has_mark(above: Folder, path: str, file: int) -> bool:
-    """Whether an open directory has a mark: as an attribute, or in the mark file of `path`."""
+    """Whether an open directory has zckpt's mark: an attribute, or the mark file of `path`."""
     with suppress(AttributeError, OSError):
         if document(os.getxattr(file, MARK)):
             return True
@@ -89,7 +90,7 @@ def has_mark(above: Folder, path: str, file: int) -> bool:
 
 
 def is_marked(path: str) -> bool:
-    """Whether the folder at a path was written by zckpt, and not copied since."""
+    """Whether the folder at a path was written by zckpt, and has not been copied since."""
     path = os.path.realpath(path)
     try:
         with Folder.at(os.path.dirname(path)) as above, above.inner(path) as folder:
@@ -99,7 +100,7 @@ def is_marked(path: str) -> bool:
 
 
 def remove_mark_file(above: Folder, target: str) -> None:
-    """Removes the mark file that an earlier target has left.
+    """Removes the mark file that was left by an earlier target at the path `target`.
 
     A file with other contents is kept. An empty file, or a link at its path, is removed.
     """

@@ -2,10 +2,10 @@
 
     zckpt-names.json    {"zckpt": "0.1.0", "source": "/runs/out/checkpoint-500", "tag": null}
 
-Programs find there what they look for, and a loader reads the checkpoint at `source` instead. The
-engine's files are empty, so that commands which read a checkpoint refuse such a directory. A note
-in a directory above a path counts only if zckpt has marked that directory: anybody may have put a
-file of this name into a directory that many share.
+Programs find the files' names in such a directory, and a loader reads the checkpoint at `source`
+instead. The files are empty, so commands that read a checkpoint refuse such a directory. A note in
+a directory above a path counts only if zckpt has marked that directory: anybody may have put a file
+of this name into a directory that many users share.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def note_of(source: str, tag: str | None) -> bytes:
 
 
 def source_of(path: str) -> str | None:
-    """The path of the checkpoint that the note states, in a directory with names alone or above it.
+    """The path of the real checkpoint, as the note in a directory or above it states it.
 
     None if there is no note; empty if the note cannot be parsed.
     """
@@ -44,13 +44,13 @@ def source_of(path: str) -> str | None:
 
 
 def refuse_names(path: str) -> None:
-    """Raises UnsupportedCheckpoint if a directory, or one above it, has names and no data."""
+    """Raises UnsupportedCheckpoint if a directory, or one above it, has file names but no data."""
     if (source := source_of(path)) is not None:
         raise UnsupportedCheckpoint(
             "names-alone",
-            f"{path} has the names of a checkpoint and no data, which a program loads from "
-            f"{source or 'elsewhere'}",
-            hint=f"give {source or 'the checkpoint itself'}",
+            f"{path} has the file names of a checkpoint, but no data: that is in "
+            f"{source or 'another directory'}",
+            hint=f"use {source or 'that directory'} instead",
             file=path,
         )
 
@@ -66,7 +66,7 @@ def _stated(data: bytes) -> str:
 
 
 def _from(path: str) -> Iterator[str]:
-    """A path, and all folders above it."""
+    """Yields a path, and then all folders above it."""
     yield path
     while path != (path := os.path.dirname(path)):
         yield path

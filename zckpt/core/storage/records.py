@@ -1,7 +1,7 @@
 """Checks that bytes have the CRC-32s that their files state.
 
-As soon as all bytes of a record have been read, in any order, their CRC-32 is compared with the one
-that the file states.
+A record is a range of bytes with a stated CRC-32, such as a zip member. As soon as all its bytes
+have been read, in any order, their CRC-32 is compared with the stated one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LITTLE = 1 << 20  # bytes; a record that lacks no more is read to its end, to ch
 
 
 class RecordCounts(Struct):
-    """How many records were `checked` and `unchecked`; `bare` counts those that have no CRC-32."""
+    """Counts of `checked` and `unchecked` records; `bare` ones have no CRC-32 in the file."""
 
     checked: int = 0
     unchecked: int = 0
@@ -37,7 +37,7 @@ class RecordCounts(Struct):
 
 
 class Damage(Struct, frozen=True):
-    """A record of which the bytes have another CRC-32 (`crc`) than its file states."""
+    """A damaged record: `crc` is the CRC-32 of its bytes, and its file states another one."""
 
     record: Record
     crc: int
@@ -55,7 +55,7 @@ def damaged(extent: Extent) -> CorruptCheckpoint:
 
 
 def mark_of(records: Iterable[Record]) -> int:
-    """A number that identifies a source, computed from the places and CRC-32s of its records."""
+    """A number that identifies a source, computed from the offsets and CRC-32s of its records."""
     crc = 0
     for record in records:
         place = record.extent
@@ -156,7 +156,7 @@ class RecordChecker:
         return numbers[first : bisect_left(starts, end)]
 
     def passed_before(self, number: int, start: int, stop: int, crc: int) -> None:
-        """Counts bytes [start, stop) of record `number` by their CRC-32, without the bytes.
+        """Counts bytes [start, stop) of record `number` as seen, given only their CRC-32 `crc`.
 
         An earlier run, or another process, has read them and computed it.
         """
@@ -179,7 +179,7 @@ class RecordChecker:
             raise damaged(extent)
 
     def parts(self) -> Iterator[PassedRecord]:
-        """All bytes that were counted so far, as arguments of `passed_before`."""
+        """Yields what has been seen of each record, as arguments of `passed_before`."""
         for number, crc in self._whole.items():
             yield number, 0, self._records[number].extent.length, crc
         for number, cover in self._covers.items():
@@ -227,7 +227,7 @@ class RecordChecker:
             self._count(has_crc, completes)
 
     def _count(self, has_crc: bool, is_whole: bool) -> None:
-        """Counts a record; `has_crc` says whether it has a checksum."""
+        """Adds one record to the counts; `has_crc` says whether its file states a CRC-32."""
         self.counts.checked += has_crc and is_whole
         self.counts.unchecked += not (has_crc and is_whole)
         self.counts.bare += not has_crc

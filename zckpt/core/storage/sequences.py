@@ -1,6 +1,6 @@
 """Sequences whose items are made when they are read, so that millions of items take no memory.
 
-To a reader they behave like a list of these items.
+They behave like a list of these items.
 """
 
 from __future__ import annotations

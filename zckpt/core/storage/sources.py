@@ -53,7 +53,7 @@ def files_seen(root: str, fingerprints: Fingerprints) -> dict[str, list[int]]:
 
 
 class Watch(Struct, eq=False):
-    """What `watching` has noted: `first` maps each path to its first fingerprint.
+    """The files that `watching` has seen: `first` maps each path to its first fingerprint.
 
     `changed` are the files that had another fingerprint later. `objects` are the classes and
     functions that pickles name. `beside` are records of containers that no reader needs; None if
@@ -88,13 +88,13 @@ _watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 @contextmanager
 def watching(keeps_records: bool = False) -> Iterator[Watch]:
-    """Notes every file that is opened or measured inside the block, in this thread.
+    """Notes every file that this thread opens, or whose size it asks for, inside the block.
 
     A checkpoint's structure is read in one thread, so a context variable is enough. Threads that
     read tensors open the files again, with the fingerprints of the manifest (`Files.fingerprints`).
     If the block raises an error, and one of the files changed meanwhile, SourceChanged is raised.
 
-    With `keeps_records`, records that no reader needs are noted too: of 100,000 files these are
+    With `keeps_records`, records that no reader needs are noted too; for 100,000 files these are
     many.
     """
     watch = Watch(beside={} if keeps_records else None)
@@ -138,7 +138,7 @@ def _changed(path: str) -> SourceChanged:
 
 
 def _blame_change(fingerprints: Fingerprints, error: ZckptError) -> None:
-    """If one of the files has changed, raises SourceChanged with `error` as its cause."""
+    """Raises SourceChanged, with `error` as its cause, if one of the files has changed."""
     for path, first in fingerprints.items():
         try:
             _check(path, first, status(path))
@@ -156,9 +156,9 @@ _stand_ins: ContextVar[frozenset[str]] = ContextVar("stand_ins", default=frozens
 
 @contextmanager
 def standing_in(paths: Iterable[str]) -> Iterator[None]:
-    """Inside the block, `is_stand_in` is true for these paths.
+    """Inside the block, `is_stand_in` returns True for these paths.
 
-    They lead to copies of other ranks' files, in place of the files of a lost rank. So the
+    They lead to copies of other ranks' files, in place of the files of a lost rank. With them the
     structure of the checkpoint can be read, and the remaining tensors can be shown.
     """
     token = _stand_ins.set(frozenset(paths))
@@ -169,7 +169,7 @@ def standing_in(paths: Iterable[str]) -> Iterator[None]:
 
 
 def is_stand_in(path: str) -> bool:
-    """Whether the file at a path takes the place of a lost one: see `standing_in`."""
+    """Whether the file at a path stands in for a lost one: see `standing_in`."""
     return path in _stand_ins.get()
 
 
@@ -228,14 +228,17 @@ def note(path: str, now: os.stat_result) -> None:
 
 
 def note_objects(names: Iterable[str]) -> None:
-    """Notes names in a pickle for `watching`, including those of values that the pickle drops."""
+    """Notes names of classes and functions in a pickle for `watching`.
+
+    They include the names of values that the pickle itself drops.
+    """
     watch = _watch.get()
     if watch is not None:
         watch.objects.update(names)
 
 
 def note_beside(records: Iterable[Record]) -> None:
-    """Notes records that the reader does not need, for a `watching` that keeps them."""
+    """Notes records that no reader needs, if `watching` was told to keep records."""
     watch = _watch.get()
     if watch is not None and watch.beside is not None:
         watch.beside.update(dict.fromkeys(records))
@@ -296,7 +299,7 @@ def pread(file: int, length: int, offset: int) -> bytes:
 
 
 def read_into(file: int, view: memoryview, offset: int) -> int:
-    """Reads bytes from `offset` on into `view`, perhaps fewer than fit.
+    """Reads bytes from `offset` on into `view`; returns their number, perhaps fewer than fit.
 
     0 means the end of the file.
     """
@@ -336,7 +339,7 @@ def is_folder(path: str) -> bool:
 
 
 def size(path: str) -> int:
-    """The size of a file in bytes. Its fingerprint is noted, as if the file were opened."""
+    """The size of a file in bytes; `watching` notes the file, as if it were opened."""
     now = os.stat(path)
     note(path, now)
     return now.st_size
@@ -346,7 +349,7 @@ def size(path: str) -> int:
 
 
 def beside(path: str) -> str | None:
-    """The name to which a link leads, if that file or folder is beside the link.
+    """The name to which a link leads, if the link's target lies in the same folder.
 
     Such a link is a second name of a checkpoint, such as `latest`. None for a link to any other
     place, for links in a circle, and for a path that is no link.
@@ -362,7 +365,7 @@ def beside(path: str) -> str | None:
 
 
 def looks_again(look: Callable[P, T]) -> Callable[P, T]:
-    """Repeats a search if something that it found was removed before it could look into it.
+    """Decorates a search: it starts again if a file disappears while the search runs.
 
     A run removes its old checkpoints while another program looks for them, and other programs
     remove folders beside them. FileNotFoundError is raised only after several attempts.
@@ -403,7 +406,7 @@ def names(folder: str) -> list[str]:
 
 
 def names_but_of_files(folder: str) -> list[str]:
-    """The names of folders, links and everything else that is not a file."""
+    """The names in a folder, without those of regular files: folders, links and everything else."""
     return [name for name, is_file in _listing(folder) if not is_file]
 
 
@@ -421,7 +424,7 @@ def _listing(folder: str) -> list[tuple[str, bool]]:
 def is_denied(path: str) -> bool:
     """Whether this user may not read a file or list a folder, or whether it was removed meanwhile.
 
-    A search passes by files of others and skips such ones: `lost+found`, a private log, a file that
+    A search may meet files of other users and skips them: `lost+found`, a private log, a file that
     another program has just removed. Any other OSError is raised.
     """
     try:
@@ -440,9 +443,9 @@ def walk(
 ) -> Iterator[os.DirEntry[str]]:
     """Yields everything below a folder: first its contents by name, then those of its folders.
 
-    It enters the folders for whose path `enter` is true, and follows no link. Raises OSError if a
-    folder cannot be listed. The results are entries, which have sizes and kinds; os.walk gives
-    names.
+    It enters a folder if `enter`, called with its path, returns true, and follows no link. Raises
+    OSError if a folder cannot be listed. Yields directory entries, because os.walk gives names
+    without sizes and kinds.
     """
     waiting = [folder]
     while waiting:

@@ -1,9 +1,9 @@
 """Finds files of a save that were not written together with the others.
 
-The ranks of a run write their files together, and some programs write one more file after that. So
-a file whose time is far from the others' may belong to another save. Times prove nothing: a copy,
-git and a download give files new ones. Therefore files are reported only if most of the others were
-written together.
+The ranks of a run write their files at about the same time, and some programs write one more file
+after that. So a file whose time is far from the others' may belong to another save. Times prove
+nothing: a copy, git and a download give files new times. Therefore files are reported only if most
+of the others were written together.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def odd_times(times: Mapping[str, int], last: int | None) -> OddTimes:
 
 
 def _together(times: Iterable[int]) -> list[list[int]]:
-    """Sorts the times, and groups those at most APART after the one before; both in nanoseconds."""
+    """Sorts the times and cuts them into groups at gaps longer than APART; both in nanoseconds."""
     groups: list[list[int]] = []
     for time in sorted(times):
         if not groups or time - groups[-1][-1] > APART:

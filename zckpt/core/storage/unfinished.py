@@ -6,8 +6,8 @@ A journal shows that it is being written, a note that it is being sent to a stor
     zckpt-unfinished.json    {"zckpt": "0.1.0", "files": {"model.safetensors": 123, "latest": 45},
                              "last": "latest", "sent": {"model.safetensors": 3141592653}}
 
-The note lists the files of a target in a store. A run sends it first, and removes it last. A copy
-of the unfinished target on a disk contains the note too, which shows the missing files there.
+The note lists the files of a target in a store. A run sends the note first, and removes it last. If
+somebody copies an unfinished target to a disk, the copied note shows which files are missing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST = 64 << 20  # bytes of a note
 
 
 class Note(Struct, frozen=True):
-    """The target's files with their sizes, and the file that is sent `last`.
+    """The note of a target in a store: its files with their sizes, and the one sent `last`.
 
     Without the last file no program recognizes the target as a checkpoint. `sent` has the CRC-32s
     of files that have arrived. `lost` has the names of files that the store holds with other bytes.
@@ -87,8 +87,8 @@ def _numbers(version: str) -> list[int]:
 def refuse_unfinished(paths: Iterable[str]) -> None:
     """Raises IncompleteCheckpoint if a path belongs to a target that is not complete.
 
-    A target that is being written has a journal; a copy of one that was being sent has its note.
-    Both may lie in the path itself or in any folder above it.
+    A target that is being written has a journal. A copy of a target that was being sent to a store
+    has its note. Both may lie in the path itself or in any folder above it.
     """
     places = {
         place: path for path in paths for place in (os.path.realpath(path), os.path.abspath(path))
@@ -122,7 +122,7 @@ def _refuse_written(path: str) -> None:
 
 
 def _from(path: str) -> Iterator[str]:
-    """A path, and all folders above it."""
+    """Yields a path, and then all folders above it."""
     yield path
     while path != (path := os.path.dirname(path)):
         yield path
@@ -145,16 +145,16 @@ def _refuse(path: str, folder: str, note: Note | None, missing: list[str]) -> No
     is_of_note = any(file == name or file.startswith(f"{name}/") for file in files)
     if note is not None and name != os.curdir and not is_of_note:
         return  # the path lies beside the target's files
-    reason = (
-        "its note cannot be understood"
-        if note is None
-        else f"{listed(missing, 3)} {'is' if len(missing) == 1 else 'are'} not there as it says"
-    )
     at = os.path.join(folder, UNFINISHED)
+    reason = (
+        f"{at} cannot be parsed"
+        if note is None
+        else f"{at} lists {listed(missing, 3)}, missing here or of another size"
+    )
     raise IncompleteCheckpoint(
         "unfinished-target",
-        f"{path} belongs to a target that is not complete: {at}: {reason}",
-        hint="copy it again when the run that sends it has ended; if the note is of something "
-        f"else, remove it: rm {shlex.quote(at)}",
+        f"{path} belongs to a target that is not complete: {reason}",
+        hint="copy it again when its upload has ended; if that file belongs to something else, "
+        f"remove it: rm {shlex.quote(at)}",
         file=path,
     )

@@ -157,11 +157,11 @@ def test_rules_that_do_not_fit(tmp_path: Path) -> None:
 def test_copies_of_a_joined_model(tmp_path: Path) -> None:
     assert check(joined_slices(ranks(tmp_path), None, None), None) == []
     drifted = joined_slices(ranks(tmp_path, norm=[6.0]), None, None)
-    with pytest.raises(InconsistentCheckpoint, match=r"different copies of 1 parameter \(norm\)"):
+    with pytest.raises(InconsistentCheckpoint, match=r"different replicas of 1 parameter \(norm\)"):
         check(drifted, None)
-    assert "rank 0's is taken" in check(drifted, "rank0")[0].message
+    assert "rank 0's is used" in check(drifted, "rank0")[0].message
     alike = joined_slices(ranks(tmp_path, embed=[1.0, 2]), None, None)
-    with pytest.raises(InconsistentCheckpoint, match="cuts embed over tensor ranks, but all ranks"):
+    with pytest.raises(InconsistentCheckpoint, match="cuts embed over the tensor ranks, but all"):
         check(alike, None)
     assert check(alike.replace(origin=Origin()), None) == []  # of one tensor rank
 
@@ -172,7 +172,7 @@ def test_copies_of_ranks_that_are_apart(tmp_path: Path) -> None:
         models = tuple(ranks(tmp_path, info, norm=[6.0]))
         apart = Manifest("run", "deepspeed", Run(Origin(tp=2)), {}, {}, ranks=models, models=models)
         warnings = check(apart, None)
-        assert ["each rank keeps its own: norm" in line for line in texts(warnings)] == [
+        assert ["each rank keeps its replica: norm" in line for line in texts(warnings)] == [
             True
         ] * count
         assert check(replace(apart, models=models[:1]), None) == []
@@ -186,9 +186,9 @@ def test_copies_of_ep_ranks_have_no_mean(tmp_path: Path) -> None:
     copy = replace(other.entries["norm", "exp_avg_sq"], axis="ep rank")
     whole = one.replace(origin=Origin(zero_stage=0), engine=engine, replicas=(copy,))
     for chosen in (None, "mean"):
-        with pytest.raises(InconsistentCheckpoint, match="ep ranks hold different copies"):
+        with pytest.raises(InconsistentCheckpoint, match="ep ranks hold different replicas"):
             check(whole, chosen)
-    assert "rank 0's is taken" in check(whole, "rank0")[0].message
+    assert "rank 0's is used" in check(whole, "rank0")[0].message
 
 
 # -- one rank, three ranks, rules of other forms
@@ -252,7 +252,7 @@ def test_stage_0_without_experts_has_tensor_ranks(tmp_path: Path) -> None:
         alike.replace(origin=Origin(tp=2, zero_stage=0)),
         alike.replace(origin=Origin(tp=2, zero_stage=1), engine=engine),
     ):
-        with pytest.raises(InconsistentCheckpoint, match="cuts embed over tensor ranks, but all"):
+        with pytest.raises(InconsistentCheckpoint, match="cuts embed over the tensor ranks"):
             check(whole, None)
 
 
@@ -285,7 +285,7 @@ def test_one_model_of_stages_that_are_apart(tmp_path: Path) -> None:
     )
     apart = Manifest("run", "deepspeed", Run(), {}, {}, ranks=(first, second), models=(model,))
     (warning,) = check(apart, None)
-    assert warning.message.startswith("the stages' copies of norm differ")
+    assert warning.message.startswith("the stages' replicas of norm differ")
 
 
 def test_what_is_said_of_stages_and_of_tensor_ranks(tmp_path: Path) -> None:
@@ -299,8 +299,8 @@ def test_what_is_said_of_stages_and_of_tensor_ranks(tmp_path: Path) -> None:
     of_stages, of_ranks = check(
         replace(apart, models=(replace(first, replicas=(of_stage,)), second)), None
     )
-    assert of_stages.message.startswith("the stages' copies of norm differ")
-    assert of_ranks.message.startswith("tensor ranks hold different copies of 1 parameter (norm)")
+    assert of_stages.message.startswith("the stages' replicas of norm differ")
+    assert of_ranks.message.startswith("tensor ranks hold different replicas of 1 parameter (norm)")
 
 
 def master_of(rank: Manifest) -> Entry:
