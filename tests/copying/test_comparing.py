@@ -288,8 +288,8 @@ def test_differences_of_replicas_are_added_over_regions_and_parts(
         outcome = conversion.convert(Part(number, 3), seal)
         assert (outcome is None) == (number != 2)
     assert lines == texts(conversion.comparison().compared())
-    assert "a differ; rank 0's is taken: master in 3 of 700001 elements, 1 of which is" in lines[0]
+    assert "a differ; rank 0's is used: master in 3 of 700001 elements, 1 of which is" in lines[0]
     assert lines[1].endswith(
-        "c differ; rank 0's is taken: master in 1 of 1000000 elements by at most 5"
+        "c differ; rank 0's is used: master in 1 of 1000000 elements by at most 5"
     )
     assert [line.split()[5] for line in lines] == ["a", "c", "d"]

@@ -187,7 +187,7 @@ def test_a_difference_that_another_process_finds(tmp_path: Path, launch: Launch)
     check.begin()  # it finds nothing yet
     with pytest.raises(InconsistentCheckpoint) as raised:
         check.compared()
-    assert f"different copies of 1 parameter ({parameter}): {parameter}: exp_avg in 1 of" in str(
+    assert f"different replicas of 1 parameter ({parameter}): {parameter}: exp_avg in 1 of" in str(
         raised.value
     )
     preparing = found_by_rank_1(tmp_path / "go")
@@ -208,7 +208,7 @@ def test_a_difference_that_is_accepted(tmp_path: Path, launch: Launch) -> None:
     preparing = found_by_rank_1(tmp_path / "go")
     words = ("convert", source, tmp_path / "out", *ONE_THREAD, "--json", "--replicas", "rank0")
     report = done(launch(2, *words, preparing=preparing)).document
-    assert [line for line in texts(report["warnings"]) if "copies of" in line] == [expected]
+    assert [line for line in texts(report["warnings"]) if "replicas of" in line] == [expected]
     assert "exp_avg in 1 of" in expected
 
 
