@@ -1,23 +1,23 @@
 """Megatron-Core's checkpoints: `torch_dist`, the older `mp_rank_*` directories, and its FSDP's.
 
     files.py          finds the directory; refuses some kinds
-    saving_program.py the program that saved a directory, and its files beside the items
+    saving_program.py the program that saved a directory, and the files it put beside the tensors
     common_state.py   state that all ranks share: arguments, hyper-parameters, the step
     names.py          names of parameters, and the keys in torch_dist under which layers are stacked
     groups.py         the group of each parameter, and its step
-    read.py           reads a torch_dist directory, item by item
+    read.py           reads a torch_dist directory, key by key
     manifest.py       builds the manifest from what a reader has collected
-    masters.py        handles masters that do not round to their weights; compares copies
+    masters.py        handles masters that do not round to their weights; compares replicas
     buffers/          flat buffers of the optimizer
     legacy/           the older directories, mp_rank_*
     fsdp.py           the directories of Megatron-FSDP
-    fsdp2.py          rows of gated layers that torch's FSDP2 has cut
+    fsdp2.py          gated layers whose rows torch's FSDP2 divided over ranks
     write.py          writes an iteration's directory, from which any tp, pp and dp resumes
     optimizers.py     the optimizers and groups of the target's run
     vocabulary.py     the rows of a padded vocabulary: `--tp`
     run_template.py   `--like`: sources of other engines, with the keys and groups of a run
     functions.py      the table of this format's functions; why another run cannot load files
-    gather/           Megatron-Core's own rule for joining, for `verify --gather`
+    gather/           Megatron-Core's own rule for joining ranks, for `verify --gather`
 
 Facts in this package are of megatron-core 0.16.1 unless said otherwise.
 """
@@ -57,8 +57,8 @@ FORMAT = Format(
     fits_any_dp=True,
     overrides_groups=True,
     reasons={
-        "groups_from": "Megatron-Core makes groups by a rule of its own, and no file lists members",
-        "set_group": "here --group-defaults lr=... replaces what the source has",
+        "groups_from": "Megatron-Core assigns parameters to groups by its own rule",
+        "set_group": "for this target, --group-defaults lr=... replaces the source's values",
     },
     states="Megatron-Core's optimizer keeps exp_avg and exp_avg_sq",
     roles=ROLES,

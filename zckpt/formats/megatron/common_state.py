@@ -30,7 +30,7 @@ FLAT = ("dp_reshardable", "dp_zero_gather_scatter")
 DISTRIBUTED = "distrib_optim"  # flat buffers of mp_rank_* directories
 NOT_DISTRIBUTED = "none"
 FSDP = "fsdp_dtensor"
-WEIGHTS_ONLY = "--weights-only takes the weights alone"
+WEIGHTS_ONLY = "add --weights-only to read the weights without the optimizer"
 """The hint of errors in the optimizer's state."""
 SIZES_OF_RUN = {
     DP: "data_parallel_size",
@@ -42,10 +42,11 @@ SIZES_OF_RUN = {
 
 
 def read_common(table: ItemTable, files: ItemFiles) -> tuple[TorchFile, dict[Any, Any]]:
-    """The file of the common state, and its content.
+    """Reads the state that all ranks share; returns its file and its content.
 
     If there are both `common.pt` and the item, `common.pt` is read, as Megatron-Core does. Raises
-    IncompleteCheckpoint if there is neither, and CorruptCheckpoint if the content is no dictionary.
+    IncompleteCheckpoint if there is neither, and CorruptCheckpoint if the content is not a
+    dictionary.
     """
     path = os.path.join(table.folder, FILE)
     if sources.is_file(path):
@@ -58,7 +59,7 @@ def read_common(table: ItemTable, files: ItemFiles) -> tuple[TorchFile, dict[Any
     else:
         raise IncompleteCheckpoint(
             "missing-file",
-            f"{table.folder} has neither {FILE} nor an item {ITEM}",
+            f"{table.folder} has neither a file {FILE} nor a key {ITEM}",
             hint="rank 0 writes it: copy the whole directory",
             file=table.folder,
         )
@@ -70,11 +71,11 @@ def read_common(table: ItemTable, files: ItemFiles) -> tuple[TorchFile, dict[Any
 
 
 def sharding_of(table: ItemTable, common: dict[Any, Any]) -> str:
-    """How the optimizer's state was sharded; NOT_DISTRIBUTED for full tensors.
+    """The type of the optimizer state's sharding; NOT_DISTRIBUTED if its tensors are full.
 
-    Raises UnsupportedCheckpoint for a type that zckpt does not read. The optimizer's own state
-    states the type (0.14 and later). `content_metadata` alone does not show whether it is
-    distributed.
+    Since 0.14 the optimizer's state names the type. Otherwise it is inferred from the keys: the
+    `content_metadata` alone does not show whether the optimizer is distributed. Raises
+    UnsupportedCheckpoint for a type that zckpt does not read.
     """
     sharding_types: set[str] = {
         item["param_state_sharding_type"]
@@ -100,8 +101,7 @@ def sharding_of(table: ItemTable, common: dict[Any, Any]) -> str:
         raise UnsupportedCheckpoint(
             "writer-unsupported",
             f"{table.folder} has an optimizer state of type {kind[:80]}, which zckpt does not read",
-            hint="save it with --dist-ckpt-optim-fully-reshardable; --weights-only takes the "
-            "weights alone",
+            hint=f"save it with --dist-ckpt-optim-fully-reshardable, or {WEIGHTS_ONLY}",
             file=table.folder,
         )
     return kind
@@ -112,10 +112,10 @@ def with_groups(
     listed: Sequence[Sequence[Any]],
     beside: Sequence[dict[str, Any]],
 ) -> dict[Any, Any]:
-    """The common state with param groups that a run stores beside flat buffers.
+    """The common state, completed with the parameter groups that a run stores beside flat buffers.
 
     `listed` has, for each optimizer, the groups that its ranks saved; equal ones are kept once.
-    `beside` has, for each optimizer, further values for its state, such as the loss scale.
+    `beside` has, for each optimizer, further values of its state, such as the loss scale.
     """
     known_optimizers = optimizers_of(common)
     states: list[dict[Any, Any]] = []
@@ -128,7 +128,7 @@ def with_groups(
 
 
 def optimizers_of(common: dict[Any, Any]) -> list[dict[Any, Any]]:
-    """The states of all optimizers; experts that are spread over ranks have a separate one."""
+    """The state dicts of all optimizers; experts that are spread over ranks have a separate one."""
     state = common.get("optimizer")
     states = state if isinstance(state, list) else [state]  # NeMo has a list of one
     result: list[dict[Any, Any]] = []
@@ -142,7 +142,7 @@ def optimizers_of(common: dict[Any, Any]) -> list[dict[Any, Any]]:
 
 
 def arguments(common: Any) -> dict[str, Any]:
-    """The values of Megatron's command line; empty if the program saved none."""
+    """The arguments of Megatron's command line by name; empty if the program saved none."""
     namespace = common.get("args") if isinstance(common, dict) else None
     state = namespace.state if isinstance(namespace, Foreign) else None
     return state if isinstance(state, dict) else {}

@@ -54,9 +54,10 @@ ROLES = (
 
 
 def detect(path: str) -> list[str]:
-    """Tags at `path`: one empty tag for a checkpoint.
+    """The tags of the checkpoints at `path`: [""] if `path` is itself a checkpoint.
 
-    For a run: its latest iteration, or all iterations if no file names the latest.
+    For a run: its latest iteration, or all iterations if no file names the latest. [] if there is
+    none.
     """
     if not sources.is_folder(path):
         return []
@@ -76,10 +77,10 @@ def iterations(path: str) -> list[str]:
 
 
 def counter(path: str) -> int | None:
-    """The iteration that a checkpoint states in its common file, or its first rank's file.
+    """The iteration that a checkpoint states in `common.pt`, or in its first rank's file.
 
-    In NeMo's checkpoints it is Lightning's counter. Since 0.19 no small file states it, but the
-    folder's name does.
+    In NeMo's checkpoints it is Lightning's `global_step`. None if no such file exists: since 0.19
+    only the folder's name states the iteration.
     """
     for folder in (path, os.path.join(path, WEIGHTS)):
         if sources.is_folder(folder):
@@ -92,18 +93,18 @@ def counter(path: str) -> int | None:
 
 
 def is_iteration(name: str) -> bool:
-    """Whether the name is an iteration folder's: `iter_0000006`, `release`."""
+    """Whether a folder's name is that of an iteration: `iter_0000006`, `release`."""
     digits = name.removeprefix("iter_")
     return name == "release" or (digits != name and len(digits) >= 7 and digits.isdecimal())
 
 
 def is_of_rank(name: str) -> bool:
-    """Whether the name is a rank folder's in the older kind: mp_rank_TT_PPP_EEE."""
+    """Whether a folder's name is that of a rank in older directories: mp_rank_TT_PPP_EEE."""
     return name.startswith("mp_rank_") and known((MODEL,), f"{name}/{LEGACY}") is not None
 
 
 def _is_one_of_run(run: str, name: str) -> bool:
-    """Whether a run has a readable checkpoint in the folder of this name."""
+    """Whether the folder `name` of a run contains a checkpoint that may be read."""
     if sources.is_denied(os.path.join(run, name)):
         return False
     try:
@@ -115,9 +116,10 @@ def _is_one_of_run(run: str, name: str) -> bool:
 
 
 def kind_of(path: str) -> str | None:
-    """The kind of Megatron-Core files in a folder; None for any other folder.
+    """The kind of Megatron-Core checkpoint in a folder; None for any other folder.
 
-    It is the --ckpt-format that `metadata.json` names, or one of OF_RANKS, OF_FSDP and UNMARKED.
+    It is the --ckpt-format that `metadata.json` names. If that file is missing, it is one of
+    OF_RANKS, OF_FSDP and UNMARKED.
     """
     if not sources.is_folder(path):
         return None
@@ -133,9 +135,10 @@ def kind_of(path: str) -> str | None:
 
 
 def locate(path: str, tag: str | None) -> str:
-    """The directory of one checkpoint of a kind that zckpt reads.
+    """The directory of one checkpoint: `path` itself, or the folder in it that `tag` selects.
 
-    Raises NotACheckpoint, IncompleteCheckpoint without the marker, UnsupportedCheckpoint for zarr.
+    Raises NotACheckpoint if there is no checkpoint of Megatron-Core, IncompleteCheckpoint if
+    `metadata.json` is missing, and UnsupportedCheckpoint for --ckpt-format zarr.
     """
     folder = os.path.join(path, tag) if tag else path
     if not kind_of(folder) and not tag and len(tags := detect(path)) == 1:
@@ -147,35 +150,41 @@ def locate(path: str, tag: str | None) -> str:
     kind = kind_of(folder)
     if kind is None:
         raise NotACheckpoint(
-            "not-a-checkpoint", f"{folder} has no {MARKER} of Megatron-Core", file=folder
+            "not-a-checkpoint",
+            f"{folder} is not a Megatron-Core checkpoint: it has no {MARKER}",
+            file=folder,
         )
     if kind == UNMARKED:
         raise IncompleteCheckpoint(
             "unfinished-save",
-            f"{folder} has items of Megatron-Core, but no {MARKER} that can be read",
+            f"{folder} has Megatron-Core's files, but no readable {MARKER}",
             hint="copy the whole directory; rank 0 writes this file last",
             file=folder,
         )
     if kind not in (BACKEND, OF_RANKS, OF_FSDP):
         raise UnsupportedCheckpoint(
             "writer-unsupported",
-            f"{folder} was written with Megatron's --ckpt-format {kind}",
-            hint="zckpt reads torch_dist; Megatron-Core 0.15 loads zarr and saves torch_dist",
+            f"{folder} was saved with Megatron's --ckpt-format {kind}, which zckpt does not read",
+            hint="zckpt reads torch_dist: load the checkpoint in Megatron-Core 0.15, and save it "
+            "with --ckpt-format torch_dist",
             file=folder,
         )
     return folder
 
 
 def _require_latest(run: str, tag: str) -> None:
-    """Raises IncompleteCheckpoint if a run's tracker file names a missing checkpoint."""
+    """Raises IncompleteCheckpoint if the checkpoint that a run's tracker file names is missing.
+
+    `tag` is that name.
+    """
     folder = os.path.join(run, tag)
     if {*tag}.isdisjoint("/\\\0") and kind_of(folder):
         return
     saved_iterations = listed(iterations(run))
     raise IncompleteCheckpoint(
         "pointer-dangling",
-        f"{os.path.join(run, LATEST)} names {tag[:99]!r}, but {run} has no such checkpoint, or not "
-        "all of its files",
+        f"{os.path.join(run, LATEST)} names {tag[:99]!r}, but {run} has no such checkpoint, or "
+        "lacks some of its files",
         hint=f"copy the whole directory, or choose one with --tag: {run} has {saved_iterations}",
         file=os.path.join(run, LATEST),
     )
@@ -196,7 +205,7 @@ def _marker(folder: str) -> dict[str, Any]:
 
 
 def latest(path: str) -> str | None:
-    """The name of the folder that a run's tracker file names; None without the file."""
+    """The folder that a run's tracker file names as the latest; None without that file."""
     tracker = os.path.join(path, LATEST)
     if not sources.is_file(tracker):
         return None
@@ -205,17 +214,20 @@ def latest(path: str) -> str | None:
 
 
 def to_load(run: str, tag: str) -> str:
-    """What the user must do to load an iteration that is not the current one.
+    """What the user must do so that Megatron-LM loads the iteration `tag`, as a sentence.
 
-    "" for the current one.
+    "" if the tracker file names this iteration already.
     """
     named, tracker = latest(run), os.path.join(run, LATEST)
     if named == tag:
         return ""
     step = tag.removeprefix("iter_")
     if not step.isdecimal():
-        return f"Megatron-LM loads {tag} if {tracker} says {tag}"
+        return f"write {tag} into {tracker}: then Megatron-LM loads it"
     if named is not None and not is_iteration(named):  # Megatron-LM fails on such a tracker file
-        return f"{tracker} says {named[:99]!r}: Megatron-LM loads {tag} if it says {int(step)}"
+        return (
+            f"{tracker} contains {named[:99]!r}: write {int(step)} into it, and Megatron-LM loads "
+            f"{tag}"
+        )
     says = "is missing" if named is None else f"names {named}"
     return f"{tracker} {says}: Megatron-LM loads {tag} only with --ckpt-step {int(step)}"

@@ -3,15 +3,15 @@
     model.module.<name>                               weights, fp32: the optimizer updates them
     optimizer.state.module.module.<name>.exp_avg      moments; torch's Adam has a step beside them
     optimizer.param_to_group_meta.module....<name>.lr every parameter's group, value by value
-    args, iteration, opt_param_scheduler.max_lr       what ranks share
+    args, iteration, opt_param_scheduler.max_lr       values that all ranks share
     rng_state.(pp, tp).0.torch_rng_state              states of single ranks
 
-torch.distributed.checkpoint saved them. Names are those of modules, with one `module.` in front for
-each wrapper. A gated `linear_fc1` is two tensors: <name>_w for the gate, <name>_v for the other
-half. All tensors have their global shape, and experts have their numbers in the full layer.
+torch.distributed.checkpoint saved them. Names are the modules' names, with one `module.` in front
+for each wrapper. A gated `linear_fc1` is two tensors: <name>_w for the gate, <name>_v for the other
+half. All tensors have their global shape, and experts are numbered within the full layer.
 
-Layers have the numbers of their pipeline stage, so the stages of a pipeline write the same keys.
-Only directories of one stage are read. Proven with megatron-core 0.16.1 and 0.19.2.
+Layers are numbered within their pipeline stage, so several stages would write the same keys. So
+zckpt reads only directories of one stage. Proven with megatron-core 0.16.1 and 0.19.2.
 """
 
 from __future__ import annotations
@@ -63,14 +63,16 @@ Keys = dict[str, str]
 
 
 class FsdpReader:
-    """Sorts and reads the keys of a directory; `tp` is its number of tensor ranks.
+    """Sorts and reads the keys of a Megatron-FSDP directory; `tp` is its number of tensor ranks.
 
     Raises UnsupportedCheckpoint for several pipeline stages or model chunks, for gated layers of
-    several tensor ranks whose halves are not separate, and for states other than moments.
+    several tensor ranks whose halves are not separate tensors, and for optimizer states that zckpt
+    does not know.
 
-    A key is identified by its path in the saved state, which `.metadata` keeps, because names have
-    dots too. `weights` and `modules` (the modules' own states) are by name in the model, `states`
-    by slot and name, `metas` by name and then by the name of a group's value, `other_keys` by path.
+    `.metadata` keeps the path of each key in the saved state. Keys are identified by this path,
+    because names have dots too. `weights` and `modules` (modules' extra states) map names in the
+    model to keys, `states` has such a map for each optimizer state, `metas` maps each parameter to
+    the keys of its group's values, and `other_keys` maps paths to keys.
     """
 
     def __init__(self, folder: str, reading: Reading) -> None:
@@ -88,7 +90,8 @@ class FsdpReader:
             if key not in self.table.paths:
                 raise UnsupportedCheckpoint(
                     "writer-unsupported",
-                    f"{folder} does not say which value {safe(key)} was in the saved state",
+                    f"{folder}: .metadata does not state the path of the key {safe(key)} in the "
+                    "saved state",
                     hint="save it with torch's DefaultSavePlanner, as Megatron-LM does",
                     file=folder,
                 )
@@ -123,7 +126,9 @@ class FsdpReader:
         axes_of_keys, objects = self._modules()
         if self.file is None:
             raise CorruptCheckpoint(
-                "file-damaged", f"{self.folder} has nothing beside its weights", file=self.folder
+                "file-damaged",
+                f"{self.folder} has only weights, no arguments and no counters",
+                file=self.folder,
             )
         content = Content(
             self.folder,
@@ -146,7 +151,7 @@ class FsdpReader:
     # -- the ranks
 
     def _places(self) -> list[tuple[int, ...]]:
-        """The numbers (stage, tensor rank) of the ranks whose random states were saved."""
+        """The pairs (pipeline stage, tensor rank) of the ranks whose random states were saved."""
         ranks = dict.fromkeys(
             str(path[1]) for path in self.other_keys if path[0] == "rng_state" and len(path) > 1
         )
@@ -155,16 +160,17 @@ class FsdpReader:
         ]
 
     def _require_known(self) -> int:
-        """The number of tensor ranks.
+        """The number of tensor-parallel ranks of the run.
 
-        Raises UnsupportedCheckpoint for several pipeline stages or model chunks.
+        Raises UnsupportedCheckpoint for several pipeline stages or model chunks, or if it is
+        unknown how many stages there were.
         """
         stage_count = size_of(self.args, "pipeline_model_parallel_size")
         if stage_count is None and not self.places:
             raise UnsupportedCheckpoint(
                 "writer-unsupported",
-                f"{self.folder} has neither args nor rng_state, so nothing says how many pipeline "
-                "stages the run had",
+                f"{self.folder} does not state how many pipeline stages the run had: it has "
+                "neither args nor rng_state",
                 file=self.folder,
             )
         stages = max(stage_count or 1, *(1 + pp for pp, _ in self.places), 1)
@@ -184,9 +190,9 @@ class FsdpReader:
         return tp
 
     def _require_halves(self) -> None:
-        """Raises UnsupportedCheckpoint if tensor ranks keep both halves of a gate in one tensor.
+        """Raises UnsupportedCheckpoint if several tensor ranks saved a gated layer as one tensor.
 
-        Then its rows are gate and up of the first rank, gate and up of the second, ...
+        The rows of such a tensor are gate and up of the first rank, gate and up of the second, ...
         """
         ranks = max(self.tp, size_of(self.args, "expert_tensor_parallel_size") or 1)
         for raw in self.weights if ranks > 1 else ():
@@ -197,15 +203,15 @@ class FsdpReader:
             if name.endswith("linear_fc1.weight") and is_gated:
                 raise UnsupportedCheckpoint(
                     "writer-unsupported",
-                    f"{self.folder}: the halves of {name} are not apart, and zckpt does not know "
-                    f"the order in which {ranks} tensor ranks have them",
-                    hint="save it from one tensor rank",
+                    f"{self.folder}: the two halves of the gated layer {name} are one tensor, and "
+                    f"zckpt does not know in which order {ranks} tensor ranks saved their rows",
+                    hint="save it from a run with one tensor rank",
                     file=self.folder,
                     subject=name,
                 )
 
     def _random_states(self) -> dict[str, Any]:
-        """The random states of ranks, under the keys that torch_dist uses."""
+        """The random states of ranks, by the keys that torch_dist uses for them."""
         result = {}
         for pp, tp in self.places:
             key = f"rng_state/shard_{pp}.{tp}_1.{self.tp}"
@@ -216,7 +222,10 @@ class FsdpReader:
     # -- the optimizer
 
     def _moments(self) -> None:
-        """Adds moments, and masters if the optimizer keeps them."""
+        """Adds the moments to the entries, and the masters if the optimizer keeps them.
+
+        Raises UnsupportedCheckpoint for a state that does not fit its weight.
+        """
         for state, raw in self.states.items():
             if state == "step":
                 continue
@@ -224,22 +233,22 @@ class FsdpReader:
             for name, keys in joined(self.folder, raw).items():
                 entry, wrong = self.enter(name, slot, keys), ""
                 if name not in self.shapes:
-                    wrong = "is the state of no weight"
+                    wrong = "is an optimizer state, but the directory lacks its weight"
                 elif entry.dtype not in (MASTERS if slot == "master" else MOMENTS):
-                    wrong = f"is of type {entry.dtype}, whose scale or rest the files do not have"
+                    wrong = f"has the type {entry.dtype}, and the files lack its scale"
                 elif entry.shape != self.shapes[name]:
                     # 0.16.1 splits only exp_avg and exp_avg_sq: of another state, both keys have
                     # all of it
-                    wrong = "has not the shape of its weight"
+                    wrong = f"has the shape {list(entry.shape)}, its weight another"
                 if wrong:
                     what = f"{self.folder}: {safe(keys[0])} {wrong}"
                     raise UnsupportedCheckpoint("writer-unsupported", what, hint=WEIGHTS_ONLY)
 
     def _groups(self) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """The param groups, and the number of each parameter's group.
+        """The parameter groups, and the number of each parameter's group by name.
 
-        Files state the values of a group for every parameter; parameters with equal values form
-        one.
+        The files state the group's values for every parameter. Parameters with equal values form a
+        group.
         """
         groups: list[dict[str, Any]] = []
         numbers: dict[str, int] = {}  # of groups, by their values as JSON
@@ -249,7 +258,7 @@ class FsdpReader:
             if name not in self.shapes:
                 raise IncompleteCheckpoint(
                     "elements-missing",
-                    f"{self.folder} states the group of {name}, but has no such weight",
+                    f"{self.folder} states the parameter group of {name}, but lacks its weight",
                     file=self.folder,
                     subject=name,
                 )
@@ -263,9 +272,9 @@ class FsdpReader:
         return groups, group_of
 
     def _step(self, policy: str | None) -> dict[str, Any]:
-        """The item `state` of the optimizer with the step that all its states share; else empty.
+        """{"state": {"common_step": step}}, with the one step of all states; {} without steps.
 
-        Raises InconsistentCheckpoint if steps differ and no policy decides.
+        Raises InconsistentCheckpoint if steps differ and `policy` does not decide.
         """
         numbers = {key: self.value(key, key) for key in self.states.get("step", {}).values()}
         steps_of_files = [(self.location(key).file, number) for key, number in numbers.items()]
@@ -280,9 +289,10 @@ class FsdpReader:
     # -- values that torch_dist also has
 
     def _modules(self) -> tuple[dict[str, int], dict[str, Any]]:
-        """The torch_dist keys of weights, and the modules' own states under torch_dist's keys.
+        """The torch_dist keys of weights, and the modules' extra states by torch_dist key.
 
-        0.16.1 does not save these states; each is then empty (None).
+        The first result maps keys to their number of leading axes (layers, experts). 0.16.1 does
+        not save the extra states; each is then None.
         """
         state_keys = {plain_name(raw): key for raw, key in self.modules.items()}
         state_keys.pop(OF_OUTPUT, None)
@@ -311,7 +321,7 @@ class FsdpReader:
         else:
             raise UnsupportedCheckpoint(
                 "state-unsupported",
-                f"{self.folder} has {safe(key)}, which is no state of a weight that zckpt knows",
+                f"{self.folder}: zckpt does not know the optimizer key {safe(key)}",
                 hint=WEIGHTS_ONLY,
                 file=self.folder,
             )
@@ -321,7 +331,7 @@ class FsdpReader:
     def tree(self, place: str, *begin: str) -> Any:
         """All values whose paths in the saved state begin with `begin`, as one nested value.
 
-        `place` is its path in the manifest's state.
+        `place` is the path that this value gets in the manifest's state.
         """
         tree: dict[Any, Any] = {}
         room = MAX_LIST
@@ -332,9 +342,10 @@ class FsdpReader:
         return tree.get("", {})
 
     def value(self, key: str, place: str) -> Any:
-        """The value of an item, for the manifest's state; None if its file is lost.
+        """Reads the value of a key for the manifest's state; None if its file is lost.
 
-        Tensors become entries of slot `state`, and 0-d tensors become numbers.
+        0-d tensors become numbers. Other tensors become entries of slot `state`, and the value
+        names them; `place` is the path of the value in the manifest's state.
         """
         item = self.table.items[key]
         if item is None or (not item.shape and len(item.boxes) == 1):
@@ -348,18 +359,18 @@ class FsdpReader:
         return TensorName(place)
 
     def location(self, key: str) -> ItemLocation:
-        """The place in a file of an item: of its value, or of its tensor's first box."""
+        """The file and the byte offset of a key's value, or of the first shard of its tensor."""
         item = self.table.items[key]
         return self.table.location(key, item.boxes[0] if item else None)
 
     # -- tensors
 
     def enter(self, name: str, slot: str, keys: Sequence[str]) -> Entry:
-        """Adds an entry made of the tensors under `keys`, and returns it.
+        """Adds an entry for the tensor of one key, or for the two halves of a gated layer.
 
-        There is one key, or two for the halves of a gated layer; the rows of the second follow
-        those of the first. Raises UnsupportedCheckpoint if an item is no tensor, and
-        InconsistentCheckpoint if the halves differ in shape or type.
+        Of two keys, the rows of the second follow the rows of the first. Returns the entry. Raises
+        UnsupportedCheckpoint if a key has no tensor, and InconsistentCheckpoint if the halves
+        differ in shape or type.
         """
         pieces: list[TensorPiece] = []
         shapes, dtypes, rows = set(), set(), 0
@@ -378,7 +389,7 @@ class FsdpReader:
         if len(shapes) > 1 or len(dtypes) > 1:
             raise InconsistentCheckpoint(
                 "ranks-disagree",
-                f"{self.folder}: the halves of {name} are not alike",
+                f"{self.folder}: the two halves of the gated layer {name} differ in shape or type",
                 file=self.folder,
                 subject=name,
             )
@@ -390,7 +401,7 @@ class FsdpReader:
         return entry
 
     def _pieces(self, key: str, rows: int = 0) -> list[TensorPiece]:
-        """The boxes of a key's tensor, with row offsets increased by `rows`."""
+        """The shards of a key's tensor, with `rows` added to their row offsets."""
         return [
             piece_of(file, file.value, (*(at + rows for at in box.offsets[:1]), *box.offsets[1:]))
             for box, file in self.files.boxes(self.table, key)
@@ -398,15 +409,18 @@ class FsdpReader:
 
 
 def plain_name(raw: str) -> str:
-    """A name without wrappers, with experts and norms named as in the local spec."""
+    """The name of a parameter as in Megatron-Core's local spec.
+
+    There, names have no wrappers, and each expert and each norm is a separate module.
+    """
     return with_plain_norms(with_own_expert(WRAPPERS.sub("", raw)))
 
 
 def joined(folder: str, keys: Mapping[str, str]) -> dict[str, list[str]]:
     """Maps each parameter to its keys: one key, or two for the gate and the other half.
 
-    Raises InconsistentCheckpoint if two keys have the same tensor, and IncompleteCheckpoint if only
-    one half is there.
+    `keys` maps names in the files to keys. Raises InconsistentCheckpoint if two keys hold the same
+    parameter, and IncompleteCheckpoint if only one of the halves is there.
     """
     parts: dict[str, dict[str, str]] = {}
     for raw, key in keys.items():
@@ -422,7 +436,7 @@ def joined(folder: str, keys: Mapping[str, str]) -> dict[str, list[str]]:
         if halves.keys() not in ({""}, {"w", "v"}):
             raise IncompleteCheckpoint(
                 "elements-missing",
-                f"{folder} has not both halves of {name}, and these alone",
+                f"{folder} does not have exactly the two halves (_w, _v) of the gated layer {name}",
                 file=folder,
                 subject=name,
             )

@@ -1,10 +1,10 @@
-"""Orders the pieces of gated layers that a run with torch's FSDP2 saved.
+"""Reorders the row blocks of gated layers that a run with torch's FSDP2 saved.
 
-With --use-torch-fsdp2 a rank has rows of a gated `linear_fc1`, [gate; up], as FSDP2 cuts them: of 2
-data ranks, one has the gate and the other has up. Megatron-Core 0.16.1 treats the first half of
-these rows as a part of the gate, and the second half as a part of up. So the files of 2 ranks have
-the halves [gate 0, up 0, gate 1, up 1]. Runs of 1 and of 2 ranks held the same; so did 2 tensor
-ranks with 2 data ranks each.
+With --use-torch-fsdp2 each data rank has a range of rows of a gated `linear_fc1`, [gate; up]. With
+2 data ranks, the first has the gate and the second has up. Megatron-Core 0.16.1 treats the first
+half of a rank's rows as a part of the gate, and the second half as a part of up. So the files of 2
+ranks have the halves in the order [gate 0, up 0, gate 1, up 1]. Compared: runs of 1 and of 2 data
+ranks held the same weights, and so did 2 tensor ranks with 2 data ranks each.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ CONTEXT = "context_parallel_size"
 
 
 def is_interleaved(args: Mapping[str, Any]) -> bool:
-    """Whether a run with these arguments stores gated layers as this module's description says."""
+    """Whether a run with these arguments saves gated layers in the order that this module fixes."""
     gated = args.get("swiglu") or args.get("quick_geglu")
     return bool(args.get("use_torch_fsdp2") and gated)
 
 
 def data_ranks(args: Mapping[str, Any]) -> int:
-    """The number of ranks over which FSDP2 cuts parameters."""
+    """The number of ranks among which FSDP2 divides the rows of a parameter."""
     return int(args.get(SIZES_OF_RUN[DP]) or 1) * int(args.get(CONTEXT) or 1)
 
 
 def put_in_order(args: Mapping[str, Any]) -> list[Notice]:
-    """A warning that the files have rows of gated layers in another order than the module.
+    """The warning that the files store the rows of gated layers in another order than the module.
 
-    Empty for runs whose files do not; zckpt reads the rows in the module's order.
+    Empty if they do not. zckpt reads the rows in the module's order.
     """
     if not is_interleaved(args) or data_ranks(args) == 1:
         return []
@@ -48,14 +48,14 @@ def put_in_order(args: Mapping[str, Any]) -> list[Notice]:
 
 
 def refuse_target(source: str, args: Mapping[str, Any]) -> None:
-    """Raises UnsupportedCheckpoint for a target that a run with torch's FSDP2 would load.
+    """Raises UnsupportedCheckpoint if a run with torch's FSDP2 would load the target.
 
-    `args` are the arguments of that run.
+    `args` are the arguments of that run; `source` is named in the message.
     """
     if is_interleaved(args):
         raise UnsupportedCheckpoint(
             "engine-fault",
-            f"zckpt writes no files of Megatron-Core from {source} for a run with torch's FSDP2: "
+            f"zckpt cannot write {source} as Megatron-Core files for a run with torch's FSDP2: "
             f"{INTERLEAVED.message}",
             hint=INTERLEAVED.hint,
         )
@@ -64,9 +64,10 @@ def refuse_target(source: str, args: Mapping[str, Any]) -> None:
 def in_order(
     folder: str, name: str, pieces: list[TensorPiece], args: Mapping[str, Any]
 ) -> list[TensorPiece]:
-    """Moves the pieces of a gated layer to the rows that they have in the module.
+    """Moves the shards of a gated layer to the rows that they have in the module.
 
-    Other parameters stay unchanged. Raises UnsupportedCheckpoint unless all ranks have equal parts.
+    Other parameters stay unchanged. Raises UnsupportedCheckpoint unless the shards have equal
+    numbers of rows, two from each rank.
     """
     tp, dp = int(args.get(SIZES_OF_RUN[TP]) or 1), data_ranks(args)
     if dp == 1 or not GATED.fullmatch(name) or not is_interleaved(args):
@@ -75,7 +76,7 @@ def in_order(
     if ".experts." in name or len(rows) > 1 or len(pieces) != 2 * tp * dp:
         raise UnsupportedCheckpoint(
             "engine-fault",
-            f"{folder} has {name} in {len(pieces)} pieces: {INTERLEAVED.message}",
+            f"{folder} has {name} in {len(pieces)} shards: {INTERLEAVED.message}",
             hint=INTERLEAVED.hint,
             file=folder,
             subject=name,
@@ -89,7 +90,7 @@ def in_order(
 
 
 def _row(number: int, tp: int, dp: int) -> int:
-    """The position of a file's piece among the module's rows, in units of pieces.
+    """The first row in the module of a file's shard `number`, counted in shards.
 
     The file has the first halves of all ranks' rows, then the second halves.
     """

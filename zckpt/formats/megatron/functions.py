@@ -1,9 +1,9 @@
-"""The functions of the format megatron, and the obstacles to loading its files unchanged.
+"""The functions of the format megatron, and the reasons why a run cannot load files unchanged.
 
-fully_reshardable, fully_sharded_model_space, no distributed optimizer     any sizes load it
-dp_reshardable, dp_zero_gather_scatter: flat buffers                       any dp loads it
-mp_rank_*: a folder for each model rank                                    any dp loads it
-gated layers that torch's FSDP2 has cut                                    the same dp and tp do
+fully_reshardable, fully_sharded_model_space, no distributed optimizer     any sizes can load it
+dp_reshardable, dp_zero_gather_scatter: flat buffers                       any dp can load it
+mp_rank_*: a folder for each model rank                                    any dp can load it gated
+layers saved with torch's FSDP2                                      only the same dp and tp
 """
 
 from ...core.checkpoint.manifest import Manifest
@@ -20,7 +20,10 @@ from .write import lay_out, lay_out_like, seal
 
 
 def obstacles(source: Manifest, options: Options) -> list[Notice]:
-    """The sizes by which the files are cut and for which the options ask for another number."""
+    """Lists the run sizes for which the options ask another number than the files were saved with.
+
+    Only the sizes that matter for this kind of files; empty if the files fit.
+    """
     dialect = sharding(source)
     legacy = kind_of(source.root) == OF_RANKS
     kept = source.state.get("megatron")

@@ -1,14 +1,14 @@
 """Finds the group of each parameter, and the step of the optimizer.
 
-No file lists the members of a group. Megatron-Core makes groups by rule: biases and 1-d tensors
-have `wd_mult` 0, and experts that are spread over ranks have `is_expert_parallel`. Two options of
-Megatron-LM change this, and the arguments state them: norms of q and k may be decayed
-(--apply-wd-to-qk-layernorm), embedding and output layer may have another learning rate
-(--decoupled-lr). If this rule does not lead to one group, the manifest has no groups; they stay in
-its state.
+No file lists the members of a group. Megatron-Core makes groups by rule: biases and 1-d tensors get
+`wd_mult` 0, and experts that are spread over ranks get `is_expert_parallel`. Two options of
+Megatron-LM change the rule, and the arguments state them: norms of q and k may be decayed
+(--apply-wd-to-qk-layernorm), and embedding and output layer may have another learning rate
+(--decoupled-lr). If the rule does not lead to exactly one group for every parameter, the manifest
+has no groups; they are kept in its state only.
 
 The step is in the groups (Transformer Engine, Apex, and torch's Adam under the distributed
-optimizer), or common to all states (torch's Adam without it).
+optimizer), or is one value for all states (torch's Adam without it).
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ FileStep = tuple[str, Any]
 
 
 def groups_of(common: dict[Any, Any]) -> list[dict[str, Any]]:
-    """The groups of all optimizers, with the experts' last; raises CorruptCheckpoint."""
+    """The groups of all optimizers, with the experts' groups last; raises CorruptCheckpoint.
+
+    `common` is the state that all ranks share.
+    """
     states = (state.get("optimizer", state) for state in optimizers_of(common))
     return [group for state in states for group in groups_in(state, "the optimizer", [])]
 
@@ -40,7 +43,8 @@ def groups_of(common: dict[Any, Any]) -> list[dict[str, Any]]:
 def groups_in(state: Any, where: str, usual: Any = None) -> list[dict[str, Any]]:
     """The groups in an optimizer's state dict; `usual` if it has none.
 
-    Raises CorruptCheckpoint if they are no list of dictionaries.
+    `where` names the state in messages. Raises CorruptCheckpoint if the groups are not a list of
+    dictionaries.
     """
     listed = state.get("param_groups", usual) if isinstance(state, dict) else None
     if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
@@ -55,9 +59,10 @@ def members(
     shapes: Mapping[str, tuple[int, ...]],
     args: Mapping[str, Any],
 ) -> dict[str, int] | None:
-    """The number of every parameter's group, by the rule in this module's description.
+    """The number of every parameter's group by name; None if the rule does not decide.
 
-    `shapes` are by parameter name. None if the rule leads to no group, or to several.
+    The rule is in this module's description. It does not decide if no group or several groups fit a
+    parameter. `args` are the run's arguments.
     """
     spread = any(group.get("is_expert_parallel") for group in groups)
     alike = by_key(
@@ -85,26 +90,30 @@ def _is_decayed(name: str, shape: tuple[int, ...], args: Mapping[str, Any]) -> b
 
 
 def _is_decoupled(group: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
-    """Whether a group has --decoupled-lr; since 0.16 only its largest learning rate shows it."""
+    """Whether a group has the learning rate of --decoupled-lr.
+
+    Since 0.16 only its largest learning rate shows this.
+    """
     if group.get("is_decoupled_lr"):
         return True
     return group.get("default_config") is False and group.get("max_lr") == args["decoupled_lr"]
 
 
 def decay_multiplier(group: Mapping[str, Any]) -> Any:
-    """The multiplier of a group's weight decay; NeMo writes `pre_` before the key."""
+    """The multiplier of a group's weight decay; NeMo writes `pre_` before its key."""
     return group.get("wd_mult", group.get("pre_wd_mult", 1.0))
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of a group, without its members and the step."""
+    """The hyper-parameters of a group, without the list of its parameters and the step."""
     return {key: value for key, value in group.items() if key not in ("params", "step")}
 
 
 def agreed_step(folder: str, steps_of_files: Iterable[FileStep], policy: str | None) -> Step | None:
-    """The step of all files; raises InconsistentCheckpoint if they differ and no policy decides.
+    """The step that all files state; None if none states it.
 
-    Megatron-Core has one step for all parameters, so no parameter may have a different one.
+    Megatron-Core has one step for all parameters. Raises InconsistentCheckpoint if the files differ
+    and `policy` does not decide. `folder` is the checkpoint's directory.
     """
     places = [
         (os.path.relpath(file, folder), step)
@@ -117,9 +126,9 @@ def agreed_step(folder: str, steps_of_files: Iterable[FileStep], policy: str | N
 def stated_step(
     common: dict[Any, Any], file: TorchFile, policy: str | None
 ) -> tuple[Step | None, StepPlace | None, list[Sighting]]:
-    """The completed updates, where they are stored, and every place that states a step.
+    """The completed updates, where the files store them, and every place that states a step.
 
-    Raises InconsistentCheckpoint if groups differ and no policy decides.
+    Raises InconsistentCheckpoint if groups differ and `policy` does not decide.
     """
     in_groups = steps.StatedSteps("group")
     in_states = steps.StatedSteps("state")

@@ -55,9 +55,9 @@ class Content(Struct, eq=False):
     `file` is the file of the `common` state, whose tensors become entries; `args` are the run's
     arguments. `shapes` are the shapes of all weights and buffers. `frozen` are weights without an
     optimizer state although others have one. `sharding` is how the optimizer's state was sharded;
-    None if it was not read. `keys` maps the directory's keys to their number of leading axes.
-    `group_of` is the group of every parameter, if the files state it. `steps` are the steps that
-    the ranks' files state.
+    None if it was not read. `keys` maps the directory's keys to their number of leading axes
+    (layers, experts). `group_of` is the group of every parameter, if the files state it. `steps`
+    are the steps in the ranks' files.
     """
 
     folder: str
@@ -79,9 +79,10 @@ class Content(Struct, eq=False):
     steps: list[FileStep] = field(default_factory=list)
 
     def join(self, parts: Iterable[tuple[int, Entry]], cuts: Mapping[str, Sliced]) -> None:
-        """Joins the parts of tensors that tensor ranks hold into entries with the full tensors.
+        """Joins the tensor ranks' shards into entries with the full tensors.
 
-        `parts` are pairs of a tensor rank and its part. Further copies of a tensor become replicas.
+        `parts` are pairs of a tensor rank and its shard; `cuts` says how the ranks cut each
+        parameter. Further identical shards become replicas.
         """
         held: dict[Key, list[list[Entry]]] = {}
         for rank, part in parts:
@@ -96,7 +97,8 @@ class Content(Struct, eq=False):
 def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     """The manifest of a directory; raises InconsistentCheckpoint if steps differ.
 
-    A numeric `step_policy` also supplies the iteration if the common state has none.
+    `step_policy` is the value of --step-policy. A number also supplies the iteration if the common
+    state has none.
     """
     common, shapes = content.common, content.shapes
     slots = {entry.slot for entry in content.entries.values() if is_optimizers(entry.slot)}
@@ -131,17 +133,20 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     if groups and not has_groups:
         message = (
             "no file lists the members of the parameter groups, and Megatron-Core's usual rule "
-            "does not give them: the groups are kept in the state alone"
+            "does not decide them: zckpt keeps the groups' values, but assigns no parameters"
         )
         warnings.append(warning("groups-missing", message, subject="param_groups"))
     if len(trainable) < len(parameter_shapes) and content.sharding in (*FLAT, DISTRIBUTED):
         untrained = [name for name in parameter_shapes if name in frozen]
-        message = f"no buffer of the optimizer has {listed(untrained)}: zckpt takes them for frozen"
+        message = (
+            f"the optimizer's buffers do not contain {listed(untrained)}: zckpt treats them as "
+            "frozen"
+        )
         warnings.append(warning("frozen-inferred", message, subject=next(iter(untrained), None)))
     if not any(entry.slot == "param" for entry in content.entries.values()):
         message = (
-            "the directory has no weights of a model: its masters stand for them; it has no frozen "
-            "weights and no buffers"
+            "the directory was saved without the model: zckpt uses the optimizer's fp32 masters as "
+            "its weights; frozen weights and buffers are missing"
         )
         warnings.append(warning("weights-missing", message, file=content.folder))
     if "iteration" not in common and step_policy is not None and step_policy.isdecimal():
@@ -197,7 +202,10 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
 
 
 def extra_states(table: ItemTable, own_paths: Iterable[str] = ()) -> list[Notice]:
-    """Notes on files of a directory that zckpt does not read: neither items nor `own_paths`."""
+    """Notes on files of a directory that zckpt does not read.
+
+    `own_paths` are files that it does read, besides those with tensors.
+    """
     known_paths = {*table.files, *table.locations.paths, *own_paths}
     of_zckpt = (CACHE, UNFINISHED)
     with os.scandir(table.folder) as items:
@@ -208,21 +216,21 @@ def extra_states(table: ItemTable, own_paths: Iterable[str] = ()) -> list[Notice
 
 
 def stranger(folder: str, name: str) -> Notice:
-    """The note on a file of the directory that zckpt does not read."""
-    message = f"{name}, a file of the directory"
+    """The note on the file `name` of the directory, which zckpt does not read."""
+    message = f"{name}, an unknown file of the directory"
     return note("file-omitted", message, subject=name, file=os.path.join(folder, name))
 
 
 def is_stranger(notice: Notice) -> bool:
-    """Whether a notice is one that `stranger` made: its subject is a file's name.
+    """Whether a notice was made by `stranger`: its subject is a file's name.
 
-    Notices on a trainer's omitted files have the same code and no such subject.
+    Notices on a trainer's omitted files have the same code, but no file's name as subject.
     """
     return notice.code == "file-omitted" and notice.subject not in (None, FOLLOW)
 
 
 def _other_iteration(content: Content) -> list[Notice]:
-    """A warning if the folder's name and its common state state different iterations."""
+    """A warning if the folder's name and the common state name different iterations."""
     name, stated_iteration = basename(content.folder), content.common.get("iteration")
     number = name.removeprefix("iter_")
     if number == name or not is_iteration(name) or stated_iteration in (None, int(number)):
@@ -235,9 +243,9 @@ def _other_iteration(content: Content) -> list[Notice]:
 
 
 def _stage(sharding: str | None, args: Mapping[str, Any]) -> int | None:
-    """The ZeRO stage that corresponds to how the optimizer's state is sharded; None if unknown.
+    """The ZeRO stage that corresponds to the optimizer's `sharding`; None if unknown.
 
-    For Megatron-FSDP it follows from the strategy in the arguments.
+    For Megatron-FSDP it is computed from the sharding strategy in the arguments.
     """
     if sharding == FSDP:
         return STRATEGIES.get(str(args.get("data_parallel_sharding_strategy")))
@@ -245,38 +253,38 @@ def _stage(sharding: str | None, args: Mapping[str, Any]) -> int | None:
 
 
 def size_of(args: Mapping[str, Any], key: str) -> int | None:
-    """The number that an argument states, if it is positive; else None."""
+    """The value of an argument, if it is a positive integer; else None."""
     value = args.get(key)
     return value if type(value) is int and value > 0 else None
 
 
 def require_groups(folder: str, args: Mapping[str, Any], tp: int) -> None:
-    """Raises UnsupportedCheckpoint if tensor ranks share the keys and values of a query group.
+    """Raises UnsupportedCheckpoint if several tensor ranks share one query group.
 
-    Then every rank holds a copy of them in `linear_qkv`. Without grouped queries,
-    `num_query_groups` is 1 and has no meaning.
+    Then each of these ranks holds the group's keys and values in `linear_qkv`. Without grouped
+    queries, `num_query_groups` is 1 and has no meaning.
     """
     queries = size_of(args, "num_query_groups")
     if queries is not None and queries < tp and args.get("group_query_attention") is not False:
         raise UnsupportedCheckpoint(
             "grid-unsupported",
-            f"{folder} has {counted(queries, 'query group')} on {tp} tensor ranks, which hold "
-            "copies of keys and values",
-            hint="zckpt reads linear_qkv if every rank has groups of its own: load the run in "
-            f"Megatron-Core on at most {counted(queries, 'tensor rank')}, and save it again",
+            f"{folder} has {counted(queries, 'query group')} on {tp} tensor ranks: several ranks "
+            "hold the same keys and values in linear_qkv, which zckpt does not read",
+            hint="load the run in Megatron-Core on at most "
+            f"{counted(queries, 'tensor rank')}, and save it again",
             file=folder,
         )
 
 
 def without_weights(folder: str, states: Iterable[str], other_words: Iterable[str]) -> MissingData:
-    """The error for a directory without weights and masters, with a list of what it has.
+    """The error for a directory with neither weights nor masters; it lists what is there.
 
     `states` are the optimizer's states, `other_words` the first words of other keys.
     """
     what = [*(f"{state} of an optimizer" for state in sorted(states)), *dict.fromkeys(other_words)]
     return MissingData(
         "weights-missing",
-        f"{folder} has neither weights of a model nor masters"
+        f"{folder} has neither the weights of a model nor fp32 masters"
         + (f", only {listed(what)}" if what else ""),
         hint=f"the weights may be in another directory; if not, {WITH_MODEL}",
         file=folder,
@@ -284,27 +292,28 @@ def without_weights(folder: str, states: Iterable[str], other_words: Iterable[st
 
 
 def require_states_by_parameter(folder: str, args: Mapping[str, Any]) -> None:
-    """Raises UnsupportedCheckpoint for Muon: each rank has the state of other full parameters."""
+    """Raises UnsupportedCheckpoint for Muon, whose ranks keep the states of full parameters."""
     if "muon" in str(args.get("optimizer")) or args.get(LAYER_WISE):
         raise UnsupportedCheckpoint(
             "optimizer-unsupported",
-            f"{folder} has the state of Muon, of which every rank has whole parameters",
+            f"{folder} has optimizer states of Muon, which zckpt does not read: each rank stores "
+            "full parameters of its own",
             hint=WEIGHTS_ONLY,
             file=folder,
         )
 
 
 def _vocabulary(args: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Any:
-    """The numbers of vocabulary rows: all rows, and those that the tokenizer uses, if stated.
+    """{"rows": all vocabulary rows, "used": those that the tokenizer uses}; None without embedding.
 
-    None without an embedding.
+    `used` is None if the arguments do not state it.
     """
     shape = shapes.get(EMBEDDING)
     return None if shape is None else {"rows": shape[0], "used": size_of(args, "vocab_size")}
 
 
 def _usual_dtype(entries: Mapping[Key, Entry], names: Mapping[str, Any]) -> str | None:
-    """The type of the largest weight."""
+    """The type of the model's largest weight; None if there are no weights."""
     weights = (entry for name in names if (entry := entries.get((name, "param"))))
     largest = max(weights, key=lambda entry: entry.numel, default=None)
     return None if largest is None else largest.dtype

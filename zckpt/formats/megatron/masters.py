@@ -1,9 +1,9 @@
-"""Handles masters that do not round to their weights, and compares copies.
+"""Handles fp32 masters that do not round to their weights, and compares replicas.
 
 `fully_reshardable` files of several buckets have wrong masters and moments if a bucket has padding
 at its end: Megatron-Core 0.14 to 0.19.2 gathers without the padding, and then uses offsets that
-count it. The weights are right, so the masters do not round to them. Flat buffers are read by a
-rule that rounding proves (buffers/placing.py).
+count it. The weights are right, so the masters do not round to them. Flat buffers are not affected:
+zckpt checks by rounding where their parameters are (buffers/placing.py).
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from .common_state import READABLE
 
 LOST = "lost_moments"  # key within a manifest's state of Megatron-Core
 OTHERS = (
-    "the model is no GPTModel, or files of two saves are mixed; --weights-only takes the weights "
-    "alone. If the program saved other weights than it trained, such as those of an EMA, add "
-    "--accept-weights"
+    "the model may not be a GPTModel, or files of two saves are mixed: add --weights-only to read "
+    "the weights without the optimizer. If the program saved other weights than it trained, such "
+    "as an average (EMA), add --accept-weights"
 )
 
 
 def copies(manifest: Manifest, replicas: str | None) -> list[Replicas]:
-    """The comparison of all copies of tensors.
+    """The comparison of all replicas of tensors, made by a conversion.
 
-    InconsistentCheckpoint is raised with the parameters whose copies differ between ranks.
+    It raises InconsistentCheckpoint with the parameters whose replicas differ between ranks.
     """
 
     def judge(differing: Sequence[Result]) -> list[Notice]:
         if different := dict.fromkeys(result.match.a.parameter for result in differing):
             raise InconsistentCheckpoint(
                 "copies-differ",
-                f"{manifest.root}: ranks hold different copies of {listed(list(different), 4)}",
-                hint="Megatron-Core keeps copies equal: take an earlier checkpoint, or the weights "
-                "alone with --weights-only",
+                f"{manifest.root}: ranks hold replicas of {listed(list(different), 4)} that differ",
+                hint="Megatron-Core keeps replicas equal: take an earlier checkpoint, or add "
+                "--weights-only to read the weights without the optimizer",
                 file=manifest.root,
             )
         return []
@@ -62,11 +62,11 @@ def way_out(manifest: Manifest) -> str:
 
 
 def rebuilt(manifest: Manifest, elements: str) -> Manifest:
-    """Drops masters that do not round to their weights, and their moments.
+    """Drops fp32 masters that do not round to their weights, and their moments; adds a warning.
 
-    `elements` says which ones are compared: BEGINNINGS or ALL (core/comparison/masters.py).
-    Masters and moments of vectors are then dropped too. Norms are often constant, so a wrong master
-    may round to its weight by chance. A warning names the parameters.
+    `elements` says which elements are compared: BEGINNINGS or ALL (core/comparison/masters.py). The
+    masters and moments of all vectors are then dropped too. Norms are often constant, so a wrong
+    master may round to its weight by chance. Only `fully_reshardable` checkpoints are changed.
     """
     wrong = {result.match.a.parameter for _, result in unlike(manifest, elements)}
     if not wrong or sharding(manifest) != READABLE:  # a conversion refuses other shardings
@@ -76,9 +76,10 @@ def rebuilt(manifest: Manifest, elements: str) -> Manifest:
     slots = {entry.slot for entry in manifest.entries.values() if is_optimizers(entry.slot)}
     given_up = {(name, slot) for name in lost for slot in ("master", *slots)}
     message = (
-        f"{counted(len(lost), 'parameter')} of {len(manifest.parameters)} have widened weights for "
-        f"masters and no {listed(sorted(slots))}: the masters of {len(wrong)} do not round to "
-        f"their weights, and vectors prove nothing: {', '.join(lost)}"
+        f"zckpt drops the masters and {listed(sorted(slots))} of "
+        f"{counted(len(lost), 'parameter')} of {len(manifest.parameters)}, and widens their "
+        f"weights to fp32 instead: the masters of {len(wrong)} do not round to their weights, and "
+        f"the masters of vectors cannot be checked: {', '.join(lost)}"
     )
     mixed_up = warning("moments-lost", message, subject=lost[0])
     kept = {**manifest.state["megatron"], LOST: lost}
@@ -90,7 +91,7 @@ def rebuilt(manifest: Manifest, elements: str) -> Manifest:
 
 
 def with_zeros(manifest: Manifest) -> Manifest:
-    """The manifest with zeros for the moments that `rebuilt` dropped: a run needs all moments."""
+    """Adds zeros for the moments that `rebuilt` dropped, because a run needs all moments."""
     kept = manifest.state.get("megatron")
     lost = kept.get(LOST) if isinstance(kept, dict) else None
     names = [name for name in lost or () if name in manifest.parameters]
@@ -105,7 +106,7 @@ def with_zeros(manifest: Manifest) -> Manifest:
         return manifest
     message = (
         f"the moments of {counted(len(names), 'parameter')} are zeros, because the source's are "
-        f"lost: the next updates of {listed(names, 4)} differ from those of the run"
+        f"lost: the next updates of {listed(names, 4)} differ from the original run's"
     )
     of_zeros = warning("moments-lost", message, subject=names[0])
     return manifest.replace(
@@ -114,7 +115,7 @@ def with_zeros(manifest: Manifest) -> Manifest:
 
 
 def sharding(manifest: Manifest) -> str | None:
-    """How the optimizer's state was sharded: `fully_reshardable`, for example."""
+    """The type of the optimizer state's sharding, such as `fully_reshardable`; None if unknown."""
     return (
         manifest.run.engine.dialect if isinstance(manifest.run.engine, NamedWeightsEngine) else None
     )

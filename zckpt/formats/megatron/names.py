@@ -3,11 +3,11 @@
     key           decoder.layers.mlp.experts.experts.linear_fc1.weight     (L, E, 2 * ffn, h)
     parameter     decoder.layers.3.mlp.experts.local_experts.1.linear_fc1.weight    (2 * ffn, h)
 
-Layers are stacked on axis 0 and experts on axis 1. A parameter gets the name that
-`model.named_parameters()` has without ranks, with the numbers of its layer in the full model and of
-its expert in the full layer. Models whose layers differ have no axis for layers: their keys contain
-the number of the layer. Norms are named as in the local spec; Transformer Engine's spec names them
-like the keys.
+Layers are stacked on axis 0 and experts on axis 1. A parameter's name is the one that
+`model.named_parameters()` gives it in a run on one rank, so layers are numbered in the full model
+and experts in the full layer. If a model's layers differ, there is no axis for layers: the keys
+contain the layer's number. Norms are named as in the local spec; Transformer Engine's spec names
+them like the keys.
 """
 
 from __future__ import annotations
@@ -38,26 +38,29 @@ NORMS = {
 
 
 def without_prefix(key: str) -> str:
-    """A key without NeMo's prefix, as Megatron-LM has it."""
+    """A key without the prefix that NeMo adds, as Megatron-LM writes it."""
     return PREFIX.sub("", key)
 
 
 def axes_of(key: str) -> int:
-    """The number of leading axes that count layers and experts."""
+    """The number of leading axes of a key's tensor that count layers and experts."""
     key = without_prefix(key)
     return int(bool(LAYERS.fullmatch(key))) + int(bool(EXPERTS.fullmatch(key)))
 
 
 def places(shape: tuple[int, ...], axes: int) -> Iterator[tuple[int, ...]]:
-    """Yields the places (layer, expert) of all parameters that are stacked under a key.
+    """Yields the index (layer, expert) of every parameter that is stacked under a key.
 
-    `shape` is the key's, `axes` its number of leading axes.
+    `shape` is the shape of the key's tensor, `axes` its number of leading axes.
     """
     return product(*map(range, shape[:axes]))
 
 
 def named(key: str, place: tuple[int | str, ...]) -> str:
-    """The name of the parameter at a place on the axes of layers and experts."""
+    """The name of one parameter that is stacked under a key.
+
+    `place` is its index on the axes of layers and experts.
+    """
     numbers, name = list(place), without_prefix(key)
     if match := LAYERS.fullmatch(name):
         name = f"{match['stack']}.{numbers.pop(0)}.{match['rest']}"
@@ -67,14 +70,14 @@ def named(key: str, place: tuple[int | str, ...]) -> str:
 
 
 def with_plain_norms(name: str) -> str:
-    """A name with its norm named as in the local spec."""
+    """The parameter's name with its norm named as in Megatron-Core's local spec."""
     for fused, plain in NORMS.items():
         name = name.replace(fused, plain)
     return name
 
 
 def with_own_expert(name: str) -> str:
-    """The local spec's name, in which each expert is a module, for a name of grouped experts.
+    """The name in the local spec, where each expert is a module, of a grouped experts' parameter.
 
     Other names stay unchanged.
     """
@@ -84,9 +87,9 @@ def with_own_expert(name: str) -> str:
 def keys_of(
     names: Iterable[str], keys: Iterable[str]
 ) -> tuple[dict[str, dict[tuple[int, ...], str]], list[str]]:
-    """Sorts parameter names under keys, by their places (layer, expert): the inverse of `named`.
+    """Assigns parameter names to keys, by their index (layer, expert): the inverse of `named`.
 
-    Also returns the names that no key has.
+    Also returns the names that belong to no key.
     """
     by_name = {named(key, (PLACE,) * axes_of(key)): key for key in keys}
     parts: dict[str, dict[tuple[int, ...], str]] = {}
@@ -102,10 +105,10 @@ def keys_of(
 
 
 def _generalized(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields pairs: a form of the name, and the numbers (layer, expert) that PLACE replaces in it.
+    """Yields variants of a name with PLACE instead of numbers, and the numbers that were replaced.
 
-    First the name itself, without replaced numbers. Then the forms without the expert's number,
-    without the layer's, and without both.
+    First the name itself, without replaced numbers. Then the variants without the expert's number,
+    without the layer's, and without both. The numbers are (layer, expert).
     """
     yield name, ()
     for patterns in ((EXPERT,), (LAYER,), (LAYER, EXPERT)):
@@ -155,7 +158,7 @@ class KeysOfGpt:
     If layers differ, each layer has separate keys with its number in them, and no axis of layers.
     The keys of other modules depend on their code, so they get none. Proven with 0.16.1.
 
-    `names` are the names of all parameters, buffers and modules' own states, as in the local spec
+    `names` are the names of all parameters, buffers and modules' extra states, as in the local spec
     and in the full model. `raw` are the names in the files, which may name norms as Transformer
     Engine's spec does. If `args` state that layers differ, no key has an axis of layers.
     """
@@ -174,8 +177,9 @@ class KeysOfGpt:
     def keys(self) -> dict[str, int]:
         """The torch_dist keys of parameters and buffers, with their number of leading axes.
 
-        Unknown modules get no key, nor do those that only some layers or experts have. If no module
-        has a state (`items`), the result is empty.
+        An unknown module gets no key, nor does a module that only some layers or experts have. The
+        result is empty if no module has an extra state (`items`), because then no run could load
+        it.
         """
         if not self.items():
             return {}
@@ -187,11 +191,11 @@ class KeysOfGpt:
         }
 
     def items(self) -> dict[str, str]:
-        """Maps the names of modules' own states (`_extra_state`) to their torch_dist keys.
+        """Maps the names of modules' extra states (`_extra_state`) to their torch_dist keys.
 
-        A run loads only if all of its modules have a state, even an empty one. If no name is such a
-        state, the linear modules of the local spec get one. The modules of Transformer Engine's
-        spec (`fused`) are then unknown.
+        A run loads only if all of its modules have a state, even an empty one. If the names contain
+        no such state, the linear modules of the local spec get one. With Transformer Engine's spec
+        (`fused`), it is unknown which modules need one, so none is added.
         """
         modules = [name for name in self.names if name.endswith(OF_MODULE)]
         if not modules and not self.fused:
@@ -211,7 +215,10 @@ class KeysOfGpt:
         return self.sizes[:axes] if self.stacked else self.sizes[1 : 1 + axes]
 
     def _key(self, name: str, norms: bool = True) -> tuple[str, int]:
-        """The key of a name, and its number of leading axes."""
+        """The torch_dist key of a parameter or extra state, and its number of leading axes.
+
+        Without `norms`, norms keep their names.
+        """
         match = LAYER.fullmatch(name)
         if match is None:
             return name, 0
@@ -226,14 +233,14 @@ class KeysOfGpt:
         return f"{stack}{rest}", axes
 
     def _is_plain(self, norm: str, layer: str) -> bool:
-        """Whether a norm has a separate key: it is not fused with a linear module."""
+        """Whether a norm of layer `layer` has a separate key, not fused with a linear module."""
         if self.latent and not (self.fused and norm.startswith("pre_mlp")):
             return True
         return self.fused and norm.startswith("pre_mlp") and layer in self.with_experts
 
 
 def layers_differ(args: Mapping[str, Any]) -> bool:
-    """Whether every layer has separate keys, by the arguments (TransformerBlock, 0.16.1)."""
+    """Whether each layer has separate keys, by the run's arguments (TransformerBlock, 0.16.1)."""
     frequencies = [args.get(name) for name in FREQUENCIES]
     return any(isinstance(each, list) or (each or 1) != 1 for each in frequencies) or any(
         args.get(name) for name in MARKS_OF_LAYERS
@@ -241,5 +248,5 @@ def layers_differ(args: Mapping[str, Any]) -> bool:
 
 
 def _numbers(pattern: re.Pattern[str], names: Sequence[str]) -> list[int]:
-    """The numbers that a pattern finds in names (of layers or of experts)."""
+    """The numbers of layers or of experts that `pattern` finds in names."""
     return [int(match["number"]) for name in names if (match := pattern.fullmatch(name))]

@@ -1,11 +1,11 @@
 """The optimizers of the target's run, and their groups.
 
-    --ep 1      {"optimizer": {"param_groups": [...]}, ...}              experts are as all others
+    --ep 1      {"optimizer": {"param_groups": [...]}, ...}              one optimizer for all
     --ep 2..    {0: {... groups of the rest}, 1: {... groups of experts}}
 
-The run's own expert-parallel size decides which form Megatron-Core reads. The tensors are the same
-in both. No file lists the members of a group. A run matches its groups with saved ones by
-`wd_mult`, `lr_mult`, `is_expert_parallel` and `is_decoupled_lr`.
+Megatron-Core reads the first if the run's expert-parallel size is 1, else the second. The tensors
+are the same in both. No file lists the members of a group. A run matches its groups with saved ones
+by `wd_mult`, `lr_mult`, `is_expert_parallel` and `is_decoupled_lr`.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ Group = dict[str, Any]
 
 
 def optimizers(source: Manifest, common: Mapping[Any, Any], options: Options) -> dict[Any, Any]:
-    """The optimizer's part of the common state: one optimizer, or two with one for experts.
+    """The optimizer state that the target's common state contains, for one optimizer or two.
 
-    It has the form that runs with the distributed optimizer load. `common` is the source's common
-    state. Without `--ep` the target has as many optimizers as the source. The values of
-    `--group-defaults` replace the source's. Raises MissingData (the source has no groups, or no
-    experts for `--ep`), WrongOption (a key of `--group-defaults` that no group has) and
-    InconsistentCheckpoint (parameters have several steps, or groups that `--ep 1` joins differ).
+    The second one updates experts that are spread over ranks. The state is one that runs with the
+    distributed optimizer load. `common` is the source's common state. Without `--ep` the target has
+    as many optimizers as the source. The values of `--group-defaults` replace the source's.
+
+    Raises MissingData (the source has no groups, or no experts for `--ep`), WrongOption (a key of
+    `--group-defaults` that no group has) and InconsistentCheckpoint (parameters have several steps,
+    or groups that `--ep 1` joins differ).
     """
     step, ep = _step(source), options[EP]
     step_key = {} if step is None else {"step": step}
@@ -74,10 +76,10 @@ def optimizers(source: Manifest, common: Mapping[Any, Any], options: Options) ->
 def _optimizer(
     groups: Sequence[Group], saved: Mapping[str, Any], first: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The state of one optimizer, with the given groups.
+    """The state of one optimizer of the target, with the given groups.
 
-    The program's own values are taken from `saved`, this optimizer's state in the source, and the
-    loss scale from `first`, the state of the source's first optimizer.
+    Values that the program added are taken from `saved`, this optimizer's state in the source. The
+    loss scale is taken from `first`, the state of the source's first optimizer.
     """
     inner = saved.get("optimizer")
     inner_values = inner if isinstance(inner, Mapping) else {}
@@ -90,27 +92,29 @@ def _optimizer(
 
 
 def extra_states_in(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """The values in an optimizer's state that the program added: all but Megatron-Core's keys."""
+    """The values in an optimizer's state that are not Megatron-Core's: the program added them."""
     return {key: value for key, value in optimizer.items() if key not in OF_WRAPPER}
 
 
 def _step(source: Manifest) -> float | int | None:
-    """The one step of all parameters, as an integer if it is integral.
+    """The one step of all parameters, as an integer if it is integral; None without a step.
 
-    torch's Adam accepts both. Raises InconsistentCheckpoint if parameters have several steps.
+    torch's Adam accepts floats and integers. Raises InconsistentCheckpoint if parameters have
+    several steps.
     """
     step = source.step
     if step is None and any(parameter.step is not None for parameter in source.parameters.values()):
         raise InconsistentCheckpoint(
             "one-value-needed",
-            "Megatron-Core has one step for all parameters, but the source has several",
+            "Megatron-Core has one step for all parameters, but the source's parameters have "
+            "several",
             hint="choose one: --step-policy max|min|N",
         )
     return int(step) if step is not None and step == int(step) else step
 
 
 def _with_given(groups: Sequence[Group], options: Options) -> list[Group]:
-    """Replaces values of the groups by those of `--group-defaults`.
+    """The groups with the values of `--group-defaults` instead of the source's.
 
     Raises WrongOption for a key that no group has.
     """
@@ -120,15 +124,16 @@ def _with_given(groups: Sequence[Group], options: Options) -> list[Group]:
         raise WrongOption(
             "option-names-nothing",
             f"--group-defaults: no group of the source has {listed(extra_states)}",
-            hint=f"its groups have {listed(sorted(map(str, known_keys)), 99)}",
+            hint=f"the keys of its groups are {listed(sorted(map(str, known_keys)), 99)}",
         )
     return [{**group, **values} for group, values in zip(groups, given, strict=True)]
 
 
 def _spread(source: Manifest, groups: Sequence[Group]) -> list[Group]:
-    """Copies of the groups that contain experts, marked for the experts' own optimizer.
+    """Copies of the groups that contain experts, marked as groups of the experts' optimizer.
 
-    Raises MissingData without experts, UnsupportedCheckpoint if the groups' members are unknown.
+    Raises MissingData if the source has no experts, and UnsupportedCheckpoint if it is unknown
+    which group has them.
     """
     numbers = {
         parameter.group
@@ -138,7 +143,7 @@ def _spread(source: Manifest, groups: Sequence[Group]) -> list[Group]:
     if not numbers:
         raise MissingData(
             "option-not-applicable",
-            "--ep spreads experts over ranks, but the source has no parameters of experts",
+            "--ep spreads experts over ranks, but the source has no experts",
             hint="leave --ep out",
         )
     if None in numbers:
@@ -152,9 +157,10 @@ def _spread(source: Manifest, groups: Sequence[Group]) -> list[Group]:
 
 
 def _joined(dense: list[Group], spread: Sequence[Group]) -> list[Group]:
-    """Joins groups of experts with equal groups of other parameters, for `--ep 1`.
+    """Joins groups of experts with matching groups of other parameters, for `--ep 1`.
 
-    Raises InconsistentCheckpoint if the hyper-parameters of two such groups differ.
+    Groups match if they have equal multipliers. Raises InconsistentCheckpoint if the
+    hyper-parameters of matching groups differ.
     """
     joined = list(dense)
     for group in spread:
@@ -169,7 +175,7 @@ def _joined(dense: list[Group], spread: Sequence[Group]) -> list[Group]:
             )
             raise InconsistentCheckpoint(
                 "one-value-needed",
-                "--ep 1 makes one group of experts and other parameters, but their "
+                "--ep 1 puts experts and other parameters into one group, but their "
                 f"hyper-parameters differ: {', '.join(different)}",
                 hint="leave --ep out: the target keeps the source's expert-parallel size",
             )
@@ -177,7 +183,7 @@ def _joined(dense: list[Group], spread: Sequence[Group]) -> list[Group]:
 
 
 def _multipliers(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The multipliers by which Megatron-Core 0.16.1 recognizes a saved group.
+    """The values of a group by which Megatron-Core 0.16.1 matches it with a saved group.
 
     NeMo writes `pre_` before two of their keys.
     """

@@ -5,7 +5,7 @@
     optimizer.state.fp32_param.<key>                  the same without the distributed optimizer
     optimizer.state.exp_avg.<key>, exp_avg_sq         moments
 
-A save of the optimizer alone has masters under the keys of weights; they replace the weights.
+If only the optimizer was saved, its masters have the keys of weights; zckpt uses them as weights.
 
 All tensors have the global shape of the key, so no size of tp, pp or ep matters. The rows of a
 gated `linear_fc1` are [gate; up] for any tp.
@@ -79,19 +79,19 @@ VALUE = re.compile(r"(?P<key>.+)/shard_(?P<place>\d+(?:\.\d+)*)_(?P<grid>\d+(?:\
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
-    """The manifest of an iteration's directory, or of a run around it.
+    """The manifest of an iteration's directory, or of the run that contains it.
 
     With `reading.weights_only` the optimizer's state is not read, whatever its type.
     `reading.tp_rules` apply to `mp_rank_*` directories only, and precede the rules of a GPTModel.
     Other directories state how tensors are cut.
 
-    Raises NotACheckpoint, IncompleteCheckpoint (a file, a piece or the common state is missing),
+    Raises NotACheckpoint, IncompleteCheckpoint (a file, a shard or the common state is missing),
     InconsistentCheckpoint, CorruptCheckpoint, MissingData (modules that no rule covers) and
     UnsupportedCheckpoint (another type of the optimizer's state, zarr).
     """
     step_policy, weights_only = reading.step_policy, reading.weights_only
     folder = locate(path, reading.tag)
-    kind, why_unused = kind_of(folder), "says how tensor ranks cut parameters"
+    kind, why_unused = kind_of(folder), "states how tensor ranks cut parameters"
     try:
         if kind == OF_RANKS:
             legacy = LegacyReader(folder, reading.tp_rules)
@@ -111,7 +111,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 class _Reader:
-    """Reads the items of one torch_dist directory into a `Content`."""
+    """Reads the keys of one torch_dist directory into a `Content`."""
 
     def __init__(self, folder: str, reading: Reading) -> None:
         self.folder = folder
@@ -134,8 +134,8 @@ class _Reader:
         if isinstance(saved, dict) and saved.get("singleton_local_shards"):
             raise UnsupportedCheckpoint(
                 "writer-unsupported",
-                f"{folder} was saved with singleton_local_shards, which gives every expert and "
-                "both halves of gated layers keys of their own",
+                f"{folder} was saved with singleton_local_shards, which zckpt does not read: every "
+                "expert and each half of a gated layer has a separate key",
                 hint="load it in Megatron-Core, and save it without this option",
                 file=folder,
             )
@@ -179,8 +179,8 @@ class _Reader:
             if without_prefix(key).startswith("module."):
                 raise UnsupportedCheckpoint(
                     "writer-unsupported",
-                    f"{self.folder} has {key}: zckpt reads no weights of Megatron-FSDP in such a "
-                    "directory",
+                    f"{self.folder} has {key}: zckpt does not read weights of Megatron-FSDP from a "
+                    "torch_dist directory",
                     file=self.folder,
                 )
             stacked[key] = key, item
@@ -193,18 +193,18 @@ class _Reader:
                 self.key_of[name] = weight
 
     def _masters(self) -> dict[str, tuple[str, TensorItem]]:
-        """The masters, by the keys of weights, for a directory without weights.
+        """The fp32 masters by the keys of their weights, for a directory that has no weights.
 
-        They replace the weights. Raises UnsupportedCheckpoint for flat buffers, which cannot be
-        read without weights: weights prove their layout (buffers/placing.py). Raises MissingData
-        without masters.
+        They are used as weights. Raises UnsupportedCheckpoint for flat buffers: without weights,
+        zckpt cannot find the parameters in them (buffers/placing.py). Raises MissingData if there
+        are no masters.
         """
         sharding = sharding_of(self.table, self.content.common)
         if sharding in (*FLAT, MODEL_SPACE):
             raise UnsupportedCheckpoint(
                 "writer-unsupported",
-                f"{self.folder} has no weights of a model, and the optimizer's states are in flat "
-                f"buffers ({sharding}), which zckpt reads beside weights alone",
+                f"{self.folder} lacks the model's weights, and zckpt needs them to read the "
+                f"optimizer's flat buffers ({sharding})",
                 hint=WITH_MODEL,
                 file=self.folder,
             )
@@ -221,7 +221,7 @@ class _Reader:
     def _states(self, is_flat: bool) -> None:
         """Adds masters and moments that are stored under the keys of weights.
 
-        `is_flat` states whether these have flat fragments (buffers/flats.py).
+        `is_flat` states whether they are stored as flattened slices (buffers/flats.py).
         """
         for key, item in self.table.items.items():
             if not OPTIMIZER.fullmatch(key) or item is None:
@@ -230,7 +230,8 @@ class _Reader:
             if match is None or match["key"] not in self.keys:
                 raise UnsupportedCheckpoint(
                     "state-unsupported",
-                    f"{self.folder} has {key}, which is no state of a weight that zckpt knows",
+                    f"{self.folder}: zckpt does not know the optimizer key {key}, or its weight is "
+                    "missing",
                     hint=WEIGHTS_ONLY,
                     file=self.folder,
                 )
@@ -242,8 +243,8 @@ class _Reader:
                 if entry.shape != self.shapes.get(name):
                     raise InconsistentCheckpoint(
                         "ranks-disagree",
-                        f"{self.folder}: {key} has the shape {list(entry.shape)} for {name}, the "
-                        f"weight {list(self.shapes.get(name, ()))}",
+                        f"{self.folder}: {key} has the shape {list(entry.shape)} for {name}, whose "
+                        f"weight has the shape {list(self.shapes.get(name, ()))}",
                         file=self.folder,
                         subject=name,
                     )
@@ -253,7 +254,7 @@ class _Reader:
     def _flat_states(self) -> None:
         """Adds masters and moments from flat buffers.
 
-        The common state gets the groups that are saved beside the buffers.
+        The groups that are saved beside the buffers are added to the common state.
         """
         items = flats.FlatItems(self.table, self.files)
         content, scalers = self.content, items.scalers(self.entries)
@@ -277,7 +278,7 @@ class _Reader:
     def _place(self, names: Sequence[str], ranks: Sequence[ModelRank], tp: int) -> None:
         """Finds the parameters `names` in the flat buffers of `ranks`, and adds their states.
 
-        Each of `tp` ranks has a slice of a parameter, or all of it.
+        Each of the `tp` tensor ranks has a slice of a parameter, or all of it.
         """
         cuts: dict[str, Sliced] = {}
         parts: list[dict[str, Local]] = [{} for _ in range(tp)]
@@ -301,9 +302,10 @@ class _Reader:
         self.content.join(states, cuts)
 
     def _tensor_ranks(self, names: Sequence[str], argument: str) -> int:
-        """The number of tensor ranks that share the parameters `names`.
+        """The number of tensor ranks among which the parameters `names` are divided.
 
-        The run's `argument` states it; otherwise, the largest number of pieces of a weight.
+        `argument` names the run's argument that states it. Without it, the result is the largest
+        number of shards of a weight.
         """
         seen = [len(self.pieces[name]) for name in names if "linear_fc1" not in name]
         return size_of(self.args, argument) or max(seen, default=1)
@@ -311,15 +313,17 @@ class _Reader:
     def _parts(
         self, key: str, item: TensorItem, stacked: str, slot: str
     ) -> Iterator[tuple[str, Entry]]:
-        """Adds the entries of a key, one per layer, and per expert in it; yields names and entries.
+        """Adds one entry for each layer, or each expert in a layer, of a key; yields (name, entry).
 
-        Raises InconsistentCheckpoint if the tensor has too few axes, layers or experts.
+        `stacked` is the key of the weights. Raises InconsistentCheckpoint if the tensor has too few
+        axes, or if layers or experts are missing.
         """
         axes, dtype = axes_of(stacked), item.dtype
         if len(item.shape) <= axes:
             raise InconsistentCheckpoint(
                 "file-damaged",
-                f"{self.folder}: {key} has no axis of layers or experts",
+                f"{self.folder}: {key} has too few axes: zckpt expected one that counts layers or "
+                "experts",
                 file=self.folder,
             )
         pieces: dict[tuple[int, ...], list[TensorPiece]] = {}
@@ -336,7 +340,7 @@ class _Reader:
             raise InconsistentCheckpoint(
                 "elements-missing",
                 f"{self.folder}: {key} has {prod(item.shape[:axes])} layers or experts, but the "
-                f"files hold pieces of {len(pieces)}",
+                f"files contain only {len(pieces)} of them",
                 file=self.folder,
             )
         for place in places(item.shape, axes):
@@ -350,14 +354,18 @@ class _Reader:
     def _flat_parts(
         self, key: str, item: TensorItem, stacked: str, slot: str
     ) -> Iterator[tuple[str, Entry]]:
-        """Adds the states under a key with flat fragments."""
+        """Adds the states under a key that stores flattened slices; yields (name, entry).
+
+        `stacked` is the key of the weights.
+        """
         fragments = flats.FlatFragments(self.table, self.files, key)
         for place in places(item.shape, axes_of(stacked)):
             name = named(stacked, place)
             if name not in self.shapes:
                 raise InconsistentCheckpoint(
                     "mixed-saves",
-                    f"{self.folder}: {key} has a state of no weight",
+                    f"{self.folder}: {key} has an optimizer state of {name}, whose weight is "
+                    "missing",
                     file=self.folder,
                 )
             shape = self.shapes[name]
@@ -378,7 +386,8 @@ class _Reader:
     def _values(self, takes_optimizers: bool) -> dict[str, Any]:
         """The objects of modules and ranks (`_extra_state`, `rng_state`), by key.
 
-        They are records of pickled objects, which are never run.
+        With `takes_optimizers`, also those of optimizers. They are pickles, which zckpt parses and
+        never runs.
         """
         values: dict[str, Any] = {}
         for key, item in self.table.items.items():
@@ -387,7 +396,8 @@ class _Reader:
             if not VALUE.fullmatch(key):
                 raise UnsupportedCheckpoint(
                     "writer-unsupported",
-                    f"{self.folder} has {key}, which is no sharded object",
+                    f"{self.folder}: zckpt does not know the key {key}: it is neither a tensor nor "
+                    "a sharded object",
                     file=self.folder,
                 )
             if OPTIMIZER.fullmatch(key) and not takes_optimizers:

@@ -1,14 +1,14 @@
 """`--like RUN`: completes a source of another engine with facts that only a Megatron run has.
 
     from RUN       keys, axes, arguments, objects of modules, optimizers and their groups
-    from source    weights, masters, moments, the step, and the HYPER of every group
+    from source    weights, masters, moments, the step, and each group's values of HYPER
 
 The result is a manifest like those of Megatron-Core, so the writer needs no special case. Both must
 have the same parameters with the same shapes. No tensor of RUN's model is used, and no state of
 RUN's ranks: the next run draws new random numbers.
 
-Rejected alternative: keys and arguments without RUN. They follow from the specification of the
-model and from the program, and no other engine's file has these.
+Rejected alternative: to compute keys and arguments without RUN. They depend on the model's
+specification and on the program, and another engine's files do not state these.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ OF_STATES = "F32"  # the type of masters and moments in Megatron-Core's files
 
 
 class RunTemplate(Template):
-    """The run of `--like` as a template that the source's values fill.
+    """The run of `--like` as a template into which the source's values are put.
 
     Raises WrongOption and UnsupportedCheckpoint (unknown keys; a state of another type or shape
     than Megatron-Core's), MissingData (a parameter, a shape, a state or a hyper-parameter does not
-    fit), InconsistentCheckpoint (the members of one group differ).
+    fit), InconsistentCheckpoint (parameters of one group have different hyper-parameters).
     """
 
     def __init__(self, source: Manifest, like: Manifest, options: Options) -> None:
@@ -63,14 +63,15 @@ class RunTemplate(Template):
         if not self.kept["keys"]:
             raise WrongOption(
                 "like-does-not-fit",
-                f"--like {like.root} is not of torch_dist, and zckpt does not know the keys of all "
-                "its modules",
+                f"--like {like.root} is not a torch_dist checkpoint, and zckpt does not know the "
+                "torch_dist keys of all its modules",
                 hint="load it in Megatron-LM and save it with --ckpt-format torch_dist",
             )
         if self.kept.get("program") == NEMO:
             raise UnsupportedCheckpoint(
                 "like-does-not-fit",
-                f"--like {like.root} is of NeMo, whose counters of a run zckpt cannot write anew",
+                f"--like {like.root} is a NeMo checkpoint, and zckpt cannot write NeMo's counters "
+                "for another run",
                 hint="give a run of Megatron-LM or Megatron-Bridge",
                 file=like.root,
             )
@@ -82,7 +83,7 @@ class RunTemplate(Template):
         super().__init__(source, like, options, rows, with_plain_norms)
 
     def manifest(self) -> Manifest:
-        """The source with the keys, arguments and groups of the run, in the run's order."""
+        """The source with the run's keys, arguments and groups, in the run's order."""
         source, like = self.source, self.run
         entries = {
             entry.key: entry
@@ -103,7 +104,7 @@ class RunTemplate(Template):
         }
         # of modules with a nonempty state, such as the scales of 8-bit floats
         if full := [name for name, value in objects.items() if value not in ([None], None)]:
-            message = f"extra states of modules are those of --like: {listed(full, 3)}"
+            message = f"the modules' extra states are copied from --like: {listed(full, 3)}"
             self.warnings.append(warning("value-assumed", message, subject=full[0]))
         state["megatron"] = {**self.kept, "objects": objects, "common": self._common()}
         # its content counts RUN's steps
@@ -114,10 +115,10 @@ class RunTemplate(Template):
             if not is_stranger(notice)
         ]
         if lost := strange_to_adam(source.groups or ()) if self.states else []:
-            message = f"{listed(lost)} of the optimizer's groups: Adam has no such thing"
+            message = f"{listed(lost)} of the optimizer's groups: Adam has no such hyper-parameter"
             omitted.append(note("state-omitted", message, subject=lost[0]))
         if "megatron" in source.state:
-            message = "megatron: the arguments and objects of the source, for those of --like"
+            message = "megatron: the source's arguments and objects; those of --like replace them"
             omitted.append(note("state-omitted", message, subject="megatron"))
         return source.replace(
             origin=replace(source.run.origin, tag=None),
@@ -145,14 +146,14 @@ class RunTemplate(Template):
         if not self.fits(entry.parameter, entry.shape) or entry.mean:
             raise UnsupportedCheckpoint(
                 "state-unsupported",
-                f"{entry.name} has the shape {list(entry.shape)}, its weight {list(wanted)}: "
-                "Megatron-Core's states have the shape of the weight",
+                f"{entry.name} has the shape {list(entry.shape)}, but its weight has "
+                f"{list(wanted)}: Megatron-Core needs states of the weight's shape",
                 subject=entry.name,
             )
         if entry.slot == "param":
             message = (
-                f"{entry.parameter} has {counted(entry.shape[0], 'row')}, in the run of --like "
-                f"{wanted[0]}: the others are zeros"
+                f"{entry.parameter} has {counted(entry.shape[0], 'row')} in the source, and "
+                f"{wanted[0]} in the run of --like: the added rows are zeros"
             )
             self.warnings.append(warning("value-assumed", message, subject=entry.parameter))
         return with_rows(entry, wanted[0])
@@ -163,14 +164,14 @@ class RunTemplate(Template):
         """Raises unless source and run have the same optimizer states for the same weights.
 
         UnsupportedCheckpoint is raised for a run without groups, and for states that are not F32;
-        other errors are those of `check_states`. Warns about missing masters.
+        other errors are those of `check_states`. Weights without fp32 masters cause a warning.
         """
         like = self.run
         if like.groups is None:
             raise UnsupportedCheckpoint(
                 "like-does-not-fit",
-                f"--like {like.root} has no parameter groups whose members are known",
-                hint="give a run that has saved its optimizer, or add --weights-only",
+                f"--like {like.root} does not state which parameters its groups have",
+                hint="give a run that saved its optimizer, or add --weights-only",
                 file=like.root,
             )
         self.check_states(entries)
@@ -178,7 +179,8 @@ class RunTemplate(Template):
             if is_optimizers(entry.slot) and entry.dtype != OF_STATES:
                 raise UnsupportedCheckpoint(
                     "type-unsupported",
-                    f"{entry.name} is of type {entry.dtype}: Megatron-Core's states are F32",
+                    f"{entry.name} has the type {entry.dtype}, but Megatron-Core's optimizer "
+                    "states are F32",
                     hint="add --weights-only",
                     subject=entry.name,
                 )
@@ -191,7 +193,7 @@ class RunTemplate(Template):
         if wide:
             message = (
                 f"the source has no fp32 masters of {counted(len(wide), 'weight')}, such as "
-                f"{wide[0]}: the masters are the weights, widened"
+                f"{wide[0]}: zckpt widens the weights to fp32 instead"
             )
             self.warnings.append(warning("masters-missing", message, subject=wide[0]))
 
@@ -221,32 +223,38 @@ class RunTemplate(Template):
         return result
 
     def _warn_of_another_adam(self) -> None:
-        """Warns about optimizer options that Megatron-Core's groups do not state."""
+        """Warns if the source's Adam has other options than Megatron-Core's.
+
+        Megatron-Core's groups do not state these options.
+        """
         for group in torch_groups(self.source, self.options)[0]:
             if group.get("weight_decay") and group.get("decoupled_weight_decay") is False:
                 message = (
-                    "the source's Adam adds weight decay to gradients; Megatron-Core's decays "
-                    "weights, as AdamW does, unless its decoupled_weight_decay is false"
+                    "the source's Adam adds weight decay to the gradients, but Megatron-Core's "
+                    "decays the weights, as AdamW does, unless decoupled_weight_decay is false"
                 )
                 self.warnings.append(warning("program-must-set", message, subject="weight_decay"))
                 break
         for key, usual in (("bias_correction", True), ("amsgrad", False), ("maximize", False)):
             values = [by_value(group[key]) for group in self.source.groups or () if key in group]
             if any(value is not usual and value != usual for value in values):
-                message = f"the source's optimizer has {key}={not usual}, Megatron-Core's {usual}"
+                message = (
+                    f"the source's optimizer has {key}={not usual}, but Megatron-Core's has "
+                    f"{key}={usual}"
+                )
                 self.warnings.append(warning("not-exact", message, subject=key))
 
     # -- the common state
 
     def _common(self) -> dict[Any, Any]:
-        """The run's common state with the source's step and matching counters."""
+        """The run's common state with the source's step, and counters that fit this step."""
         common = dict(self.common)
         step = self.source.step
         if self.states:
             first = {k: v for k, v in optimizers_of(common)[0].items() if k in OF_WRAPPER}
             common["optimizer"] = {**first, "optimizer": {"param_groups": self._groups()}}
             if "grad_scaler" in first:
-                message = "grad_scaler, the loss scale, is that of --like"
+                message = "the loss scale (grad_scaler) is copied from --like"
                 self.warnings.append(warning("value-assumed", message, subject="grad_scaler"))
         if step is None:
             return common
@@ -262,21 +270,24 @@ class RunTemplate(Template):
         return common
 
     def _counted(self, values: Mapping[str, Any], key: str, step: int) -> dict[str, int]:
-        """The item `key` with the number of samples after `step` steps, as a dictionary.
+        """{`key`: the number of samples after `step` steps}, for a counter of samples in `values`.
 
         It assumes as many samples per step as in the run, and adds a warning that says so. Empty if
-        the run's count is no multiple of its steps.
+        the run's count is not a multiple of its steps.
         """
         before, count = self.common.get("iteration"), values.get(key)
         if type(count) is not int:
             return {}
         if type(before) is not int or before < 1 or count % before:
-            message = f"{key} is {count} as in --like: its samples per step are unknown"
+            message = (
+                f"{key} is {count}, copied from --like: zckpt cannot compute it, because the "
+                "number of samples per step is unknown"
+            )
             self.warnings.append(warning("value-assumed", message, subject=key))
             return {}
         message = (
-            f"{key} is {count // before * step}: {counted(step, 'step')}, each with as many "
-            "samples as a step of --like"
+            f"{key} is set to {count // before * step}: zckpt assumes {counted(step, 'step')} with "
+            "as many samples each as in --like"
         )
         self.warnings.append(warning("value-assumed", message, subject=key))
         return {key: count // before * step}

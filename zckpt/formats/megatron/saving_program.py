@@ -1,13 +1,13 @@
-"""Identifies the program that saved Megatron-Core's items, and the files it put beside them.
+"""Identifies the program that saved a Megatron-Core directory, and the program's own files.
 
     Megatron-LM      RUN/iter_0000006/   its arguments are in the common state
     Megatron-Bridge  RUN/iter_0000006/   run_config.yaml, train_state.pt, tokenizer/ instead
                      RUN/latest_train_state.pt, a copy of train_state.pt
     NeMo 2           NAME/weights/       NAME/context/ instead
 
-A program resumes only with its own files, so they are copied. The facts on Bridge and NeMo are from
-their sources: Megatron-Bridge of 2026-08, NeMo 2.5. Their keys are Megatron-Core's; NeMo adds the
-prefix `module.`.
+A program resumes only with its own files, so zckpt copies them. The facts on Bridge and NeMo are
+from their source code: Megatron-Bridge of 2026-08, NeMo 2.5. Their keys are Megatron-Core's; NeMo
+adds the prefix `module.`.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ NAMES = {  # for arguments of Megatron-LM with the opposite meaning
 
 
 def program_of(folder: str) -> str | None:
-    """The program that saved a directory of items; None for Megatron-LM and unknown programs."""
+    """The program that saved a directory: NEMO or BRIDGE; None for Megatron-LM and unknown ones."""
     if os.path.basename(folder) == WEIGHTS:
         return NEMO
     return BRIDGE if sources.is_file(os.path.join(folder, CONFIG)) else None
 
 
 def beside(folder: str) -> SiblingList:
-    """The files that the program put around the items, by their names in its directory.
+    """The files that the program put beside or around the tensors, by their names in its directory.
 
     Raises OSError.
     """
@@ -90,9 +90,9 @@ def arguments_of(folder: str) -> dict[str, Any]:
 def placed(
     siblings: Iterable[Sibling], program: str | None, iteration: str
 ) -> Iterator[tuple[str, Sibling]]:
-    """Yields the program's files with their names in the target.
+    """Yields the program's files with the paths that they get in the target.
 
-    `iteration` is the target's folder of items.
+    `iteration` is the target's folder with the tensors.
     """
     for item in siblings:
         if program == BRIDGE and item.name.split("/")[0] in (CONFIG, TRAIN_STATE, TOKENIZER):

@@ -1,9 +1,9 @@
 """Computes the number of vocabulary rows in the run that loads the target.
 
-Megatron-LM rounds the tokenizer's rows up to a multiple of the tensor ranks times
+Megatron-LM rounds the tokenizer's number of tokens up to a multiple of the tensor ranks times
 `make_vocab_size_divisible_by`. Megatron-Core (0.16.1) also loads a checkpoint with another number
-of rows: it takes the rows that both the checkpoint and the run have. Padding rows that the source
-lacks are zeros.
+of rows: it loads the rows that both the checkpoint and the run have. Padding rows that the source
+lacks become zeros.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ WEIGHTS = ("embedding.word_embeddings.weight", "output_layer.weight", "output_la
 
 
 def for_tensor_ranks(source: Manifest, options: Options) -> Manifest:
-    """Changes the vocabulary's rows to those of a run with `--tp` ranks and `--vocab-size` tokens.
+    """Resizes the vocabulary for a run with `--tp` tensor ranks and `--vocab-size` tokens.
 
-    Without these options the source is unchanged. Raises WrongOption if they do not apply to the
-    source, and MissingData if its rows cannot be shared by the ranks and no file states how many of
-    them are used.
+    Without these options the source is returned unchanged. Raises WrongOption if they do not apply
+    to the source. Raises MissingData if the rows cannot be divided among the ranks, and no file
+    states how many rows are used.
     """
     kept = source.state.get("megatron")
     names = [name for name in WEIGHTS if name in source.parameters]
@@ -37,7 +37,7 @@ def for_tensor_ranks(source: Manifest, options: Options) -> Manifest:
     if not flags or not isinstance(kept, dict):
         return source
     if options[LIKE] is not None or not names:
-        why = "the run of --like has its rows" if names else f"{source.root} has no vocabulary"
+        why = "--like decides the number of rows" if names else f"{source.root} has no vocabulary"
         raise WrongOption(
             "option-not-applicable", f"{flags[0]} has no use here: {why}", hint="leave it out"
         )
@@ -61,7 +61,10 @@ def for_tensor_ranks(source: Manifest, options: Options) -> Manifest:
 def _rows(
     root: str, rows: int, kept: Mapping[str, Any], args: Mapping[str, Any], options: Options
 ) -> int:
-    """The number of rows, with padding, that the vocabulary has in the run."""
+    """The number of vocabulary rows that the run has, with padding.
+
+    `rows` is the source's number; `kept` is the source's Megatron-Core state, `args` its arguments.
+    """
     used = (kept.get("vocabulary") or {}).get("used")
     given, tp = options[VOCAB_SIZE], options[TP]
     if tp is None:
@@ -72,9 +75,9 @@ def _rows(
     if given is None and used is None:
         raise MissingData(
             "option-needed",
-            f"{root} does not say how many of the {rows} rows of the vocabulary its tokenizer "
-            f"uses, and {tp} tensor ranks cannot share them",
-            hint="give the number: --vocab-size N",
+            f"{root} does not state how many of the {rows} rows of the vocabulary its tokenizer "
+            f"uses, and {rows} rows cannot be divided evenly among {tp} tensor ranks",
+            hint="give the tokenizer's number of tokens: --vocab-size N",
             file=root,
         )
     return padded(root, WEIGHTS[0], used or 0, given, tp * (unit or 1))

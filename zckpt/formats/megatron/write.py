@@ -1,20 +1,20 @@
-"""Writes a manifest of Megatron-Core as a directory of its files, without tensors' bytes.
+"""Lays out a manifest as files of Megatron-Core, with headers and without the tensors' bytes.
 
     DST/latest_checkpointed_iteration.txt
     DST/iter_0000006/metadata.json, common.pt, .metadata, __0_K.distcp
 
 The optimizer's state is `fully_reshardable`, so a run of any tp, pp, vpp and dp resumes. Every
-layer and every expert is a separate piece, because torch reads complete pieces. Versions 0.14 to
-0.18 write a `common.pt`. 0.19 writes an item instead, but prefers `common.pt` if it is there (by
-its source code).
+layer and every expert is saved as a separate shard, because torch always reads complete shards.
+Versions 0.14 to 0.18 write a `common.pt`. 0.19 stores the common state under a key instead, but
+prefers `common.pt` if it is there (by its source code).
 
 Keys, axes and objects are those of the source. Which of them a run asks for depends on its
 specification, which no file has. So a source must come from Megatron-Core, directly or through a
 universal checkpoint. A source of another engine gets them from a run of Megatron-Core
 (run_template.py).
 
-Rejected alternative: the files of an optimizer that is not distributed. It knows parameters only by
-number.
+Rejected alternative: the files of an optimizer that is not distributed. These identify parameters
+only by number.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ FORMATS = {  # of 0.16.1; 0.19 reads it as well
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """Lays out the files of the target, and lists what it cannot store.
+    """Lays out the files of the target, and lists what they cannot store.
 
     Raises before anything is written: MissingData (the source is not of Megatron-Core, or lacks a
-    tensor), UnsupportedCheckpoint (layers of one key differ), InconsistentCheckpoint (parameters
-    have several steps; with `--ep 1`, experts have different hyper-parameters), WrongOption
-    (`--group-defaults` with `--weights-only`).
+    tensor), UnsupportedCheckpoint (layers that are stacked under one key differ),
+    InconsistentCheckpoint (parameters have several steps; with `--ep 1`, experts have different
+    hyper-parameters), WrongOption (`--group-defaults` with `--weights-only`).
     """
     if options[GROUP_DEFAULTS] and options.weights_only:
         raise WrongOption(
@@ -94,7 +94,10 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 def lay_out_like(source: Manifest, run: Manifest, options: Options) -> Layout:
-    """Lays out the source with the keys and types of `run`; also raises `RunTemplate`'s errors."""
+    """Lays out the source with the keys and types of `run`, the run of `--like`.
+
+    Also raises the errors of `RunTemplate`.
+    """
     types = {entry.parameter: entry.dtype for entry in run.slots.get("param", ())}
     return _lay_out(RunTemplate(source, run, options).manifest(), options, types)
 
@@ -114,9 +117,9 @@ def _lay_out(source: Manifest, options: Options, types: Mapping[str, str]) -> La
 
 
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
-    """Writes the CRC-32 of every tensor's bytes where zip files state it.
+    """Writes the CRC-32 of every tensor's bytes into the zip directories of the target's files.
 
-    That is the zip directory of the tensor's item, or of `common.pt`.
+    `outcome` has the checksums that were computed while the bytes were copied.
     """
     folder, crcs = manifest.root, crcs_of(outcome)
     seal_items(root, folder, crcs)
@@ -127,7 +130,7 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
 class TargetTensor(Struct, frozen=True):
     """A tensor of the target in which the parameters of all layers and experts are stacked.
 
-    `names` are these parameters by their place (layer, expert).
+    `names` maps each index (layer, expert) to the parameter's name.
     """
 
     key: str
@@ -140,7 +143,7 @@ class TargetTensor(Struct, frozen=True):
 class MegatronWriter:
     """Writes one target; the constructor decides names, tensors and files.
 
-    `types` are the types of weights and buffers, by name, that differ from the source's.
+    `types` has the types of weights and buffers that differ from the source's, by name.
     """
 
     def __init__(self, source: Manifest, options: Options, types: Mapping[str, str]) -> None:
@@ -157,7 +160,7 @@ class MegatronWriter:
                 "option-needed",
                 "zckpt writes Megatron-Core's files only from a checkpoint of Megatron-Core, or "
                 "from a universal checkpoint of one",
-                hint="give --like RUN, a directory that the next run has saved: it has "
+                hint="give --like RUN, a checkpoint saved by the program that will resume: it has "
                 "the keys and the arguments that the source lacks",
             )
         refuse_target(source.root, arguments(common))
@@ -186,17 +189,18 @@ class MegatronWriter:
         if not keys:
             raise MissingData(
                 "option-needed",
-                "zckpt does not know the keys of the source's model in torch_dist: its files have "
-                "no _extra_state of modules, or one for the 8-bit floats of several experts",
-                hint="give --like RUN, a torch_dist directory that the next run has saved",
+                "zckpt does not know the source's keys in torch_dist: its modules have no "
+                "_extra_state, or several experts share one with scales of 8-bit floats",
+                hint="give --like RUN, a torch_dist checkpoint saved by the program that will "
+                "resume",
             )
         parts, extra_states = keys_of(names, keys)
         if extra_states:
             raise MissingData(
                 "names-do-not-fit",
-                f"no key of the source's Megatron-Core files has {listed(extra_states)}",
-                hint="leave --rename out: Megatron-Core needs its own names; for mp_rank_* and "
-                "fsdp_dtensor, zckpt knows the keys of a GPTModel's own modules alone",
+                f"zckpt knows no Megatron-Core key for {listed(extra_states)}",
+                hint="leave --rename out: Megatron-Core needs its own names. For mp_rank_* and "
+                "fsdp_dtensor sources, zckpt knows only the keys of a GPTModel's own modules",
             )
         if lost := [key for key in keys if key not in parts]:
             raise MissingData("weights-missing", f"the source lacks the weights of {listed(lost)}")
@@ -204,8 +208,8 @@ class MegatronWriter:
         if self.states and (other_slots := [slot for slot in slots if slot not in MOMENTS]):
             raise UnsupportedCheckpoint(
                 "state-unsupported",
-                f"the source has {listed(other_slots)}, and the states of Megatron-Core's "
-                "distributed optimizer are exp_avg and exp_avg_sq",
+                f"the source has the optimizer states {listed(other_slots)}, but Megatron-Core's "
+                "distributed optimizer loads only exp_avg and exp_avg_sq",
                 hint="add --weights-only",
             )
         written = ("param", "master", *slots) if self.states else ("param",)
@@ -215,11 +219,11 @@ class MegatronWriter:
     def _tensor(
         self, key: str, slot: str, names: Mapping[tuple[int, ...], str]
     ) -> TargetTensor | None:
-        """The stacked tensor to write under a key for one slot.
+        """The stacked tensor to write under a key for one slot: weight, master or optimizer state.
 
-        None for optimizer states of frozen parameters. Raises UnsupportedCheckpoint if the
-        parameters differ in shape or type, or if only some are trained, and MissingData if layers
-        are missing.
+        `names` maps each index (layer, expert) to its parameter. None for optimizer states of
+        frozen parameters. Raises UnsupportedCheckpoint if the parameters differ in shape or type,
+        or if only some are trained, and MissingData if layers are missing.
         """
         every = () if slot == "param" else names.values()
         frozen = [name for name in every if name not in self.trained]
@@ -228,7 +232,7 @@ class MegatronWriter:
         if frozen:
             raise UnsupportedCheckpoint(
                 "state-missing",
-                f"{listed(frozen)} has no state of the optimizer, but other layers of {key} have: "
+                f"{listed(frozen)} has no optimizer state, but other layers of {key} have one: "
                 "Megatron-Core's files have one tensor for all layers",
                 hint="add --weights-only",
             )
@@ -254,14 +258,16 @@ class MegatronWriter:
         return TargetTensor(key, slot, dtype, (*sizes, *shapes.pop()), names)
 
     def _entry(self, name: str, slot: str) -> Entry:
-        """A parameter's entry in the source; raises MissingData."""
+        """A parameter's weight, master or optimizer state in the source; raises MissingData."""
         if slot in ("param", "master"):
             weight = weight_of(self.source.entries, name)
             return weight.stored if slot == "param" else weight.trained
         entry = self.source.entries.get((name, slot))
         if entry is None:
             raise MissingData(
-                "state-missing", f"the source holds no {slot_key(slot)} of {name}", subject=name
+                "state-missing",
+                f"the source has no optimizer state {slot_key(slot)} of {name}",
+                subject=name,
             )
         return entry
 
@@ -270,7 +276,7 @@ class MegatronWriter:
     def _objects(self, common: dict[Any, Any]) -> dict[str, Any]:
         """The objects of modules and ranks to write, by key.
 
-        Left out, with a note: random states that a run of the target's sizes could not load.
+        Random states that a run of the target's sizes could not load are left out, with a note.
         """
         kept = self.kept.get("objects") or {}
         grid = self._grid(arguments(common))
@@ -293,9 +299,9 @@ class MegatronWriter:
         return objects
 
     def _grid(self, args: Mapping[str, Any]) -> str:
-        """A regular expression for sizes (pp.tp) in keys of random states.
+        """A regular expression for the sizes (pp.tp) in the keys of ranks' random states.
 
-        A run can load the states whose keys match it.
+        A run of the target's sizes can load the states whose keys match it.
         """
         if self.options[EP] is not None:
             # if experts are spread, a trainer may add an axis for dp: then only the same dp loads
@@ -345,7 +351,7 @@ class MegatronWriter:
         return result
 
     def _moved(self, value: Any, path: str) -> Any:
-        """A value of the state whose tensors get names below the new `path`."""
+        """A value of the state; the names of its tensors are changed to names below `path`."""
         if isinstance(value, TensorName):
             entry = self.source.entries[value.name, "state"]
             self.moved[path, "state"] = replace(entry, parameter=path)
@@ -353,9 +359,9 @@ class MegatronWriter:
         return map_values(value, lambda item, key: self._moved(item, inside(path, key)))
 
     def _folder(self, common: Mapping[Any, Any]) -> str:
-        """The name of the target's iteration folder: the source's, else from its iteration.
+        """The name of the target's iteration folder: the source's, or made from its iteration.
 
-        Raises MissingData if the source states none.
+        Raises MissingData if the source states no iteration.
         """
         tag, iteration = str(self.source.run.origin.tag), common.get("iteration")
         if is_iteration(tag):
@@ -368,7 +374,7 @@ class MegatronWriter:
     # -- files
 
     def loading(self, path: str) -> str:
-        """The command-line options, or line of code, with which the program resumes from `path`."""
+        """The options, or the line of code, with which the program resumes from `path`."""
         name = literal(path)[1:-1]
         if self.program is not None:
             return LOADING[self.program].format(name) + WITHOUT_RANDOM * (
@@ -378,7 +384,7 @@ class MegatronWriter:
         return f"among the options of Megatron-LM: --load {name} {states}"
 
     def shells(self) -> Iterator[Shell]:
-        """Yields every file, one at a time; the file that names the iteration comes last."""
+        """Yields every file with its headers; the file that names the iteration comes last."""
         saved: list[SavedItem] = []
         for number, items in enumerate(in_files(self._items(), self.options.file_size)):
             file, placed = item_file(f"__0_{number}.distcp", items)
@@ -421,9 +427,9 @@ class MegatronWriter:
 
 
 def _boxes(tensor: TargetTensor) -> Iterator[ItemBox]:
-    """Yields the boxes in which a stacked tensor is saved.
+    """Yields the offsets and sizes of the shards in which a stacked tensor is saved.
 
-    There is one for each layer and expert, or several of its rows if it is large.
+    Each layer and expert is one shard; a large one is divided into several ranges of rows.
     """
     axes = len(next(iter(tensor.names)))
     inner_shape = tensor.shape[axes:]

@@ -1,6 +1,6 @@
 """Builds the manifest of models and optimizers whose parameters have names.
 
-The optimizer updates the module's own weights; there are no master weights.
+In these checkpoints the optimizer updates the module's own weights; there are no fp32 masters.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from .tree import InPieces, Leaf, SavedTree, StepStatement, TreePath, dotted, mi
 
 
 class ManifestBuilder:
-    """Builds the manifest, step by step."""
+    """Builds the manifest step by step: weights, optimizer states, steps, and other values."""
 
     def __init__(
         self,
@@ -148,16 +148,17 @@ class ManifestBuilder:
     def _are_several(self) -> bool:
         """Whether the checkpoint has several models or several optimizers.
 
-        No single target can store all of them.
+        No target but the universal format can store these.
         """
         return len(self.roots) > 1 or len(self.roots[0].optimizers) > 1
 
     # -- weights
 
     def _all_aliases(self, trained: Sequence[str]) -> dict[str, str]:
-        """Maps second names of tied weights to their owners.
+        """Maps each second name of a tied weight to the weight's first name.
 
-        The ties are those that zckpt stated, or else equal contents, and those of a config.json.
+        If zckpt wrote the ties beside the state dicts, these are used; otherwise tensors with equal
+        contents. Ties that a config.json states are added.
         """
         record = self.saved.record
         aliases = self._same_content(trained) if record is None else dict(record["aliases"])
@@ -165,7 +166,7 @@ class ManifestBuilder:
         return aliases | ties.stated_ties(config, [*self.model, *aliases])
 
     def _same_content(self, trained: Sequence[str]) -> dict[str, str]:
-        """Maps second names of tied weights to their owners, found by equal contents.
+        """Maps each second name of a tied weight to its first name, found by equal contents.
 
         Warns about names that may be frozen copies instead.
         """
@@ -180,14 +181,14 @@ class ManifestBuilder:
             doubtful += unproven
         if doubtful:
             message = (
-                f"{listed(doubtful, 4)}: equal to a trained weight that shows no update, so taken "
-                "for a second name of a tied weight; it may be a frozen copy"
+                f"{listed(doubtful, 4)} equals a trained weight that was never updated: zckpt "
+                "reads it as a second name of that tied weight, but it may be a frozen copy"
             )
             self.warnings.append(warning("tie-inferred", message, subject=doubtful[0]))
         return aliases
 
     def _by_root(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Sorts names by the prefix of the model to which they belong."""
+        """Sorts parameter names by their model's prefix: a dictionary from prefix to names."""
         prefixes = {root.prefix for root in self.roots}
         lengths = {len(prefix) for prefix in prefixes}  # there are few lengths
         pairs = ((name[:length], name) for name in names for length in lengths)
@@ -205,7 +206,7 @@ class ManifestBuilder:
                 self._add_states(name, scalars)
 
     def _add_others(self, trained: Sequence[str]) -> None:
-        """Adds the weights that no optimizer has, as frozen ones, and then the buffers."""
+        """Adds the weights that are in no optimizer, as frozen weights, and then the buffers."""
         record, owned = self.saved.record, set(trained)
         untrained_names = [
             name for name in self.model if name not in owned and name not in self.aliases
@@ -258,9 +259,9 @@ class ManifestBuilder:
         if (second.dtype, second.shape) != (first.dtype, first.shape):
             raise InconsistentCheckpoint(
                 "mixed-saves",
-                f"{self.saved.root}: {alias} is stated to be a second name of {owner}, but it has "
-                f"{second.dtype} {list(second.shape)}, and {owner} {first.dtype} "
-                f"{list(first.shape)}",
+                f"{self.saved.root}: {alias} should be a second name of the tied weight {owner}, "
+                f"but {alias} is {second.dtype} {list(second.shape)}, and {owner} is "
+                f"{first.dtype} {list(first.shape)}",
                 hint="the model was changed after it was saved: take another copy of its files",
                 file=self.saved.root,
                 subject=alias,
@@ -276,10 +277,10 @@ class ManifestBuilder:
     # -- states of the optimizer
 
     def _scalar_keys(self) -> set[str]:
-        """Keys of states that are a single number, such as NAdam's `mu_product`.
+        """Keys of optimizer states that are a single number, such as NAdam's `mu_product`.
 
-        The value is a Python number, or a tensor of one element. For these keys it is a number even
-        if a parameter has the same shape.
+        The value is a Python number, or a tensor of one element. Such a key means a number for all
+        parameters, even for one that itself has a single element.
         """
         return {
             key
@@ -310,9 +311,9 @@ class ManifestBuilder:
     # -- steps
 
     def _steps(self) -> dict[str, agreement.Step]:
-        """The completed updates of each parameter.
+        """The number of completed updates of each parameter, by name.
 
-        Adds every place that states a step to `sightings`, and warnings.
+        Also records every place that states a step (in `sightings`), and adds warnings.
         """
         if not self.optimizers:
             return {}
@@ -333,9 +334,9 @@ class ManifestBuilder:
         return believed.settled(self.step_policy)
 
     def _need_one_save(self, where: str) -> None:
-        """Raises InconsistentCheckpoint if ranks' files state different steps, so are of two saves.
+        """Raises InconsistentCheckpoint if the ranks' files state different steps (mixed saves).
 
-        `where` is `state` or `group`: where the optimizer keeps its true step.
+        `where` is `state` or `group`: where the optimizer keeps the step that counts.
         """
         begin = {"state": "state.", "group": "param_groups."}[where]
         for optimizer in self.optimizers:
@@ -365,14 +366,20 @@ class ManifestBuilder:
         )
 
     def _hyper(self, value: Any, path: str) -> Any:
-        """A hyper-parameter of a group; a tensor of one element (Prodigy) becomes a number."""
+        """A hyper-parameter of a group; a tensor of one element (Prodigy) becomes a number.
+
+        `path` is its path in the manifest's state. None if its file is lost.
+        """
         if _is_missing(value):
             return None
         by_value = isinstance(value, Leaf) and is_number(value, Leaf)
         return _number(value) if by_value else self._kept(value, path)
 
     def _optimizer(self, groups: Sequence[dict[str, Any]] | None) -> str | None:
-        """The names of the optimizers, inferred from the keys of states and groups."""
+        """The classes of the optimizers, inferred from the keys of states and groups.
+
+        None if the files keep no groups.
+        """
         states = self.optimizer.state
         keys = [
             {key for name in members for key in states.get(name, ())}
@@ -381,7 +388,10 @@ class ManifestBuilder:
         return None if groups is None else name_of_groups(keys, groups)
 
     def _state(self) -> tuple[dict[str, Any], StateDictEngine]:
-        """The manifest's state and engine: all that is needed to write the state dicts again."""
+        """The manifest's state, and its facts about the program's keys and files.
+
+        Both are needed to write the state dicts again.
+        """
         models = {root.model for root in self.roots}
         rest = without(self.saved.tree, models | {*self.optimizers, *self.ignored})
         extra = {
@@ -433,9 +443,10 @@ class ManifestBuilder:
             self.sightings += steps.counter_sightings(where, scheduler, counters)
 
     def _kept(self, value: Any, path: str, entries: dict[Key, Entry] | None = None) -> Any:
-        """A value for the manifest's state: its tensors become entries, and 0-d tensors numbers.
+        """A value for the manifest's state; 0-d tensors become numbers, other tensors become names.
 
-        The entries have the slot `state`.
+        Each named tensor is added to `entries` with the slot `state`. `path` is the value's path in
+        the state.
         """
         entries = self.entries if entries is None else entries
         if isinstance(value, Leaf):
@@ -465,13 +476,13 @@ def _number(value: Any) -> Scalar:
 def _is_step(value: Any) -> bool:
     """Whether a value under the key `step` is a number of updates.
 
-    If not, it is read as a state like any other.
+    If not, it is read as any other optimizer state.
     """
     return steps.step_of(_step(value)[0]) is not None
 
 
 def _step(state: Any) -> tuple[Any, tuple[int, ...]]:
-    """The value and the shape of a stored step; the value is None for several elements."""
+    """The number in a stored step, and its shape; the number is None for several elements."""
     if isinstance(state, Leaf):
         return (state.number() if state.numel == 1 else None), state.shape
     return state, ()

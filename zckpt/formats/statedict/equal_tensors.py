@@ -1,4 +1,4 @@
-"""Finds tensors with the same content: two names of one weight, or a copy of it."""
+"""Finds tensors with the same content: two names of one weight, or a frozen copy of it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ def is_float(value: Any) -> bool:
 
 
 def is_updated(state: Mapping[str, Any]) -> bool:
-    """Whether a parameter's moments show that it was updated: they have different elements.
+    """Whether a parameter's optimizer states show that it was updated.
 
-    A step alone does not show it, because torch's helpers count one that never happened.
+    They do if the elements of some state differ. A step alone does not show it, because torch's
+    helpers count a step that never happened.
     """
     return any(isinstance(v, Leaf) and v.shape and is_distinctive(v) for v in state.values())
 
@@ -27,9 +28,9 @@ def is_complex(value: Any) -> bool:
 
 
 def is_distinctive(leaf: Leaf) -> bool:
-    """Whether a tensor has different elements, so that equal bytes mean the same tensor.
+    """Whether a tensor has at least two different elements.
 
-    All zeros or all ones may be equal by chance.
+    Then equal bytes mean the same tensor; two tensors of zeros or of ones may be equal by chance.
     """
     first = next(iter(leaf.fragments), None)
     if first is None or leaf.numel < 2:
@@ -42,13 +43,15 @@ def second_names(
 ) -> tuple[dict[str, str], list[str]]:
     """Finds the second names of tied weights.
 
-    Returns a dictionary from each second name to the weight's first name, and a list of second
-    names that may be frozen copies instead. `trained` are the names in an optimizer, `state` is its
-    state by name. A tied weight has its state under its first name, so a second name is one that no
-    optimizer has. It has the same storage as the first, or equal bytes that are not all the same
-    element (all zeros may be equal by chance). Before the first update a frozen copy, such as a
-    teacher, has equal bytes too: it is no second name if the file shows that its storage is another
-    one. If no file shows which storage it has, it is in the list.
+    Returns a dictionary from each second name to the weight's first name, and a list of those
+    second names that may be frozen copies instead. `trained` are the names that the optimizers
+    list, `state` maps them to their optimizer states.
+
+    A second name is a name that no optimizer lists, of a tensor that has the same storage as a
+    listed weight, or equal bytes with different elements (two tensors of zeros may be equal by
+    chance). Before the first update, a frozen copy such as a teacher has equal bytes too. It is not
+    a second name if the file shows that its storage is another one. If the file does not show
+    storages, it is in the list.
     """
     owned = set(trained)
     untrained = {name: leaf for name, leaf in model.items() if name not in owned}

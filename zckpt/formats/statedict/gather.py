@@ -1,7 +1,7 @@
 """Names saved tensors as `parameter/slot`, by torch's own keys.
 
-This is the rule behind `verify --gather` for the formats `dcp` and `gathered`. It proves the
-reader, so it shares nothing with the other modules of this folder. torch keeps names in keys (torch
+This is the rule behind `verify --gather` for the formats `dcp` and `gathered`. It checks the
+reader, so it shares no code with the other modules of this folder. torch keeps names in keys (torch
 2.13, distributed/checkpoint/state_dict.py, optim/optimizer.py):
 
     nested    {"state": {NAME: {SLOT: tensor}}, "param_groups": [{"params": [NAME, ...], ...}]}
@@ -9,8 +9,8 @@ reader, so it shares nothing with the other modules of this folder. torch keeps 
     numbers   {"state": {0: {SLOT: tensor}}, "param_groups": [{"params": [0, ...], ...}]}
 
 With numbers, `param_names` of a group may state the names (torch >= 2.6). If nothing states them,
-the tensors are `Nameless`. So is every tensor whose membership in the model only the program knows:
-several state dicts may be the model's, or there are several optimizers.
+the tensors are `Nameless`. A tensor is `Nameless` too if only the program knows whether it belongs
+to the model: several state dicts may be the model's, or there are several optimizers.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ DEPTH = 4
 
 
 def partitions(tree: Mapping[Any, Any], numbers: Sequence[str] = ()) -> list[Partition]:
-    """All tensors of the model and of its optimizer in a tree of state dicts.
+    """Every tensor of the model and of its optimizer in a tree of state dicts, with its name.
 
     Tensors in the tree are `Saved`. A list may be a dictionary with integer keys. `numbers` are the
-    names of an optimizer's numbers, if the files state them beside the tree.
+    names of the parameters that an optimizer numbers, if the files state them beside the tree.
     """
     tree = _apart(tree)
     optimizers = [(path, value) for path, value in _dicts(tree) if _is_optimizer(value)]
@@ -71,9 +71,9 @@ def partitions(tree: Mapping[Any, Any], numbers: Sequence[str] = ()) -> list[Par
 
 
 def _apart(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Splits a dictionary into `model` and `optim`, if a program has mixed the two state dicts.
+    """The dictionary split into `model` and `optim`, if a program mixed the keys of both.
 
-    Returns any other dictionary unchanged.
+    Any other dictionary is returned unchanged.
     """
     optimizer = {
         key: tree[key] for key in tree if str(key).partition(".")[0] in ("state", "param_groups")
@@ -88,9 +88,9 @@ def states(
 ) -> Iterator[Partition]:
     """Yields the tensors of an optimizer's state dict; nameless if `model` lacks the parameter.
 
-    A tensor of the parameter's shape is a slot, such as `exp_avg`. Numbers are skipped: `step`, and
-    every key such as NAdam's `mu_product`, which has a single value for some parameter that has
-    another shape. Then single values under this key are numbers for all parameters.
+    A tensor of the parameter's shape is an optimizer state, such as `exp_avg`. Numbers are skipped:
+    `step`, and every key such as NAdam's `mu_product`, whose value for some parameter is a single
+    number although this parameter has another shape. For such a key, all single values are numbers.
     """
     by_name, nameless = _optimizer(state_dict, numbers)
     named = [(name, state) for name, state in by_name.items() if name in model]
@@ -126,7 +126,7 @@ def _is_number(value: Any, shape: tuple[int, ...]) -> bool:
 def _dicts(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, dict[Any, Any]]]:
     """Yields all dictionaries in a tree with their paths, down to `DEPTH` keys.
 
-    Those inside of an optimizer's state dict are left out.
+    Dictionaries inside of an optimizer's state dict are left out.
     """
     if isinstance(tree, dict):
         yield path, tree
@@ -162,7 +162,10 @@ States = dict[Any, Any]
 def _optimizer(
     state_dict: Mapping[Any, Any], numbers: Sequence[str]
 ) -> tuple[dict[str, States], list[States]]:
-    """The states of named parameters, by name; and a list of states whose names are unknown."""
+    """The states of named parameters, by name; and a list of the states without known names.
+
+    `numbers` are the names of the parameters that the optimizer numbers.
+    """
     if "param_groups" not in state_dict:
         return _flat(state_dict), []
     groups = _listed(state_dict["param_groups"]) or []
@@ -199,10 +202,10 @@ def _flat(state_dict: Mapping[Any, Any]) -> dict[str, dict[Any, Any]]:
 def _model(
     candidates: Mapping[TreePath, dict[str, Saved]], trained: Sequence[str]
 ) -> dict[str, Saved] | None:
-    """Finds the model's state dict among the candidates.
+    """Finds the model's state dict among the dictionaries of tensors `candidates`.
 
-    It is the only one with all trained names. If none or several have them, a usual key such as
-    `model` decides. None if the files do not show which one it is.
+    It is the only one with all names of the optimizer. If none or several have them, a usual key
+    such as `model` decides. None if the files do not show which one it is.
     """
     complete = [path for path, weights in candidates.items() if weights.keys() >= set(trained)]
     if trained and len(complete) == 1:
@@ -221,30 +224,30 @@ def _model(
 
 
 def whole(file: TorchFile, tensor: Tensor) -> Whole:
-    """A tensor that one file contains completely."""
+    """A tensor that one file contains completely, as a piece for the all-gather."""
     box = box_of(file, tensor, (0,) * len(tensor.shape))
     return Whole(UNNAMED, tensor.dtype, tensor.shape, box.extent, box.strides)
 
 
 def box_of(file: TorchFile, tensor: Tensor, offsets: tuple[int, ...]) -> BoxPart:
-    """A tensor of a file, placed at `offsets` as a box of a larger tensor."""
+    """A tensor of a file as a shard of a larger tensor, which begins there at `offsets`."""
     extent, strides = file.reach(tensor)
     return BoxPart(offsets, tensor.shape, extent, strides=strides)
 
 
 def stored_box(stored: SavedTensor, offsets: tuple[int, ...]) -> BoxPart:
-    """A tensor of a safetensors file, placed at `offsets` as a box of a larger tensor."""
+    """A tensor of a safetensors file as a shard of a larger tensor, which begins at `offsets`."""
     return BoxPart(offsets, stored.shape, stored.extent)
 
 
 def all_stored(tensors: Iterable[SavedTensor]) -> dict[str, Saved]:
-    """The tensors of a safetensors file by name, each complete."""
+    """The tensors of a safetensors file by name; each is complete."""
     boxes = [(each, stored_box(each, (0,) * len(each.shape))) for each in tensors]
     return {each.name: joined(each.dtype, each.shape, [box]) for each, box in boxes}
 
 
 def joined(dtype: str, shape: tuple[int, ...], boxes: Sequence[BoxPart]) -> Saved:
-    """A tensor made of its boxes; `Whole` if one box has all of it."""
+    """A tensor made of its shards `boxes`; a `Whole` if one shard is the complete tensor."""
     filled = [box for box in boxes if prod(box.sizes)]
     if len(filled) == 1 and filled[0].sizes == shape:
         return Whole(UNNAMED, dtype, shape, filled[0].extent, filled[0].strides)

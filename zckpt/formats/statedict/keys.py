@@ -1,4 +1,4 @@
-"""The keys under which a torch program saves its state dicts."""
+"""The keys under which a PyTorch program saves its state dicts."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ RANKS, ADAPTER = "ranks", "adapter"
 
 
 def own_key(folder: str) -> str:
-    """The key that zckpt gives, in the tree, to a folder that is one state dict.
+    """The tree's key for a folder that is itself one state dict: the folder's name and "/".
 
-    It ends with /, unlike the keys of programs.
+    The keys of programs do not end with "/".
     """
     return f"{os.path.basename(folder)}/"
 
 
 def in_folder(path: TreePath) -> TreePath:
-    """The path of a value within its folder: without the first key if that names the folder."""
+    """The path of a value within its folder: without a first key that names the folder."""
     return path[1:] if path and str(path[0]).endswith("/") else path
 
 
 def trainers_dialect(engine: Engine | None) -> str | None:
-    """The `--dialect` that writes files with the names of the source's; None if none does."""
+    """The `--dialect` with which the target's files get the same names as the source's.
+
+    None if no dialect does that.
+    """
     keys = keys_of(engine)
     is_fsdp = any(name.startswith("pytorch_model_fsdp") for name in keys.folders or ())
     return "accelerate" if is_fsdp else keys.dialect
 
 
 def is_optimizers_key(key: Any) -> bool:
-    """Whether a key is an optimizer's, in a dictionary that mixes model and optimizer."""
+    """Whether a key belongs to the optimizer, in a dictionary that mixes model and optimizer."""
     return isinstance(key, str) and key.partition(".")[0] in ("state", "param_groups")
 
 
 def keys_of(engine: Engine | None) -> StateDictEngine:
-    """The keys and files of the program that wrote a source; usual ones for other engines."""
+    """The keys and files of the program that wrote a source; for other engines, the usual keys."""
     if isinstance(engine, StateDictEngine):
         return engine
     dtype = engine.dtype if engine else None

@@ -1,4 +1,4 @@
-"""Matches an optimizer's numbers with the model's names, and marks inferred names.
+"""Finds the model's names for parameters that an optimizer numbers, and marks inferred names.
 
     numbers of a group    0  1     2  3          torch.optim numbers parameters through its groups
     model's names         a  b  c  d  e  f       some of them are frozen, or buffers
@@ -6,7 +6,7 @@
 A number gets a name in one of three ways:
 
     shapes        only one name has the number's shape, in any order
-    order         the names are in the module's order, and only one way keeps that order: inferred
+    order         names are in the module's order, and one assignment keeps that order: inferred
     param_names   the user states the names
 
 A file with sorted names has lost the module's order: `layers.10` comes before `layers.2`.
@@ -40,10 +40,10 @@ or, with a Trainer of transformers or TRL, after it is built:
 
 
 class MatchedNames(NamedTuple):
-    """The names of the optimizer's parameters: one list for each order that was given to `match`.
+    """The names of an optimizer's parameters: one list for each order that was given to `match`.
 
-    An order is a list of parameters in the order of the module, for example those of a group. For
-    the names in `inferred`, nothing but their position shows to which parameter they belong.
+    An order is a list of parameters in the order of the module, for example those of a group.
+    `inferred` are the names that rest only on a parameter's position in this order.
     """
 
     names: list[list[str]]
@@ -58,9 +58,11 @@ def match(
 ) -> MatchedNames:
     """Finds the names of all parameters in every order.
 
-    A parameter without state (None) may have any shape. `in_order` states whether `names` are in
-    the module's order. `param_names` are the user's names, order by order. Raises MissingData if no
-    rule names every number, and WrongOption for names that do not fit.
+    An order lists the shapes of parameters in the module's order; None means an unknown shape, of a
+    parameter without state. `names` are the model's names and shapes. `in_order` states whether
+    they are in the module's order. `param_names` are the names that the user gives, order by order.
+    Raises MissingData if no rule names every parameter, and WrongOption for given names that do not
+    fit.
     """
     if param_names is not None:
         return MatchedNames(_stated(orders, names, param_names), [])
@@ -71,8 +73,8 @@ def match(
     if not in_order:
         raise MissingData(
             "names-needed",
-            f"the optimizer knows its {sum(map(len, orders))} parameters by number, several "
-            "weights have the same shape, and the file does not show the order of the module",
+            f"the optimizer numbers its {sum(map(len, orders))} parameters instead of naming them, "
+            "several weights have the same shape, and the file does not show the module's order",
             hint=_hint(sum(map(len, orders)), names),
         )
     by_order = _by_order(orders, names)
@@ -87,10 +89,10 @@ def match(
 
 
 def keeps_order(names: Sequence[str]) -> bool:
-    """Whether a dictionary with these keys shows the module's order.
+    """Whether names in this order show the module's order of parameters.
 
-    Sorted keys, as text or with their numbers by value, show nothing: safetensors sorts its keys,
-    and a program may save again what it loaded from there.
+    They do not if they are sorted, as text or by the numbers in them. safetensors sorts its keys,
+    and a program may save again what it loaded from such a file.
     """
     return list(names) not in (sorted(names), sorted(names, key=_by_number))
 
@@ -103,7 +105,7 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 
 
 def candidates(names: Sequence[NamedShape]) -> list[NamedShape]:
-    """The names that may be in an optimizer, without running statistics of normalizations.
+    """The names that an optimizer may list: all but running statistics of normalizations.
 
     In a state dict, only their names distinguish torch.nn's `running_mean` and `running_var` from
     weights.
@@ -121,7 +123,7 @@ def candidates(names: Sequence[NamedShape]) -> list[NamedShape]:
 
 
 def _by_shape(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list[str]] | None:
-    """The names of all numbers if shapes alone determine them; None if no or several ways fit."""
+    """The names of all numbers, if shapes alone determine them; else None."""
     by_shape: dict[Shape | None, list[str]] = {**by_key((shape, name) for name, shape in names)}
     numbers = Counter(shape for order in orders for shape in order)
     if None in numbers:  # it gets a name that no other number can have
@@ -142,29 +144,28 @@ def _stated(
     if unknown := [name for name in param_names if name not in shapes]:
         raise WrongOption(
             "names-do-not-fit",
-            f"--param-names names {listed(unknown, 4)}, which the model's state does not have",
+            f"--param-names lists {listed(unknown, 4)}, which the model's state dict does not have",
         )
     if twice := [name for name, count in Counter(param_names).items() if count > 1]:
-        raise WrongOption("names-do-not-fit", f"--param-names names {listed(twice, 4)} twice")
+        raise WrongOption("names-do-not-fit", f"--param-names lists {listed(twice, 4)} twice")
     _check_stated(list(chain(*orders)), [(name, shapes[name]) for name in param_names])
     remaining = iter(param_names)
     return [list(islice(remaining, len(order))) for order in orders]
 
 
 def _hint(total: int, names: Sequence[NamedShape]) -> str:
-    """The hint to name an optimizer's `total` numbers.
+    """The hint to name an optimizer's `total` numbered parameters.
 
-    If the model has more names, it adds that these numbers may be one rank's share.
+    If the model has more names, it adds that the optimizer may be only one rank's share.
     """
     return f"{HINT}\nBut {LOST}" if total < len(names) else HINT
 
 
 def _evident(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[Order]:
-    """Replaces shapes by None where they cannot be those of parameters.
+    """Replaces shapes by None where they cannot be shapes of parameters.
 
-    If more of the optimizer's parameters have states of a shape than there are weights of this
-    shape, then it is the shape of a state, not of a parameter. Amos, for example, keeps one number
-    for each parameter.
+    If more parameters have states of a shape than there are weights of this shape, then it is the
+    shape of a state, not of a parameter. Amos, for example, keeps one number for each parameter.
     """
     shown = Counter(chain(*orders))
     shown.subtract(shape for _, shape in names)
@@ -172,16 +173,13 @@ def _evident(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[Order
 
 
 def _check_stated(order: Order, named_shapes: Sequence[NamedShape]) -> None:
-    """Raises WrongOption if the user's names do not fit the optimizer's parameters.
-
-    Their number and their shapes are compared.
-    """
-    hint = f"give the optimizer's names alone, in its own order, group after group: {HINT}"
+    """Raises WrongOption if the given names do not fit the optimizer, by count or by shapes."""
+    hint = f"list only the optimizer's parameters, in its order, group after group: {HINT}"
     hint = f"{LOST}. If not, {hint}" if len(named_shapes) > len(order) else hint
     if len(named_shapes) != len(order):
         raise WrongOption(
             "names-do-not-fit",
-            f"--param-names names {len(named_shapes)} parameters, and the optimizer has "
+            f"--param-names lists {len(named_shapes)} parameters, but the optimizer has "
             f"{len(order)}",
             hint=hint,
         )
@@ -189,8 +187,8 @@ def _check_stated(order: Order, named_shapes: Sequence[NamedShape]) -> None:
         if shape_of_state not in (None, shape):
             raise WrongOption(
                 "names-do-not-fit",
-                f"--param-names has {name} of shape {list(shape)} in place {number}, where the "
-                f"optimizer has a parameter of shape {list(shape_of_state or ())}",
+                f"--param-names lists {name} of shape {list(shape)} as number {number}, but the "
+                f"optimizer's parameter {number} has the shape {list(shape_of_state or ())}",
                 hint=hint,
             )
 
@@ -201,13 +199,13 @@ def _check_stated(order: Order, named_shapes: Sequence[NamedShape]) -> None:
 def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list[str]]:
     """The names, if there is exactly one way to assign them in the module's order.
 
-    Each order (a list of shapes, None if unknown) is first placed alone: its parameters get the
-    earliest names that they can have, and then the latest. If a parameter gets the same name both
-    times, the name belongs to it. The other orders then lose this name, and the search is repeated
-    until no more names are decided. A parameter of unknown shape can have a name only if its shape
-    is not needed: there are more names of this shape than parameters known to have it.
+    An order is a list of shapes; None is an unknown shape. Each order is first matched by itself:
+    its parameters get the earliest names that they can have, and then the latest. If a parameter
+    gets the same name both times, the name belongs to it. The other orders then lose this name, and
+    the search is repeated until no more names are decided. A parameter of unknown shape can have a
+    name only if more names have its shape than there are parameters known to have this shape.
 
-    Raises MissingData if there is no way, or if a name stays undecided.
+    Raises MissingData if no assignment fits, or if several do.
     """
     total = sum(map(len, orders))
     needed = Counter(shape for order in orders for shape in order if shape is not None)
@@ -226,8 +224,8 @@ def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list
     if owned_before < total:
         raise MissingData(
             "names-needed",
-            f"the optimizer knows its {total} parameters by number, and their shapes fit the "
-            f"model's {len(names)} weights in several ways, or in none",
+            f"the optimizer numbers its {total} parameters instead of naming them, and their "
+            f"shapes fit the model's {len(names)} weights in several ways, or in none",
             hint=_hint(total, names),
         )
     chosen = by_key((owners[index], names[index][0]) for index in sorted(owners))
@@ -239,7 +237,7 @@ def _earliest(
 ) -> list[int]:
     """For each parameter of an order, the index of the first name that it can have.
 
-    A parameter without a shape can have the names whose shapes are in `spare`. The result ends
+    A parameter of unknown shape can have the names whose shapes are in `spare`. The result ends
     before the first parameter for which no name is left.
     """
     first: list[int] = []
@@ -255,14 +253,14 @@ def _earliest(
 def _why_not(
     orders: Sequence[Order], place: int, position: int, names: Sequence[NamedShape]
 ) -> str:
-    """The reason why the parameter `orders[place][position]` gets none of the model's names."""
+    """The reason why the parameter `orders[place][position]` matches none of the model's names."""
     total = sum(map(len, orders))
     if total > len(names):
-        return f"the optimizer knows {total} parameters by number, the model holds {len(names)}"
+        return f"the optimizer numbers {total} parameters, but the model has {len(names)}"
     shape = orders[place][position]
     states = "show no shape" if shape is None else f"have the shape {list(shape)}"
     return (
         f"the optimizer's parameter {sum(map(len, orders[:place])) + position}, whose states "
-        f"{states}, has no counterpart among the model's weights in their order: its own shape may "
-        "be another"
+        f"{states}, matches none of the model's weights in their order: its state may have another "
+        "shape than the parameter"
     )

@@ -30,7 +30,7 @@ def names_of(
     optimizer: OptimizerState,
     param_names: Sequence[str] | None,
 ) -> dict[Any, str]:
-    """Maps what the optimizer calls its parameters, names or numbers, to the model's names.
+    """Maps an optimizer's names or numbers of its parameters to the model's names.
 
     Adds inferred names to `saved`, with a warning. Raises MissingData and WrongOption like
     `matching.match`, and InconsistentCheckpoint if states have the shapes of other weights.
@@ -48,12 +48,13 @@ def names_of(
 
 
 def refuse_twice(saved: SavedTree, members: Sequence[str]) -> None:
-    """Raises InconsistentCheckpoint if the groups list a parameter more than once."""
+    """Raises InconsistentCheckpoint if the optimizer's groups list a parameter more than once."""
     if twice := [name for name, count in Counter(members).items() if count > 1]:
         raise InconsistentCheckpoint(
             "file-damaged",
-            f"{saved.root}: the optimizer holds {listed(twice)} more than once",
-            hint="the file was edited: torch gives every parameter to one group, once",
+            f"{saved.root}: the optimizer's groups list {listed(twice)} more than once",
+            hint="the file was changed after the save, because torch lists every parameter once: "
+            "take another copy",
             file=saved.root,
         )
 
@@ -64,10 +65,10 @@ def _names_of_numbers(
     optimizer: OptimizerState,
     param_names: Sequence[str] | None,
 ) -> dict[int, str]:
-    """The name of each number: as the files state it, else by `match`.
+    """Maps each number in an optimizer's groups to the name of its parameter.
 
-    Files state names in what zckpt wrote beside the state dicts, or in `param_names` of the groups
-    (torch 2.6).
+    The name is the one that the files state, or that `match` finds. Files state names in what zckpt
+    wrote beside the state dicts, or in `param_names` of the groups (torch 2.6).
     """
     numbers = [number for members in optimizer.members for number in members]
     if saved.record is not None and len(saved.record.get("numbers", ())) == len(numbers):
@@ -91,12 +92,12 @@ def _names_of_numbers(
     )
     saved.inferred += [name for name in inferred if name not in saved.inferred]
     if param_names is not None:
-        message = "the optimizer knows its parameters by number: names are those of --param-names"
+        message = "the optimizer numbers its parameters: their names are taken from --param-names"
         saved.warnings.append(warning("names-inferred", message, subject="--param-names"))
     elif inferred:
         message = (
-            "the optimizer knows its parameters by number: the names of "
-            f"{listed(inferred, 4)} are inferred from the order of the model's state"
+            "the optimizer numbers its parameters instead of naming them: the names "
+            f"{listed(inferred, 4)} are inferred from the order of the model's state dict"
         )
         saved.warnings.append(warning("names-inferred", message, subject=inferred[0]))
     return {
@@ -109,10 +110,10 @@ def _names_of_numbers(
 def _candidates(
     model: Mapping[str, Any], optimizer: OptimizerState, param_names: Sequence[str] | None
 ) -> list[str]:
-    """Names of weights that may be in an optimizer; the first name of those that share a storage.
+    """Names of weights that may be in an optimizer; of weights that share a storage, the first.
 
     A complex tensor is a buffer (rotary frequencies), unless the optimizer has complex moments or
-    the user names it.
+    `param_names` lists it.
     """
     states = [leaf for state in optimizer.state.values() for leaf in state.values()]
     complex_moments = any(map(is_complex, states))
@@ -128,7 +129,7 @@ def _candidates(
 def without_wrappers(names: Sequence[str], model: Mapping[Any, Any]) -> list[str] | None:
     """The model's names for an optimizer's `names`, in the same order.
 
-    The two may differ in a wrapper's words or prefix. None if no rule fits all names.
+    The two may differ by a wrapper's prefix or words. None if no single rule fits all names.
     """
     weights = [str(name) for name, leaf in model.items() if isinstance(leaf, Leaf)]
     try:
@@ -143,7 +144,7 @@ def _refuse_mixed(
     names: Sequence[str],
     model: Mapping[str, Any],
 ) -> None:
-    """Raises InconsistentCheckpoint if the states' shapes are the weights' shapes in another order.
+    """Raises InconsistentCheckpoint if the states have the weights' shapes in another order.
 
     If other shapes occur, nothing is proven: some optimizers keep states of other shapes than their
     weights.
@@ -158,16 +159,17 @@ def _refuse_mixed(
             if state != weight:
                 raise InconsistentCheckpoint(
                     "mixed-saves",
-                    f"{saved.root}: param_names gives {name} of shape {list(weight)} a state of "
-                    f"shape {list(state)}",
-                    hint="names and states are of two different orders of parameters",
+                    f"{saved.root}: by param_names of the groups, {name} of shape {list(weight)} "
+                    f"has an optimizer state of shape {list(state)}",
+                    hint="param_names and the states list the parameters in different orders: take "
+                    "another copy of the file",
                     file=saved.root,
                     subject=name,
                 )
 
 
 def shape_of(state: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The shape of a parameter, as its states show it; None if they do not.
+    """The shape of a parameter, inferred from its optimizer states; None if they do not show it.
 
     Adafactor keeps rows and columns, and 8-bit optimizers keep scales; these do not show the shape.
     SPAM's moments contain only the elements where its mask is true, so the mask shows the shape.

@@ -1,4 +1,4 @@
-"""Validates the facts that zckpt stated beside state dicts.
+"""Validates the facts that zckpt wrote beside state dicts.
 
 State dicts do not state which names are aliases, buffers, frozen or inferred (see write.py), so
 zckpt writes these facts beside them. Another program may have changed them since.
@@ -13,7 +13,7 @@ from ...errors import CorruptCheckpoint
 
 
 class Stated(Struct):
-    """What zckpt writes beside state dicts, under the key `zckpt`: facts that they cannot state.
+    """The facts that zckpt writes beside state dicts under the key `zckpt`: state dicts lack them.
 
     The first versions of zckpt wrote only the first four fields.
     """
@@ -28,24 +28,24 @@ class Stated(Struct):
 
 
 def checked(record: Any, where: str) -> dict[str, Any] | None:
-    """What zckpt wrote beside the state dicts in the file `where`; None if it wrote nothing.
+    """The facts that zckpt wrote beside state dicts, after a check; None if it wrote none.
 
-    Raises CorruptCheckpoint if it does not have the fields of `Stated`.
+    `where` is the path of the file. Raises CorruptCheckpoint if `record` lacks fields of `Stated`.
     """
     if not isinstance(record, dict):
         return None
     try:
         convert(record, Stated)
     except ValidationError as error:
-        what = f"{where}: zckpt's own record in it is damaged: {error}"
+        what = f"{where}: the facts that zckpt wrote under the key zckpt are damaged: {error}"
         raise CorruptCheckpoint("file-damaged", what) from error
     return record
 
 
 def joined(records: Mapping[str, dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Joins what zckpt wrote beside several models into one record.
+    """Joins the facts that zckpt wrote beside several models; each model's names get its prefix.
 
-    Each model's names get its prefix. None if zckpt wrote nothing beside one of the models.
+    `records` has the facts by prefix. None if zckpt wrote nothing beside one of the models.
     """
     whole: dict[str, Any] = {"aliases": {}, "buffers": [], "frozen": []}
     for prefix, record in records.items():

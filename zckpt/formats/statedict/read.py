@@ -1,4 +1,4 @@
-"""Chooses and names the state dicts of a checkpoint, and makes their manifest."""
+"""Chooses the state dicts of models and optimizers, names parameters, and makes the manifest."""
 
 from __future__ import annotations
 
@@ -46,20 +46,21 @@ from .tree import Leaf, SavedTree, TreePath, dotted
 ADDRESSES = 1 << 24
 NO_OPTIMIZER = note(
     "option-without-effect",
-    "there is no optimizer: --param-names is not used",
+    "--param-names is not used, because the checkpoint has no optimizer",
     subject="--param-names",
 )
 
 
 def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
-    """The manifest of state dicts; `reading.param_names` name an optimizer's numbers.
+    """The manifest of a checkpoint's state dicts.
 
-    With `reading.weights_only`, an optimizer whose numbers get no names is ignored; with `nameless`
-    it becomes the program's own state. `reading.root` chooses one of several models. Without it all
-    are read, with the root before each name.
+    `reading.param_names` are names for the parameters that an optimizer numbers. If no names are
+    found, the optimizer is ignored with `reading.weights_only`; with `reading.nameless` it is kept
+    as the program's own state. `reading.root` chooses one of several models. Without it all models
+    are read, and the model's key precedes each name.
 
     Raises MissingData (no model; numbers that fit several names), AmbiguousCheckpoint (see
-    roots.py), WrongOption (no such root), InconsistentCheckpoint.
+    roots.py), WrongOption (`reading.root` names no model), InconsistentCheckpoint.
     """
     refuse_tree(saved.tree, saved.root)
     different = saved.different
@@ -89,7 +90,8 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
         saved.warnings += [
             warning(
                 "root-inferred",
-                f"{name}: nothing shows that {key} trains it; --root {name}={key} says so",
+                f"{name} is read without an optimizer, because nothing shows that {key} trains it; "
+                f"if it does, add --root {name}={key}",
                 subject=key,
             )
             for key in saved.likely
@@ -99,7 +101,7 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
         saved.omitted += [
             note(
                 "weights-omitted",
-                f"{key}: tensors beside the model; --root {key} takes them",
+                f"{key}: tensors beside the model; to read them instead, add --root {key}",
                 subject=key,
             )
             for key in left
@@ -123,10 +125,10 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
 
 
 def _settle_averages(saved: SavedTree, model: TreePath) -> None:
-    """Handles averages that Lightning saves in place of the weights.
+    """Handles averages that Lightning saves in place of the model's weights.
 
-    If the averages are read, a warning names the weights that the optimizer updates. If those
-    weights are read instead (`--root`), the averages are left out, with a note.
+    If the averages are read (`model` is their path), a warning names the weights that the optimizer
+    updates. If those weights are read instead (`--root`), the averages are left out, with a note.
     """
     whole_model, trained = lightning.WHOLE.model, lightning.TRAINED
     if not {lightning.LIGHTNING, trained} <= saved.tree.keys():
@@ -134,13 +136,13 @@ def _settle_averages(saved: SavedTree, model: TreePath) -> None:
     averages = [str(whole_model[0]), lightning.AVERAGING]
     if model == whole_model:
         message = (
-            f"{averages[0]} has averages of the weights; {trained} has those that the "
-            f"optimizer updates: --root {trained} takes these"
+            f"{averages[0]} has averages of the weights, and {trained} has the weights that the "
+            f"optimizer updates; to read these instead, add --root {trained}"
         )
         saved.warnings.append(warning("root-inferred", message, subject=trained))
         return
     saved.tree = {key: value for key, value in saved.tree.items() if key not in averages}
-    message = f"{listed(averages)}: --root takes {trained}"
+    message = f"{listed(averages)}: --root selects {trained}"
     saved.omitted.append(note("weights-omitted", message, subject=averages[0]))
 
 
@@ -168,16 +170,16 @@ def _separate(saved: SavedTree) -> None:
 
 
 def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
-    """The root that the user asks for, or all roots.
+    """The model that `--root` selects, or all models; each with its optimizers.
 
-    Unread state dicts are removed from the tree.
+    State dicts that are not read are removed from the tree.
     """
     if reading.root is None:
         saved.warnings += [
             warning(
                 "root-inferred",
-                f"{dotted(path)} is read as the program's own state: nothing shows which model "
-                "this optimizer trains",
+                f"{dotted(path)} is kept as the program's own state, not as optimizer state: "
+                "nothing shows which model this optimizer trains",
                 subject=dotted(path),
             )
             for path in roots.unclear
@@ -190,22 +192,22 @@ def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
     lost = [dotted(path) for path in every if path not in chosen.optimizers]
     if lightning.LIGHTNING in saved.tree and chosen.optimizers and lost:
         message = (
-            f"{lightning.NAME} loads the state of each optimizer by its place: a module that "
-            f"has {listed(lost)}, too, does not resume from what is written"
+            f"{lightning.NAME} assigns saved optimizer states by their order: a module that also "
+            f"has {listed(lost)} cannot resume from the target"
         )
         saved.warnings.append(warning("program-must-set", message, subject=lost[0]))
     saved.omitted += roots.omitted(chosen)
     if saved.models:
         saved.siblings, sibling_names = of_model(saved.siblings, number_of(chosen.name))
-        message = f"{listed(sibling_names)}: --root takes {chosen.name}"
+        message = f"{listed(sibling_names)}: --root selects {chosen.name}"
         saved.omitted += (
             [note("weights-omitted", message, subject=sibling_names[0])] if sibling_names else []
         )
     saved.tree = without(saved.tree, roots.paths - {chosen.model, *chosen.optimizers})
     if chosen.by_words:
         message = (
-            f"{chosen.name}: {dotted(chosen.optimizers[0])} is taken for its optimizer, by its "
-            f"name; --root {chosen.name}=OPTIMIZER takes another one"
+            f"{dotted(chosen.optimizers[0])} is read as the optimizer of {chosen.name}, because "
+            f"of its name; to choose another, add --root {chosen.name}=OPTIMIZER"
         )
         saved.warnings.append(warning("root-inferred", message, subject=chosen.name))
     return [chosen]
@@ -218,7 +220,10 @@ def _named(
     optimizers: Mapping[TreePath, OptimizerState],
     reading: Reading,
 ) -> tuple[dict[str, Any], dict[TreePath, OptimizerState]]:
-    """A root's model, and its optimizers' states under the model's names."""
+    """One model's state dict, and its optimizers' states under the model's parameter names.
+
+    `root` is the model with its optimizers, `state_dict` its tensors by key.
+    """
     optimizers_of_root = {path: optimizers[path] for path in root.optimizers}
     inferred, warnings = len(saved.inferred), len(saved.warnings)
     saved.inferred += (saved.record or {}).get("inferred", ())
@@ -254,9 +259,9 @@ def _named(
             if is_one and not (may_lack and isinstance(error, MissingData)):
                 raise
             if not (is_one and reading.weights_only):
-                way = "; --param-names FILE names its parameters" if is_one else ""
+                way = "; to read it, add --param-names FILE with its names" if is_one else ""
                 key = dotted(path) or "the optimizer"
-                message = f"{key} is read as the program's own state: {error}{way}"
+                message = f"{key} is kept as the program's own state: {error}{way}"
                 saved.warnings.append(warning(error.code, message, subject=key))
             continue
         names_by_path[path] = name_of
@@ -292,15 +297,15 @@ def _named(
 
 
 def _gaps(optimizer: OptimizerState) -> str:
-    """A sentence that lists the numbers missing in an optimizer's groups; "" if none is missing.
+    """A clause that lists the numbers missing in an optimizer's groups; "" if none is missing.
 
-    torch numbers parameters without gaps. Before 1.5, numbers are addresses in memory.
+    torch numbers parameters without gaps. Before torch 1.5, the numbers are addresses in memory.
     """
     numbers = sorted(m for members in optimizer.members for m in members if type(m) is int)
     if not optimizer.is_numbered or numbers[-1] >= ADDRESSES:
         return ""
     missing = sorted({*range(numbers[-1])}.difference(numbers))
-    return f"its groups lack the numbers {listed(missing, 8)}" if missing else ""
+    return f"its groups lack the parameter numbers {listed(missing, 8)}" if missing else ""
 
 
 def _with_names_of_adapters(
@@ -309,10 +314,10 @@ def _with_names_of_adapters(
     optimizers: Iterable[OptimizerState],
     param_names: Sequence[str] | None,
 ) -> Mapping[Any, Any]:
-    """The model's state with the names of its module: PEFT omits the adapter's name in files.
+    """The model's state dict with the module's names, which contain the adapter's name.
 
-    For example, `lora_A.weight` becomes `lora_A.default.weight`. The optimizers' names, PEFT's
-    configuration and `param_names` show the adapter's name.
+    PEFT omits this name in files: `lora_A.weight` stands for `lora_A.default.weight`. The
+    optimizers' names, PEFT's configuration and `param_names` show it.
     """
     known_names = [*(param_names or ()), *(saved.record or {}).get("numbers", ())]
     for optimizer in optimizers:

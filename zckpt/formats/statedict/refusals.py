@@ -1,11 +1,11 @@
-"""Refuses state dicts by their keys or shapes, in any container.
+"""Refuses state dicts that zckpt cannot read, because of their keys or their tensors' shapes.
 
-Every reader of state dicts calls this module. Files of torch.save, items of
+Every reader of state dicts calls this module: files of torch.save, directories of
 torch.distributed.checkpoint and safetensors all have keys and shapes.
 
     flat weights    FSDP1's LOCAL_STATE_DICT: a key `_flat_param`
-    flat states     `optimizer.state_dict()` of FSDP1: states with one axis, of weights with more
-    slices          a weight or a moment that has the shape of one rank's part of the other
+    flat states     `optimizer.state_dict()` of FSDP1: 1-d states of weights with more axes
+    slices          a weight that is one rank's slice beside a full moment, or the reverse
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .tree import Leaf, SavedTree, TreePath, dotted
 FLAT = ("_flat_param", "flat_param")
 """How names of FSDP1's flat parameters begin, after the name of their module."""
 WHOLE = (
-    "save the DTensors themselves, without to_local(): each states which part it is; or save whole "
-    "tensors (full_tensor(), or full_state_dict=True)"
+    "save the DTensors themselves, without to_local(), because a DTensor states which slice it "
+    "holds; or save whole tensors (full_tensor(), or full_state_dict=True)"
 )
 """A hint: what a program should save instead of slices."""
 
@@ -32,14 +32,14 @@ WHOLE = (
 def refuse_tree(tree: Any, where: str) -> None:
     """Raises FlatParameters if a key in the tree names one of FSDP1's flat parameters.
 
-    `where` is the path of the files.
+    `where` is the path of the checkpoint, for the message.
     """
     for path in _keys(tree):
         if str(path[-1]).rpartition(".")[2].startswith(FLAT):
             raise FlatParameters(
                 "writer-unsupported",
-                f"{where} has FSDP1's flat parameters ({dotted(path)}: LOCAL_STATE_DICT). Only the "
-                "program knows their names and shapes",
+                f"{where} was saved as FSDP1's LOCAL_STATE_DICT: {dotted(path)} is a flat "
+                "parameter. No file states the names and shapes of the weights in it",
                 hint="save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT",
             )
 
@@ -49,11 +49,11 @@ def refuse_flat_states(
     models: Sequence[Mapping[Any, Any]],
     optimizers: Mapping[TreePath, OptimizerState],
 ) -> None:
-    """Raises FlatParameters if an optimizer's states are of FSDP1's flat parameters.
+    """Raises FlatParameters if an optimizer's states belong to FSDP1's flat parameters.
 
-    `optimizer.state_dict()` of FSDP1 numbers flat parameters, and each rank holds a one-dimensional
-    part. The model's weights, and the optimizer's state dict that FSDP itself returns, are cut but
-    not flat.
+    `optimizer.state_dict()` of FSDP1 numbers flat parameters, and each rank holds a 1-d slice of
+    their states. The weights, and the optimizer state dict that FSDP itself returns, are sharded
+    but not flat.
     """
     weights = [leaf for model in models for leaf in model.values() if isinstance(leaf, Leaf)]
     if not any(leaf.sharded and len(leaf.shape) > 1 for leaf in weights):
@@ -69,11 +69,12 @@ def refuse_flat_states(
         if optimizer.is_numbered and moments and is_flat:
             raise FlatParameters(
                 "writer-unsupported",
-                f"{saved.root} has an optimizer of FSDP1's flat parameters, cut over the ranks "
-                f"({dotted(path)}). No file says which weights are in a flat parameter, and where",
-                hint=f"take the weights alone: `zckpt convert {saved.root} DST --weights-only`. To "
-                "keep the optimizer, save FSDP.optim_state_dict(model, optimizer), or train with "
-                "FSDP2 (in verl: actor.strategy=fsdp2)",
+                f"{saved.root}: the optimizer {dotted(path)} has states of FSDP1's flat "
+                "parameters, sharded over the ranks. No file states which weights a flat parameter "
+                "contains",
+                hint=f"convert only the weights: `zckpt convert {saved.root} DST --weights-only`. "
+                "To keep the optimizer, save FSDP.optim_state_dict(model, optimizer), or train "
+                "with FSDP2 (in verl: actor.strategy=fsdp2)",
                 file=saved.root,
             )
 
@@ -83,10 +84,10 @@ def refuse_parts(
 ) -> None:
     """Raises InconsistentCheckpoint if a weight or a moment is only one rank's slice.
 
-    It shows because the tensor has the shape of one part of its counterpart: a moment of its
-    weight, or a weight of its moment. The names of `optimizer` are those of `model`. A directory of
-    torch.distributed.checkpoint contains only one rank's slice of a plain tensor, and no trace of
-    the other ranks' slices.
+    The shapes show it: a moment has the shape of one rank's shard of its weight, or a weight has
+    that of its moment. `optimizer` has the names of `model`. If a program saves a plain tensor that
+    is a slice, a directory of torch.distributed.checkpoint contains only one rank's slice, and no
+    trace of the others.
     """
     for name, state in optimizer.state.items():
         weight = model.get(name)
@@ -103,7 +104,7 @@ def refuse_parts(
 def refuse_unnamed_parts(
     saved: SavedTree, model: Mapping[str, Any], optimizer: OptimizerState, weights_only: bool
 ) -> None:
-    """As `refuse_parts`, for an optimizer whose numbers have no names yet."""
+    """Does the same as `refuse_parts` for an optimizer whose numbers have no names yet."""
     weights = {name: leaf for name, leaf in model.items() if isinstance(leaf, Leaf) and leaf.shape}
     moments = {
         f"{number}/{key}": leaf
@@ -122,7 +123,7 @@ def refuse_unnamed_parts(
 def _part_among(
     tensors: Mapping[str, Leaf], other_tensors: Mapping[str, Leaf]
 ) -> tuple[str, Leaf, Leaf] | None:
-    """The first tensor that has the shape of a part of one of `other_tensors`, and that one.
+    """Finds the first tensor with the shape of a rank's shard of one of `other_tensors`.
 
     Returns its name, the tensor, and the other tensor. None if there is none, or if `tensors` are
     sharded themselves.
@@ -153,12 +154,12 @@ def _slice(
 
 
 def is_part(leaf: Leaf, whole: Leaf) -> bool:
-    """Whether an uncut tensor has the shape of one rank's part of another tensor."""
+    """Whether an unsharded tensor has the shape of one rank's shard of another tensor."""
     return not leaf.sharded and leaf.shape != whole.shape and leaf.shape in whole.parts
 
 
 def _keys(tree: Any, path: TreePath = ()) -> Iterator[TreePath]:
-    """Yields the path of every key in a tree's dictionaries."""
+    """Yields the path of every key in the tree's dictionaries."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield (*path, key)

@@ -4,9 +4,10 @@
     {"generator": {"model": {...}, "optimizer": {...}}, "discriminator": {...}}
     {"model": {...}, "model_1": {...}, "optim": {...}, "optim_1": {...}}
 
-A root is a model with its optimizers. An optimizer belongs to the only model with its names or
-shapes. If several models fit, the words of the keys decide: `optimizer_g` has one word, `g`, beside
-the usual ones, and `generator` begins with it. If words do not decide, nothing is guessed.
+A root is a model with its optimizers (`--root` selects one). An optimizer belongs to a model if
+that is the only one with the optimizer's names or shapes. If several models fit, the words of the
+keys decide: `optimizer_g` has one word, `g`, beside the usual ones, and `generator` begins with it.
+If words do not decide, nothing is guessed.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ SOLE = "model"
 class Root(Struct, frozen=True):
     """A model, and the optimizers that train it.
 
-    `prefix` precedes its names if several roots are read. `by_words` is true if only the words of
-    the keys pair the optimizer with the model.
+    `prefix` precedes the model's parameter names if several models are read. `by_words` is true if
+    only the words of the keys pair the optimizer with the model.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Root(Struct, frozen=True):
 
 
 class Roots(Struct, frozen=True):
-    """All roots of a checkpoint: its models, each with its optimizers.
+    """All models of a checkpoint (`roots`), each with its optimizers.
 
     `fitting` maps each optimizer to the models that have its names or shapes.
     """
@@ -70,7 +71,10 @@ class Roots(Struct, frozen=True):
         weights: Mapping[TreePath, Mapping[Any, Any]],
         optimizers: Mapping[TreePath, OptimizerState],
     ) -> Roots:
-        """These roots, and one more for each dictionary of weights that has no optimizer."""
+        """These models, and one more for each dictionary of weights that has no optimizer.
+
+        `weights` are these dictionaries by path; `optimizers` are all optimizers.
+        """
         roots_of_weights = (Root(dotted(path), path) for path in weights)
         fitting = {
             place: [
@@ -83,28 +87,28 @@ class Roots(Struct, frozen=True):
 
     @property
     def unclear(self) -> Mapping[TreePath, Sequence[TreePath]]:
-        """The optimizers that are assigned to no model, with the models that fit each one."""
+        """The optimizers that could not be assigned to a model, with the models that fit each."""
         owned = {path for root in self.roots for path in root.optimizers}
         return {path: models for path, models in self.fitting.items() if path not in owned}
 
     def likely(self, root: Root) -> list[str]:
-        """The optimizers that fit the root's model, as dotted paths, if the root has none.
+        """For a model without an optimizer: the optimizers that would fit it, as dotted paths.
 
-        Empty for a root with optimizers.
+        Empty for a model with optimizers.
         """
         places = (place for place, models in self.fitting.items() if root.model in models)
         return [] if root.optimizers else [dotted(place) for place in places]
 
     @property
     def doubts(self) -> list[Notice]:
-        """Warnings about optimizers that were assigned by name only and fit another model too."""
+        """Warnings about optimizers that were assigned only by name and also fit another model."""
         without = [root for root in self.roots if not root.optimizers]
         return [
             warning(
                 "root-inferred",
-                f"{dotted(place)} is taken for the optimizer of {root.name}, by its name: it fits "
-                f"{other.name} too, which has none; --root {other.name}={dotted(place)} takes it "
-                "for that",
+                f"{dotted(place)} is read as the optimizer of {root.name}, because of its name, "
+                f"but it also fits {other.name}, which has no optimizer; if it belongs there, add "
+                f"--root {other.name}={dotted(place)}",
                 subject=dotted(place),
             )
             for root in self.roots
@@ -121,10 +125,10 @@ class Roots(Struct, frozen=True):
         return paths_of_roots | {*self.unclear}
 
     def asked(self, request: str, weights_only: bool) -> Root:
-        """The model that `--root` names, as MODEL or MODEL=OPTIMIZER, with at most one optimizer.
+        """The model that `--root` selects, as MODEL or MODEL=OPTIMIZER, with at most one optimizer.
 
         Raises WrongOption for an unknown name, and AmbiguousCheckpoint if no file shows which
-        optimizer is meant.
+        optimizer trains the model.
         """
         name, _, wanted = request.partition("=")
         root = next((root for root in self.roots if name in (root.name, dotted(root.model))), None)
@@ -145,11 +149,11 @@ class Roots(Struct, frozen=True):
                 *(path for path, fit in self.unclear.items() if root.model in fit),
             ]
             names = [dotted(path) for path in likely or self.unclear]
-            way = f"name it: --root {root.name}={names[0]}; or " if likely else ""
+            way = f"choose it: --root {root.name}={names[0]}; or " if likely else ""
             raise AmbiguousCheckpoint(
                 "several-models",
-                f"{self.path}: nothing shows which optimizer trains {root.name}, and it alone: "
-                f"{listed(names)}",
+                f"{self.path}: nothing shows which one optimizer trains {root.name}; the "
+                f"checkpoint has {listed(names)}",
                 hint=f"{way}add --weights-only",
                 file=self.path,
             )
@@ -157,12 +161,15 @@ class Roots(Struct, frozen=True):
         return Root(root.name, root.model, tuple(own_optimizers), by_words=by_words)
 
     def omitted(self, chosen: Root) -> list[Notice]:
-        """A note on the state dicts that `--root` leaves out."""
+        """A note that lists the state dicts which `--root` leaves out.
+
+        `chosen` is the model that it selects, with its optimizers.
+        """
         other_paths = [root.model for root in self.roots if root.model != chosen.model]
         other_paths += [path for root in self.roots for path in root.optimizers]
         other_paths += self.unclear
         names = [dotted(path) for path in other_paths if path not in chosen.optimizers]
-        message = f"{listed(names)}: --root takes {chosen}"
+        message = f"{listed(names)}: --root selects {chosen}"
         return [note("weights-omitted", message, subject=names[0])] if names else []
 
 
@@ -179,7 +186,7 @@ def roots_of(
     models: Mapping[TreePath, Mapping[Any, Any]],
     optimizers: Mapping[TreePath, OptimizerState],
 ) -> Roots:
-    """All models, each with the optimizers that train it."""
+    """Finds which optimizers train which model: all models, each with its optimizers."""
     optimizers_of_model: dict[TreePath, list[TreePath]] = {path: [] for path in models}
     by_words: set[TreePath] = set()
     every: dict[TreePath, Sequence[TreePath]] = {}
@@ -211,9 +218,10 @@ def roots_of(
 
 
 def _names(models: Sequence[TreePath]) -> dict[TreePath, str]:
-    """The names of models: their dotted paths.
+    """The names of models by path: dotted paths, without a last key that all of them share.
 
-    If all paths end with the same key, as in `generator.model`, it is left out.
+    For example, `generator.model` and `discriminator.model` are named `generator` and
+    `discriminator`.
     """
     alike = all(len(a) > 1 and len(b) > 1 and a[-1] == b[-1] for a, b in pairwise(models))
     if len(models) > 1 and alike:
@@ -222,7 +230,7 @@ def _names(models: Sequence[TreePath]) -> dict[TreePath, str]:
 
 
 def fits(optimizer: OptimizerState, model: Mapping[Any, Any]) -> bool:
-    """Whether a model has all parameters of an optimizer, by name or by shape."""
+    """Whether a model has all parameters of an optimizer, compared by name or by shape."""
     members = [member for members in optimizer.members for member in members]
     names_in_groups = [
         name for group in optimizer.groups for name in group.get("param_names") or ()
@@ -238,7 +246,7 @@ def fits(optimizer: OptimizerState, model: Mapping[Any, Any]) -> bool:
 
 
 def _has_shapes(model: Mapping[Any, Any], optimizer: OptimizerState) -> bool:
-    """Whether an optimizer's states have the shapes of the weights that they are named after."""
+    """Whether an optimizer's states have the shapes of the weights with the same names."""
     named = (
         (model.get(name), shape_of(optimizer.state.get(member, {})))
         for members, group in zip(optimizer.members, optimizer.groups, strict=False)
@@ -250,8 +258,8 @@ def _has_shapes(model: Mapping[Any, Any], optimizer: OptimizerState) -> bool:
 def _by_words(optimizer: TreePath, models: Sequence[TreePath]) -> list[TreePath]:
     """The models whose keys have the same words as an optimizer's key.
 
-    If there is none, those whose words match with one abbreviated: `g` of `optimizer_g` and
-    `generator`.
+    If there is none: the models whose words match if one of the two is abbreviated, such as `g` of
+    `optimizer_g` and `generator`.
     """
     words = _words(optimizer)
     equal = [path for path in models if _words(path) == words]

@@ -1,7 +1,7 @@
-"""Finds slices of the model or of optimizer states among values that differ between ranks.
+"""Refuses or leaves out rank slices, found by comparing the ranks' values of a tensor.
 
-Ranks of one run hold the same weights, or parts that state where they belong. A plain tensor that
-differs counts as one rank's slice (`to_local()`) if it is one of these:
+Ranks of one run hold the same weights, or shards that state where they belong. A plain tensor whose
+values differ between ranks counts as one rank's slice (`to_local()`) if it is one of these:
 
     weights     the names that an optimizer lists; without an optimizer, every name of the model
                 except running statistics, which always differ, and buffers that the user names
@@ -31,13 +31,13 @@ OF_RANKS = re.compile(r"(?:.*_)?(?:error|errors|err|residual|residuals|feedback|
 For example `worker_error` and `server_error` of 1-bit Adam.
 """
 ZERO = (
-    "ranks of ZeroRedundancyOptimizer hold states of their own parameters: call "
-    "consolidate_state_dict() before saving"
+    "if the optimizer is a ZeroRedundancyOptimizer, each rank holds the states of only some "
+    "parameters: call consolidate_state_dict() before saving"
 )
 
 
 def taken_of_rank_0(different: Sequence[Difference]) -> list[Notice]:
-    """Notes that rank 0's values are used where ranks differ; one note for each place."""
+    """Notes that rank 0's values are used where ranks differ, one for each key of the tree."""
     notes = []
     for place, paths in by_key((item.path[:2], item.path) for item in different).items():
         what = dotted(paths[0]) if len(paths) == 1 else f"{dotted(place)} ({len(paths)} values)"
@@ -55,10 +55,11 @@ def refuse_weights(
     listed: Collection[str] | None,
     buffers: Sequence[str],
 ) -> None:
-    """Raises InconsistentCheckpoint if weights of the model at `place` are ranks' slices.
+    """Raises InconsistentCheckpoint if weights of one model are ranks' slices.
 
-    The error names a weight. `names` maps the keys at `place` to the model's names. `listed` are
-    the names that the optimizers list; None if there are none, or if no file shows them.
+    The error names one of the weights. `place` is the model's path in the tree, `names` maps its
+    keys to the names in `model`. `listed` are the names that the optimizers list; None if there are
+    none, or if no file shows them. `buffers` are the globs of `--buffers`.
     """
     differing = {
         names[item.path[-1]]: item
@@ -82,25 +83,25 @@ def refuse_weights(
     }
     if wrong:
         name = max(wrong, key=lambda name: (not wrong[name].is_alike, prod(model[name].shape)))
-        way = "" if name in shown else f"; if each rank has its own, add --buffers '{name}'"
+        way = "" if name in shown else f"; if ranks keep different values, add --buffers '{name}'"
         raise _slices(name, wrong[name], len(wrong) - 1, WHOLE + way)
 
 
 def refuse_states(
     saved: SavedTree, place: TreePath, optimizer: OptimizerState, names: Mapping[Any, str]
 ) -> None:
-    """Raises InconsistentCheckpoint if states of the optimizer at `place` are ranks' slices.
+    """Raises InconsistentCheckpoint if states of one optimizer are ranks' slices.
 
-    The error names a state. `names` are the model's names of the members, as far as files show
-    them.
+    The error names one of the states. `place` is the optimizer's path in the tree. `names` maps its
+    parameters to the model's names, as far as files show them.
     """
     inside = [item for item in saved.different if item.path[: len(place)] == place]
     for item in inside:
         if item.path[len(place) :][:1] == ("param_groups",) and "params" in item.path:
             raise InconsistentCheckpoint(
                 "rank-slices",
-                f"{item.files[0]} and {item.files[1]} have optimizers of different parameters, "
-                "which they know by number alone",
+                f"the optimizers in {item.files[0]} and {item.files[1]} list different parameters, "
+                "and only by number, not by name",
                 hint=ZERO,
             )
     states = {
@@ -121,21 +122,22 @@ def refuse_states(
 def _slices(name: str, item: Difference, more: int, hint: str) -> InconsistentCheckpoint:
     a, b = item.files
     shapes = item.shapes or ((), ())
-    what = f"shapes of it ({list(shapes[0])}, {list(shapes[1])})"
-    other_tensors = f" (and so for {counted(more, 'other tensor')})" if more else ""
+    what = f"shapes ({list(shapes[0])}, {list(shapes[1])})"
+    other_tensors = f" (as do {counted(more, 'other tensor')})" if more else ""
     return InconsistentCheckpoint(
         "rank-slices",
-        f"{name}: {a} and {b} hold different {what if shapes[0] != shapes[1] else 'values of it'}, "
-        f"and it is no DTensor or ShardedTensor: each file holds one rank's slice{other_tensors}",
+        f"{name} has different {what if shapes[0] != shapes[1] else 'values'} in {a} and {b}, "
+        "but is not a DTensor or ShardedTensor: each file seems to hold one rank's slice"
+        f"{other_tensors}",
         hint=hint,
         subject=name,
     )
 
 
 def _is_of_ranks(name: str, buffers: Sequence[str]) -> bool:
-    """Whether each rank may have its own values of a tensor of the model.
+    """Whether a tensor of the model may have different values on each rank.
 
-    True for running statistics and for buffers that the user names.
+    True for running statistics and for buffers that the user names (`--buffers`).
     """
     return name.rpartition(".")[2] in STATISTICS or matches_any(name, buffers)
 
@@ -143,7 +145,11 @@ def _is_of_ranks(name: str, buffers: Sequence[str]) -> bool:
 def _state_of(
     item: Difference, place: TreePath, optimizer: OptimizerState
 ) -> tuple[Any, str] | None:
-    """The parameter and the state's key to which a difference belongs; None for other values."""
+    """The parameter and the key of the optimizer state that differs between ranks.
+
+    None if the difference is not in a parameter's state. `place` is the optimizer's path in the
+    tree.
+    """
     rest = item.path[len(place) :]
     if optimizer.layout == "flat":
         kind, _, name = str(rest[0]).partition(".") if rest else ("", "", "")
@@ -158,9 +164,10 @@ def _state_of(
 def _is_kept_apart(
     member: Any, key: str, differing: Collection[tuple[Any, str]], optimizer: OptimizerState
 ) -> bool:
-    """Whether an optimizer keeps a different value of this state on each rank by design.
+    """Whether an optimizer, by design, keeps different values of this state on each rank.
 
-    Its name shows it, or it is no usual moment and the moments beside it are the same on all ranks.
+    Its name shows it; or it is not a usual moment, and the parameter's moments are the same on all
+    ranks. `differing` are all states that differ, as pairs of parameter and key.
     """
     if key in ELEMENTWISE:
         return False
@@ -176,16 +183,16 @@ def omitted(key: str) -> Notice:
     """The warning that averages under `key` are left out, because they are slices."""
     return warning(
         "rank-slices",
-        f"{key} is left out: each rank's tensors in it are slices of the model's weights, and "
-        "nothing shows how to join them",
+        f"{key} is left out: its tensors are one rank's slices of the model's weights, and nothing "
+        "shows how to join the ranks' slices",
         subject=key,
     )
 
 
 def entry_of(place: TreePath, kept: Collection[TreePath]) -> TreePath:
-    """The shortest prefix of `place` below which none of the `kept` state dicts lies.
+    """The shortest prefix of the path `place` that leads to none of the `kept` state dicts.
 
-    It can be removed from the tree without losing them.
+    The value there can be removed from the tree without losing them.
     """
     ends = range(1, len(place) + 1)
     return next(place[:end] for end in ends if not any(path[:end] == place[:end] for path in kept))
@@ -196,11 +203,11 @@ def omit_slices(
     models: Mapping[TreePath, dict[Any, Any]],
     optimizers: Collection[TreePath],
 ) -> dict[TreePath, dict[Any, Any]]:
-    """Leaves out models that are one rank's slices; returns the other ones.
+    """Leaves out models whose tensors are one rank's slices; returns the other models by path.
 
     Lists of slices are left out too. A directory of torch.distributed.checkpoint may contain one
-    rank's slice of a plain tensor, such as an EMA of `to_local()`. Raises InconsistentCheckpoint if
-    the model that a program trains, by its key, is such a slice.
+    rank's slice of a plain tensor, such as an average (EMA) of `to_local()`. Raises
+    InconsistentCheckpoint if such a model has a usual key of the trained model, such as `model`.
     """
     wholes = by_key(
         (str(name), leaf)
@@ -215,8 +222,8 @@ def omit_slices(
     if trained := next((path for path in gone if dotted(path) in MODELS), None):
         raise InconsistentCheckpoint(
             "rank-slices",
-            f"{saved.root}: the weights in {dotted(trained)} are one rank's slices: other tensors "
-            "of the same names are larger, and in several parts",
+            f"{saved.root}: the weights in {dotted(trained)} are one rank's slices: tensors of the "
+            "same names elsewhere in the checkpoint are larger, and sharded",
             hint=WHOLE,
             file=saved.root,
         )
@@ -234,9 +241,9 @@ def omit_parts(
     models: Mapping[TreePath, Mapping[Any, Any]],
     optimizers: Collection[TreePath],
 ) -> list[TreePath]:
-    """Leaves out averages that ranks saved as slices although all ranks have the full weights.
+    """Leaves out averages of weights that ranks saved as slices, though the model is complete.
 
-    Such averages have names of the model, and another shape on some rank. Returns their paths.
+    Such averages have names of the model, but another shape on some rank. Returns their paths.
     """
     shapes = by_key(
         (str(name), leaf.shape)
@@ -258,14 +265,14 @@ def omit_parts(
 
 
 def _spellings(name: Any) -> tuple[str, str]:
-    """The name as it is, and the name without its first word, which may be a wrapper's."""
+    """The name as it is, and without its first word, which may be a wrapper's prefix."""
     return str(name), str(name).partition(".")[2]
 
 
 def _is_slice(model: Mapping[Any, Any], wholes: Mapping[str, Sequence[Leaf]]) -> bool:
-    """Whether a model is one rank's slice: each weight has the shape of a part of its namesake.
+    """Whether every weight of a model has the shape of one rank's shard of its namesake.
 
-    Its names may begin with a wrapper's prefix.
+    `wholes` are the sharded tensors by name. The model's names may begin with a wrapper's prefix.
     """
     pairs = [
         (leaf, whole)
@@ -279,10 +286,10 @@ def _is_slice(model: Mapping[Any, Any], wholes: Mapping[str, Sequence[Leaf]]) ->
 
 
 def _are_slices(items: Sequence[Any], wholes: Sequence[Leaf]) -> bool:
-    """Whether nameless tensors seem to be slices of the weights `wholes`.
+    """Whether the tensors of a list seem to be slices of the weights `wholes`.
 
-    They do if every tensor has the shape of a weight or of one rank's part of a weight, and at
-    least one has a shape that only a part has.
+    They do if every tensor has the shape of a weight or of one rank's shard of it, and at least one
+    has a shape that only a shard has.
     """
     shapes = {leaf.shape for leaf in items if isinstance(leaf, Leaf) and leaf.shape}
     whole = {leaf.shape for leaf in wholes}

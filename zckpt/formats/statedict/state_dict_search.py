@@ -1,4 +1,4 @@
-"""Finds the state dicts of the model and the optimizer in a tree.
+"""Finds the state dicts of the model and the optimizer in a tree of dictionaries.
 
 Programs choose the keys (`model`, `state_dict`, `app.model`, none; `optim`, `optimizer`), so state
 dicts are recognized by their content. An optimizer's state dict has one of three layouts (torch
@@ -9,7 +9,7 @@ dicts are recognized by their content. An optimizer's state dict has one of thre
     raw       as nested, with numbers instead of names; numbers run through all groups
 
 torch_checkpointing's `optimizer_transform_pre` turns a raw one into a nested one, whose groups list
-their members only as `param_names` (0.1.1).
+their parameters under `param_names` instead of `params` (0.1.1).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BUFFERS = re.compile(  # usual names of buffers in modules of torch and transfor
 
 
 class OptimizerState(Struct, frozen=True):
-    """An optimizer's state by name (or number), and its groups with their members.
+    """An optimizer's states by parameter name (or number), and its groups with their members.
 
     `other_values` are values under `state` that are not states of a parameter.
     """
@@ -64,7 +64,7 @@ class OptimizerState(Struct, frozen=True):
 
 
 def merged(optimizers: Sequence[OptimizerState]) -> OptimizerState:
-    """Joins the states and groups of several optimizers, which share no parameter, into one."""
+    """Joins several optimizers, which share no parameter, into one state with all groups."""
     return OptimizerState(
         optimizers[0].layout if optimizers else "",
         {name: state for each in optimizers for name, state in each.state.items()},
@@ -74,7 +74,7 @@ def merged(optimizers: Sequence[OptimizerState]) -> OptimizerState:
 
 
 def find_optimizers(tree: Any, path: TreePath = ()) -> Iterator[TreePath]:
-    """The paths of all optimizers' state dicts."""
+    """Yields the paths of all optimizers' state dicts in the tree."""
     if isinstance(tree, dict) and is_optimizer(tree):
         yield path
     elif len(path) < DEPTH and isinstance(tree, (dict, list)):
@@ -96,7 +96,7 @@ def is_optimizer(value: dict[Any, Any]) -> bool:
 
 
 def has_groups(value: Any, depth: int = DEPTH) -> bool:
-    """Whether up to `depth` levels of dictionaries contain an optimizer's groups."""
+    """Whether an optimizer's groups are in the value, at most `depth` dictionaries deep."""
     if not isinstance(value, dict) or not depth:
         return False
     return "param_groups" in value or any(has_groups(item, depth - 1) for item in value.values())
@@ -125,9 +125,9 @@ def read_optimizer(state_dict: dict[Any, Any]) -> OptimizerState:
 
 
 def _flat(state_dict: dict[Any, Any]) -> OptimizerState:
-    """The optimizer's state in a flat state dict.
+    """The optimizer's states and groups from a flat state dict.
 
-    It stores hyper-parameters per parameter; parameters with equal ones become a group.
+    A flat state dict has hyper-parameters per parameter; parameters with equal ones become a group.
     """
     state: dict[str, dict[str, Any]] = {}
     hyper: dict[str, dict[str, Any]] = {}
@@ -151,9 +151,9 @@ def _plain(value: Any) -> Any:
 
 
 def find_models(tree: Any, optimizers: Collection[TreePath]) -> dict[TreePath, dict[Any, Any]]:
-    """Dictionaries of tensors by name, outside of the optimizers' state dicts.
+    """The dictionaries of named tensors outside of the optimizers' state dicts, by path.
 
-    Dictionaries in lists count only if there are no others, because programs use such lists for
+    Dictionaries in lists are used only if there are no others, because programs use such lists for
     other things too.
     """
     return dict(_models_in(tree, optimizers, (dict,)) or _models_in(tree, optimizers, (dict, list)))
@@ -197,22 +197,22 @@ def choose_models(
 ) -> list[TreePath]:
     """The paths of the models' state dicts to read.
 
-    The result has one path if the files or usual keys show which model is trained; otherwise it has
-    all that may be. `asked` is the key of one that the user gives. Raises MissingData if there is
-    no model.
+    There is one path if the files or usual keys show which model is trained; otherwise, the paths
+    of all models that may be trained. `asked` is the model that `--root` selects, or "". Raises
+    MissingData if there is no model.
     """
     if not models:
         if not optimizers:
             raise MissingData(
                 "weights-missing",
-                f"{saved.root} has no state of a model: no dictionary of tensors by name",
+                f"{saved.root} has no state dict of a model: no dictionary of named tensors",
                 hint="save model.state_dict(), alone or under a key",
                 file=saved.root,
             )
         raise MissingData(
             "other-folder-needed",
-            f"{saved.root} has an optimizer's state, but no model's",
-            hint="give the folder that has both; names and weights are in the model's",
+            f"{saved.root} has the state dict of an optimizer, but not of a model",
+            hint="give the folder that contains both: zckpt needs the model's names and weights",
             file=saved.root,
         )
     if saved.models:
@@ -272,18 +272,19 @@ def value_at(tree: Any, path: TreePath) -> Any:
 
 
 def is_buffer(name: str, leaf: Leaf, sharded: bool) -> bool:
-    """Whether a tensor is a buffer, for state dicts that do not state it.
+    """Whether a tensor is a buffer, for state dicts that do not state their buffers.
 
-    It is one if no optimizer could train its type, or if it has a name that modules give to
-    buffers. If ranks hold parts of the parameters (`sharded`), a tensor that is not cut is also a
-    buffer, unless it has a single row: a parameter of one row may not be cut either.
+    It is one if no optimizer could train its type, or if it has a name that modules usually give to
+    buffers. If the ranks' parameters are sharded (`sharded`), a tensor that is not sharded is a
+    buffer too, unless it has a single row, because then it may be a parameter that cannot be
+    divided.
     """
     whole = sharded and leaf.sharded is False and leaf.shape[:1] != (1,)
     return leaf.dtype not in FLOATS or whole or bool(BUFFERS.fullmatch(name))
 
 
 def matches_any(name: str, globs: Sequence[str]) -> bool:
-    """Whether the user's `--buffers` match a tensor's name."""
+    """Whether one of the globs of `--buffers` matches a tensor's name."""
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
@@ -293,10 +294,10 @@ def is_extra(key: Any) -> bool:
 
 
 def without(tree: Any, paths: set[TreePath], path: TreePath = ()) -> Any:
-    """The tree without the state dicts at these paths, and without containers of nothing else.
+    """The tree without the state dicts at `paths`; containers that become empty are removed too.
 
     In a list with other items, None replaces them. For the path (), the tensors at the top of the
-    tree are removed.
+    tree are removed. `path` is where `tree` itself lies.
     """
     if () in paths and not path:
         values = {key: value for key, value in tree.items() if not isinstance(value, Leaf)}

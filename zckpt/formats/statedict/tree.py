@@ -1,8 +1,8 @@
-"""State dicts whose tensors are leaves: dtype, shape, and the place of the bytes in files.
+"""State dicts as a tree in which each tensor is replaced by a `Leaf`: type, shape, byte ranges.
 
 A tree is what a program gave to torch.save or torch.distributed.checkpoint.save: dictionaries,
-lists and plain values. Each tensor in it is replaced by a `Leaf`, whether its pieces are in one
-file or in many.
+lists and plain values. A `Leaf` stands for one full tensor, whether its shards are in one file or
+in many.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ TreePath = tuple[Any, ...]
 
 
 def dotted(path: TreePath) -> str:
-    """The name that torch.distributed.checkpoint gives to the value at a path."""
+    """The path of a value as text, as torch.distributed.checkpoint names the value."""
     return ".".join(map(str, path))
 
 
 def put(tree: Any, path: TreePath, value: Any, room: int) -> int:
-    """Sets the value at a path of a tree; an integer in the path is a place in a list.
+    """Sets the value at a path of a tree; an integer in the path is an index in a list.
 
-    Containers on the way are created. All lists together may grow by `room` elements. Returns the
-    remaining room. Raises CorruptCheckpoint for a path that does not fit.
+    Missing dictionaries and lists on the way are created. All lists together may grow by `room`
+    elements; returns how many remain. Raises CorruptCheckpoint for a path that does not fit.
     """
     container = tree
     for key, following in pairwise((*path, None)):
@@ -73,17 +73,20 @@ def put(tree: Any, path: TreePath, value: Any, room: int) -> int:
         ):
             raise CorruptCheckpoint(
                 "file-damaged",
-                f"{METADATA} names {'.'.join(map(str, path))} inside of a value that has no keys",
+                f"{METADATA} has the key {'.'.join(map(str, path))} below a value that is not a "
+                "dictionary or list",
             )
         if isinstance(container, list):
             room -= max(0, key + 1 - len(container))
             if key < 0 or room < 0:
-                raise CorruptCheckpoint("file-damaged", f"{METADATA} names place {key} of a list")
+                what = f"{METADATA} has the key {dotted(path)}: its list index {key} is too large"
+                raise CorruptCheckpoint("file-damaged", what)
             container.extend([None] * (key + 1 - len(container)))
         value_before = container[key] if isinstance(container, list) else container.get(key)
         if following is None and value_before is not None:
             raise CorruptCheckpoint(
-                "file-damaged", f"{METADATA} has two values for {'.'.join(map(str, path))}"
+                "file-damaged",
+                f"{METADATA} has two values for the key {'.'.join(map(str, path))}",
             )
         if following is None:
             container[key] = value
@@ -94,17 +97,17 @@ def put(tree: Any, path: TreePath, value: Any, room: int) -> int:
 
 
 def no_twin() -> None:
-    """Returns None: the `find_twin` of leaves whose checksums are unknown."""
+    """Returns None: the `find_twin` of a `Leaf` whose checksums are unknown."""
 
 
 class Leaf(Struct, frozen=True, eq=False):
-    """One full tensor in a tree of state dicts: its type, its shape, and where its elements lie.
+    """One full tensor in a tree of state dicts: its type, its shape, and its byte ranges in files.
 
-    Two leaves with equal `memory` are views of the same bytes. Two leaves with equal `twin` are cut
-    alike and have equal checksums; to get it, files may have to be opened. Both may be None, if
-    unknown. `number` reads the value of a 0-d tensor. `sharded` states whether ranks hold parts of
-    it, with the shapes in `parts`; None if the files do not show that. `name` is the tensor's name
-    in the manifest, if zckpt wrote the files and stated it.
+    Two leaves with equal `memory` are views of the same bytes. Two leaves with equal `twin` have
+    shards of the same shapes with equal checksums; to compute it, files may have to be opened. Both
+    are None if unknown. `number` reads the value of a 0-d tensor. `sharded` states whether ranks
+    hold shards of the tensor, whose shapes are in `parts`; None if the files do not show that.
+    `name` is the tensor's name in the manifest, if zckpt wrote the files and stated it.
     """
 
     dtype: str
@@ -130,7 +133,7 @@ class Leaf(Struct, frozen=True, eq=False):
 
 
 class StepStatement(Struct, frozen=True):
-    """A step that files state at `path`, under a key `step`: a number, or the leaf of a tensor."""
+    """A step that files state at `path`, under a key `step`: a number, or a tensor's `Leaf`."""
 
     path: TreePath
     files: tuple[str, ...]
@@ -138,9 +141,10 @@ class StepStatement(Struct, frozen=True):
 
 
 class Difference(Struct, frozen=True):
-    """A value that differs between two ranks' files; the tree has the first rank's.
+    """A value that differs between two ranks' files; the tree has the first rank's value.
 
-    `shapes` are the shapes of the two tensors; None for values of another kind.
+    `path` is the value's path in the tree. `shapes` are the shapes of the two tensors; None for
+    other values.
     """
 
     path: TreePath
@@ -149,43 +153,39 @@ class Difference(Struct, frozen=True):
 
     @property
     def is_alike(self) -> bool:
-        """Whether the two values have the same shape, or are no tensors."""
+        """Whether the two values have the same shape, or are not tensors."""
         return self.shapes is None or self.shapes[0] == self.shapes[1]
 
 
 def leads_to_step(path: TreePath) -> bool:
-    """Whether a path leads to a step: its last key is `step`, or ends with `.step`."""
+    """Whether the value at this path is a step: its last key is `step`, or ends with `.step`."""
     return bool(path) and str(path[-1]).rpartition(".")[2] == "step"
 
 
 class SavedTree(Struct, eq=False):
     """All state dicts of a checkpoint as one tree, with facts about the files they came from.
 
-    `root` is the path of the checkpoint, `origin` is the manifest's.
-    `files` are the paths of its files, `records` their stored bytes with the stated checksums.
-    `siblings` are other files in the directory; `omitted_files` are those that are only compared.
-    `omitted` and `warnings` are notices for the manifest.
-    `orders` is for an optimizer that numbers parameters: lists of numbers, each in the order of the
-    model's parameters; by default one list per group.
-    `models` are the keys of several models, if separate files show that these are models.
-    `beside` is the key invented for optimizer entries that were mixed with the model's.
+    `root` is the path of the checkpoint, `origin` becomes the manifest's `source`. `files` are the
+    paths of its files, `records` the byte ranges with the checksums that files state. `siblings`
+    are other files in the directory; `omitted_files` are those that are only compared. `omitted`
+    and `warnings` are notices for the manifest. `orders` is for an optimizer that numbers
+    parameters: lists of numbers, each in the order of the model's parameters; by default one list
+    per group. `models` are the keys of several models, if separate files show that these are
+    models. `beside` is the key invented for optimizer entries that were mixed with the model's.
     `record` are the facts that zckpt wrote beside the state dicts (own_facts.py); `stated_of` has
-    those of each model by its place.
-    `folders` are the folders of model and optimizer, if these are separate.
-    `in_order` states whether the model's names are in the program's order (safetensors sorts them).
-    `unused` are bytes of the files that belong to no value.
-    `inferred` are names of parameters that no file states.
-    `adapter` states whether the model's state has PEFT's names (see peft.py).
-    `steps` are all steps that the ranks' files state; several of one path may differ.
-    `storage`, `bare` and `file` are as in `StateDictEngine`: where weights lie that are not items,
-    whether the optimizer's names lack PEFT's prefixes, and the one file that holds everything.
-    `extra_states` are the optimizers' values beside the states of parameters.
-    `likely` are optimizers that fit the one model that is read.
-    `different` are values that differ between ranks, `of_ranks` the other ranks' values there, by
-    file; `uncompared` counts tensors that were not compared.
-    `buffers_named` states whether the user's globs named some of its tensors.
-    `share` is the reason why an optimizer seems to be one rank's share.
-    `is_numbered` states whether an optimizer numbers its parameters.
+    them for each model, by its path in the tree. `folders` are the folders of model and optimizer,
+    if these are separate. `in_order` states whether the model's names are in the program's order
+    (safetensors sorts them). `unused` are byte ranges of the files that belong to no value.
+    `inferred` are names of parameters that no file states. `adapter` states whether the model's
+    state has PEFT's names (see peft.py). `steps` are all steps that the ranks' files state; steps
+    at the same path may differ. `storage`, `bare` and `file` are as in `StateDictEngine`: how
+    weights are stored if not in the state dict itself, whether the optimizer's names lack PEFT's
+    prefixes, and the one file that holds everything. `extra_states` are the optimizers' values
+    beside the states of parameters. `likely` are optimizers that fit the only model that is read.
+    `different` are values that differ between ranks; `of_ranks` has the other ranks' values, by
+    file; `uncompared` counts tensors that were not compared. `buffers_named` states whether
+    `--buffers` matched some of its tensors. `share` is the reason why an optimizer seems to be only
+    one rank's share. `is_numbered` states whether an optimizer numbers its parameters.
     """
 
     root: str
@@ -222,26 +222,25 @@ class SavedTree(Struct, eq=False):
 
     @property
     def keeps_groups(self) -> bool:
-        """Whether the files can contain param groups; safetensors files alone cannot."""
+        """Whether the files can contain parameter groups; safetensors files alone cannot."""
         return self.storage is None or self.folders is not None
 
 
 class InPieces(Struct, frozen=True):
-    """A tensor of a special class, called `name`, of which every rank has saved a piece.
+    """A tensor of a special class (`name`) of which every rank saved a shard.
 
-    Only the class can interpret a piece, so pieces are only compared. `pieces` are pairs of offsets
-    and value.
+    Only the class can interpret these shards, so zckpt only compares them. `pieces` are pairs of a
+    shard's offsets and its value.
     """
 
     name: str
     pieces: Sequence[tuple[tuple[int, ...], Any]]
 
     def refused(self, path: str) -> UnsupportedCheckpoint:
-        """The error for such a tensor outside of an optimizer's state."""
+        """The error for such a tensor outside of an optimizer's state; `path` is its key."""
         return UnsupportedCheckpoint(
             "type-unsupported",
-            f"{path} is a tensor of the class {self.name}, saved in pieces, which zckpt does not "
-            "read",
+            f"{path} is a sharded tensor of the class {self.name}, which zckpt does not read",
             hint="save it whole, or as a plain tensor",
             file=path,
         )
@@ -265,9 +264,9 @@ LeafPart = tuple[tuple[int, ...], Tensor, TorchFile]
 
 
 def memory_of(parts: Sequence[LeafPart]) -> Any:
-    """The value of `Leaf.memory`: where the leaf's parts lie in which storages.
+    """The value of `Leaf.memory`: which elements of which storages the tensor's shards view.
 
-    None for a leaf without elements.
+    None for a tensor without elements.
     """
     views = [
         (*_view(offsets, tensor), file.path, tensor.place[0])
@@ -278,7 +277,7 @@ def memory_of(parts: Sequence[LeafPart]) -> Any:
 
 
 def twin_of(dtype: str, shape: tuple[int, ...], parts: Sequence[LeafPart]) -> Any:
-    """The value of `Leaf.twin`: the checksums of the leaf's storages, and how it views them.
+    """The value of `Leaf.twin`: the checksums of the storages, and which elements are viewed.
 
     None if a file states no checksum.
     """
@@ -297,7 +296,7 @@ def _view(offsets: tuple[int, ...], tensor: Tensor) -> tuple[Any, ...]:
 
 
 def leaves(file: TorchFile, value: Any, names: Iterator[str] | None = None) -> Any:
-    """Replaces every tensor in a value by a leaf.
+    """The value with a `Leaf` instead of every tensor.
 
     `names` yields a name for each tensor that is not 0-d.
     """
@@ -308,11 +307,11 @@ def leaves(file: TorchFile, value: Any, names: Iterator[str] | None = None) -> A
 
 
 def missing_number() -> Any:
-    """Returns None: the `number` of leaves whose file is lost."""
+    """Returns None: the `number` of a `Leaf` whose file is lost."""
 
 
 def number_of(stored: SavedTensor) -> Callable[[], Scalar]:
-    """A function that reads the value of a 0-d tensor of a safetensors file."""
+    """Returns a function that reads the value of a 0-d tensor from a safetensors file."""
 
     def number() -> Scalar:
         with sources.opened(stored.extent.file) as file:
@@ -323,9 +322,9 @@ def number_of(stored: SavedTensor) -> Callable[[], Scalar]:
 
 
 class TensorPiece(Struct, frozen=True):
-    """Elements [offset, offset + size) along every axis of a tensor, as one file stores them.
+    """One shard of a tensor: elements [offset, offset + size) along every axis, stored in a file.
 
-    They begin at element `first` of `extent`; `strides` count elements.
+    They begin at element `first` of the byte range `extent`; `strides` count elements.
     """
 
     offsets: tuple[int, ...]
@@ -340,7 +339,7 @@ class TensorPiece(Struct, frozen=True):
 
 
 def solid_piece(stored: SavedTensor, offsets: tuple[int, ...]) -> TensorPiece:
-    """A piece in a safetensors file, where tensors are row-major."""
+    """A tensor of a safetensors file (row-major) as a shard that begins at `offsets`."""
     return TensorPiece(offsets, stored.shape, row_major(stored.shape), 0, stored.extent)
 
 
@@ -348,12 +347,12 @@ _strides = lru_cache(1024)(row_major)  # rows have equal sizes, so the cache hel
 
 
 def whole_piece(extent: Extent, sizes: tuple[int, ...], offsets: tuple[int, ...]) -> TensorPiece:
-    """A row-major piece that consists of all bytes of its extent."""
+    """A row-major shard that consists of all bytes of the byte range `extent`."""
     return TensorPiece(offsets, sizes, _strides(sizes), 0, extent)
 
 
 def piece_of(file: TorchFile, tensor: Tensor, offsets: tuple[int, ...]) -> TensorPiece:
-    """A piece in a file of torch.save."""
+    """A tensor in a file of torch.save as a shard that begins at `offsets`."""
     extent = file.whole(tensor)
     return TensorPiece(offsets, tensor.shape, tensor.strides, tensor.offset, extent)
 
@@ -361,12 +360,12 @@ def piece_of(file: TorchFile, tensor: Tensor, offsets: tuple[int, ...]) -> Tenso
 def assembled(
     name: str, dtype: str, shape: Sequence[int], pieces: Sequence[TensorPiece]
 ) -> Fragments:
-    """Joins pieces into the fragments of a tensor; each element must be in exactly one piece.
+    """Joins a tensor's shards into its byte ranges; each element must be in exactly one shard.
 
-    Empty pieces are ignored. Pieces that are made on demand (`Made`) are not kept in memory: the
-    fragments make them again when they are read. Raises IncompleteCheckpoint if pieces leave
-    elements out, and InconsistentCheckpoint if they overlap or do not fit into the shape; errors
-    call the tensor `name`.
+    Empty shards are ignored. Shards that are made on demand (`Made`) are not kept in memory: they
+    are made again when the result is read. Raises IncompleteCheckpoint if elements are missing, and
+    InconsistentCheckpoint if shards overlap or do not fit into the shape; `name` is the tensor's
+    name for messages.
     """
     nonempty = [piece for piece in pieces if piece.numel]
     if (rows := _rows(dtype, shape, nonempty)) is not None:
@@ -379,8 +378,8 @@ def assembled(
         ):
             raise InconsistentCheckpoint(
                 "file-damaged",
-                f"{piece.extent.file} has a piece of {name} of shape {list(piece.sizes)} at "
-                f"{list(piece.offsets)}, outside of its shape {list(shape)}",
+                f"{piece.extent.file}: a shard of {name} has the shape {list(piece.sizes)} at "
+                f"offsets {list(piece.offsets)}, which exceeds the tensor's shape {list(shape)}",
                 file=piece.extent.file,
                 subject=name,
             )
@@ -390,12 +389,12 @@ def assembled(
     if total < prod(shape):
         raise IncompleteCheckpoint(
             "elements-missing",
-            f"{name} has {prod(shape)} elements, but the files hold {total}",
+            f"{name} has {prod(shape)} elements, but the files hold only {total}",
             hint="a rank's file is missing, or the save did not finish",
             subject=name,
         )
     if total > prod(shape) or _overlap(fragments, nonempty, shape):
-        raise InconsistentCheckpoint("elements-overlap", f"pieces of {name} overlap", subject=name)
+        raise InconsistentCheckpoint("elements-overlap", f"shards of {name} overlap", subject=name)
     if isinstance(fragments, Boxes) and isinstance(pieces, Made):
         return Boxes(Made(made, pieces))
     return fragments
@@ -416,9 +415,9 @@ def _box(whole: Sequence[int], size: int, piece: TensorPiece) -> Box:
 def assembled_rows(
     shape: Sequence[int], boxes: Iterable[ItemBox], extents: Sequence[Extent]
 ) -> RunColumns | None:
-    """The fragments of a tensor whose boxes are consecutive full rows; None for other boxes.
+    """The byte ranges of a tensor whose shards are consecutive full rows; None for other shards.
 
-    `extents` have the bytes of the boxes.
+    `boxes` are the shards' offsets and sizes; `extents` are their byte ranges.
     """
     inner, starts, stop = tuple(shape[1:]), array("q"), 0
     row, length = prod(inner), shape[0] if shape else 0
@@ -432,9 +431,9 @@ def assembled_rows(
 
 
 def _rows(dtype: str, shape: Sequence[int], pieces: Sequence[TensorPiece]) -> Runs | None:
-    """The fragments of a tensor whose pieces are consecutive full rows; None for other pieces.
+    """The byte ranges of a tensor whose shards are consecutive full rows; None for others.
 
-    Such pieces may still be valid.
+    Other shards may still be valid.
     """
     inner, size, stop = tuple(shape[1:]), SIZES[dtype], 0
     row = prod(inner)
@@ -458,7 +457,7 @@ def _rows(dtype: str, shape: Sequence[int], pieces: Sequence[TensorPiece]) -> Ru
 
 
 def _overlap(fragments: Fragments, pieces: Sequence[TensorPiece], shape: Sequence[int]) -> bool:
-    """Whether some element is in two pieces, if all pieces have as many elements as the tensor."""
+    """Whether two shards overlap, if all together have the tensor's number of elements."""
     if isinstance(fragments, Runs):
         ends = [fragment.stop for fragment in fragments]
         return ends[:-1] != [fragment.start for fragment in fragments.listed[1:]]
@@ -466,6 +465,6 @@ def _overlap(fragments: Fragments, pieces: Sequence[TensorPiece], shape: Sequenc
     if len(cut) > MAX_CUT:
         raise UnsupportedCheckpoint(
             "writer-unsupported",
-            f"a tensor is cut along {len(cut)} axes; zckpt reads cuts along up to {MAX_CUT}",
+            f"a tensor is sharded along {len(cut)} axes; zckpt reads shards along up to {MAX_CUT}",
         )
     return not tile(shape, [(piece.offsets, piece.sizes) for piece in pieces])

@@ -1,4 +1,4 @@
-"""Weights in safetensors files as leaves: a single file, or several files with an index."""
+"""Reads weights from safetensors files: a single file, or several files with an index."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .tree import Leaf, number_of
 def weights_of(path: str) -> tuple[dict[str, Leaf], list[Record]]:
     """The tensors of one safetensors file by name, and the byte ranges of their elements.
 
-    These are records without a checksum, because safetensors files state none.
+    The byte ranges come without checksums, because safetensors files state none.
     """
     tensors = safefile.read(path)
     leaves = {
@@ -40,7 +40,7 @@ def weights_of(path: str) -> tuple[dict[str, Leaf], list[Record]]:
 def zero_scalars(path: str, tensors: Mapping[str, Leaf]) -> list[Notice]:
     """A warning about 0-d weights that are 0: a fault of torch may have lost their values.
 
-    Only for files without metadata, as torch writes them.
+    Only for files without metadata, because torch writes none. Empty if there is no such weight.
     """
     numbers = {
         name: leaf.number
@@ -57,7 +57,7 @@ def zero_scalars(path: str, tensors: Mapping[str, Leaf]) -> list[Notice]:
 
 
 def tensors_of_index(path: str, tensors_of: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
-    """The tensors of all files that an index names; `tensors_of` reads one file.
+    """The tensors by name of all files that an index names; `tensors_of` reads one file.
 
     Raises InconsistentCheckpoint if two files have the same tensor, and the errors of
     `files_of_index`.
@@ -70,7 +70,7 @@ def tensors_of_index(path: str, tensors_of: Callable[[str], Mapping[str, Any]]) 
                 raise InconsistentCheckpoint(
                     "file-copied-over",
                     f"{file} and {file_of[name]} both have {name}",
-                    hint="one was copied over the other: copy all files again",
+                    hint="one file was copied over another: copy all files again",
                     file=file,
                     subject=name,
                 )
@@ -79,7 +79,7 @@ def tensors_of_index(path: str, tensors_of: Callable[[str], Mapping[str, Any]]) 
 
 
 def files_of_index(path: str) -> list[str]:
-    """The files that an index of Hugging Face names, in its folder.
+    """The paths of the files that an index of Hugging Face names, in the index's folder.
 
     Raises CorruptCheckpoint for a file outside of the folder, IncompleteCheckpoint for a missing
     one.

@@ -1,7 +1,7 @@
-"""Writes a manifest as the state dicts that torch programs save: the counterpart of read.py.
+"""Turns a manifest into the state dicts that torch programs save: the counterpart of read.py.
 
-Tensors are blank; the copy fills them. Groups of another format get all keys that their optimizer
-has in torch 2.13, because loading requires them.
+Tensors are blank (type and shape only); the copy fills in their bytes. Groups from another format
+get all keys that their optimizer has in torch 2.13, because loading requires these keys.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class BlankTensor(Struct, frozen=True):
 class StateDicts:
     """The state dicts that a torch program would save: values and blank tensors by path.
 
-    `format` is the target's; groups of a source with the same format are copied unchanged. `layout`
-    is the form of the optimizer's keys, nested or flat; None keeps the source's, or uses nested.
+    `format` is the target's format; groups of a source with the same format are copied unchanged.
+    `layout` is that of the optimizer's keys, nested or flat; None keeps the source's, or uses
+    nested.
     """
 
     def __init__(
@@ -86,9 +87,9 @@ class StateDicts:
     def _put_steps_in_groups(self) -> None:
         """Writes steps into the groups, if the source's optimizer keeps them there.
 
-        This is done only if no group has several steps. Apex's FusedAdam restarts at 1 if its group
-        has no step. An optimizer that keeps steps elsewhere, but also an unused number in its
-        groups, gets this number again.
+        A group with several steps prevents this for all groups. Apex's FusedAdam restarts at 1 if
+        its group has no step. Some optimizers keep steps elsewhere, but also an unused number in
+        their groups; it is written again.
         """
         steps = steps_of_groups(self.source, len(self.groups))
         in_group = self.step_place.where == "group"
@@ -103,7 +104,7 @@ class StateDicts:
             self.groups = [group | {"step": self.step_place.stale} for group in self.groups]
 
     def items(self) -> Iterator[tuple[TreePath, Any]]:
-        """Every value with its path, in the order in which a program would save them."""
+        """Yields every value with its path, in the order in which a program would save them."""
         for name, value in self.weights_as_saved():
             yield from flattened((*self.model, name), value)  # an extra state may be a dictionary
         if self.options.weights_only:
@@ -124,7 +125,7 @@ class StateDicts:
                 yield from flattened((str(key),), value)
 
     def omit_larger(self, most: int) -> list[tuple[Any, int]]:
-        """Leaves out keys of the program's own state with more than `most` values.
+        """Leaves out keys of the program's own state that have more than `most` values.
 
         Returns these keys with their numbers of values.
         """
@@ -137,7 +138,7 @@ class StateDicts:
         return large
 
     def _is_taken(self, path: TreePath) -> bool:
-        """Whether a path of the program's own state is also the path of a state dict.
+        """Whether a path of the program's own state is already that of a state dict in the target.
 
         DeepSpeed keeps its client state separately, so any name is possible there.
         """
@@ -151,19 +152,19 @@ class StateDicts:
         return any(path[: len(own)] == own[: len(path)] for own in taken)
 
     def collisions(self) -> list[Notice]:
-        """A note on the program's own state that is left out because a state dict has its name."""
+        """A note on the program's own values that are left out because their keys are used."""
         if self.options.weights_only:
             return []
         lost = [dotted(path) for path, _ in self._client_items() if self._is_taken(path)]
         if not lost:
             return []
-        message = f"client_state {listed(lost)}: a state dict of the target has this name"
+        message = f"client_state {listed(lost)}: a state dict of the target needs this key"
         return [note("state-omitted", message, subject=lost[0])]
 
     # -- the model
 
     def weights_as_saved(self) -> Iterator[tuple[str, Any]]:
-        """Yields the module's weights; if only an adapter is saved, its weights.
+        """Yields the model's weights by name; only the adapter's weights if only these are saved.
 
         The names of an adapter's weights are those that PEFT saves.
         """
@@ -172,16 +173,16 @@ class StateDicts:
                 yield peft.saved_name(name) if self.adapter else name, value
 
     def is_saved(self, name: str) -> bool:
-        """Whether a weight is written.
+        """Whether a weight is written to the target.
 
-        If only an adapter is written: its own weights, and other trained ones, such as biases.
+        If only an adapter is written: its own weights, and other trained weights, such as biases.
         """
         parameter = self.source.parameters.get(name)
         trained = parameter is not None and parameter.trainable
         return not self.adapter or trained or peft.is_adapters(name)
 
     def unsaid(self) -> dict[str, Any]:
-        """Facts that state dicts lack and zckpt writes beside them.
+        """The facts that zckpt writes beside the state dicts, because these cannot state them.
 
         They are the names that are aliases, buffers, frozen, or inferred, and the class that
         `--optimizer` names, which decides where the step is.
@@ -199,7 +200,7 @@ class StateDicts:
         }
 
     def save_adapter_alone(self) -> None:
-        """Restricts the model's state to what PEFT saves, and notes what that leaves out."""
+        """Restricts the model's state dict to what PEFT saves; notes the omitted weights."""
         self.adapter = True
         base_weights = [name for name, _ in self._weights() if not self.is_saved(name)]
         if base_weights:
@@ -261,7 +262,7 @@ class StateDicts:
                     yield (*self.optimizer, key), value
 
     def own_name(self, name: str) -> str:
-        """The name of a parameter in the program's optimizer."""
+        """The name that the program's optimizer uses for a parameter."""
         return peft.bare_name(name) if self.keys.bare else name
 
     def members(self, group: int) -> list[str]:
@@ -280,7 +281,7 @@ class StateDicts:
         return (*self.optimizer, "state", member, key)
 
     def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Every trainable parameter's state, as torch's optimizers keep it."""
+        """Yields every trainable parameter's states by key, as torch's optimizers keep them."""
         source = self.source
         slots = list(filter(is_optimizers, source.slots))
         place = self.step_place if self.step_place.where == "state" else WRITTEN["torch"]
@@ -315,14 +316,15 @@ def _refuse_tensors(group: dict[str, Any]) -> None:
             raise WrongOption(
                 "option-not-applicable",
                 f"the hyper-parameter {key} is a tensor, which the flat layout cannot store",
-                hint="keep groups as they are: --dcp-layout nested",
+                hint="use the other layout: --dcp-layout nested",
             )
 
 
 def flattened(path: TreePath, value: Any) -> Iterator[tuple[TreePath, Any]]:
-    """Values by path, as torch.distributed.checkpoint flattens state dicts (torch 2.4 to 2.13).
+    """Yields values by path, as torch.distributed.checkpoint flattens state dicts.
 
-    It descends into dictionaries, and into lists that contain dictionaries or tensors.
+    It descends into dictionaries, and into lists that contain dictionaries or tensors (torch 2.4 to
+    2.13).
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -358,15 +360,15 @@ def omitted(source: Manifest, options: Options) -> list[Notice]:
     }
     lost += [name for key, value in other_values.items() for name in own_names(key, value)]
     engine = source.run.engine.name if source.run.engine else None
-    message = f"of {engine} alone: {', '.join(lost)}"
+    message = f"only {engine} can load these: {', '.join(lost)}"
     lines = [note("state-omitted", message, subject=lost[0])] if lost else []
     return [*lines, *clipping, *_rounded_off(source, options)]
 
 
 def _clipping(source: Manifest, stated_norm: Any) -> list[Notice]:
-    """A note that the program must set DeepSpeed's clipping norm itself.
+    """A note that the program must set DeepSpeed's gradient clipping norm itself.
 
-    None for a trainer, which clips by its own argument.
+    Empty for a trainer, which clips by its own argument, and for sources without such a norm.
     """
     if (
         not isinstance(source.run.engine, FlatBufferEngine)

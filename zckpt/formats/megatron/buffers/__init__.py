@@ -1,7 +1,6 @@
-"""Flat buffers of the distributed optimizer: their parameters, and the places of these.
+"""Flat buffers of Megatron-Core's distributed optimizer: where each parameter's elements lie.
 
-flats.py    dp_reshardable, dp_zero_gather_scatter, fully_sharded_model_space: full tensors
-stages.py   the parameters of a buffer
-placing.py  the first element of each parameter, by the bytes of its weight
-order.py    the order of a GPTModel's parameters
+flats.py    joins flat buffers (three of Megatron-Core's layouts) into full tensors stages.py
+finds which parameters a buffer contains placing.py  finds the first element of each parameter, by
+comparing masters with weights order.py    the order of a GPTModel's parameters
 """

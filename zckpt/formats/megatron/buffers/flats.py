@@ -6,9 +6,9 @@
         optimizer/shard_0_1                                    the groups, with the step
         grad_scaler/shard_0_1                                  the loss scale of fp16
 
-A bucket is stored without the padding at its end. Gaps between parameters are not initialized.
-Experts that are spread over ranks have an optimizer of their own, whose number is N. Its G counts
-the tensor ranks of experts first, then their expert ranks, then stages (megatron-core 0.16.1).
+A bucket is stored without the padding at its end. Gaps between parameters are not initialized. With
+expert parallelism, the experts have a separate optimizer: number N. Its G counts the tensor ranks
+of experts first, then their expert ranks, then pipeline stages (megatron-core 0.16.1).
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ MASTERS = ("param", "fp32_param")
 
 
 def slicing_of(name: str, shape: Sequence[int], pieces: Sequence[TensorPiece], tp: int) -> Slicing:
-    """How tensor ranks cut a weight, inferred from the pieces in which they saved it.
+    """How tensor-parallel ranks cut a weight, inferred from the shards in which they saved it.
 
-    There is one piece for each of the `tp` ranks, or two (a gated `linear_fc1`), or a single one.
-    Raises UnsupportedCheckpoint for other numbers of pieces.
+    `pieces` are these shards: one for each of the `tp` ranks, two for each (a gated `linear_fc1`),
+    or a single one (a replicated weight). Raises UnsupportedCheckpoint for another number of
+    shards.
     """
     axes = {
         axis for piece in pieces for axis, size in enumerate(piece.sizes) if size != shape[axis]
@@ -64,7 +65,8 @@ def slicing_of(name: str, shape: Sequence[int], pieces: Sequence[TensorPiece], t
     if len(axes) != 1 or len(pieces) not in (tp, 2 * tp):
         raise UnsupportedCheckpoint(
             "grid-unsupported",
-            f"{name} was saved in {len(pieces)} pieces, which {tp} tensor ranks do not give",
+            f"{name} was saved in {len(pieces)} shards: zckpt expected 1, {tp} or {2 * tp} of "
+            f"{tp} tensor ranks",
             hint=WEIGHTS_ONLY,
             subject=name,
         )
@@ -76,9 +78,10 @@ def slicing_of(name: str, shape: Sequence[int], pieces: Sequence[TensorPiece], t
 
 
 def local_part(name: str, numel: int, dtype: str, piece: TensorPiece) -> Local:
-    """A tensor rank's part of a weight, with the place of its first elements in a file.
+    """Describes a tensor rank's shard of a weight, and the file bytes of its first elements.
 
-    These are a sample, which is compared with masters to find the part in a flat buffer.
+    These bytes are a sample. They are compared with fp32 masters to find the shard in a flat
+    buffer.
     """
     count, size = 1, SIZES[dtype]
     for axis in range(len(piece.sizes) - 1, -1, -1):
@@ -91,7 +94,7 @@ def local_part(name: str, numel: int, dtype: str, piece: TensorPiece) -> Local:
 
 
 def read_bytes(extent: Extent) -> bytes:
-    """The bytes of a small extent; raises CorruptCheckpoint if the file ends before it."""
+    """Reads a small byte range of a file; raises CorruptCheckpoint if the file ends before it."""
     with sources.opened(extent.file) as file:
         data = sources.pread(file.fileno(), extent.length, extent.offset)
     if len(data) != extent.length:
@@ -107,7 +110,7 @@ def read_bytes(extent: Extent) -> bytes:
 class _Optimizer(Struct, eq=False):
     """The groups, loss scales and flat buffers of one optimizer, as read from files.
 
-    Groups and buffers are keyed by the number of their model-parallel rank.
+    The keys of `groups` and `flats` are the numbers of model-parallel ranks (`dp_group_idx`).
     """
 
     groups: dict[int, list[Any]] = field(default_factory=dict)
@@ -116,14 +119,14 @@ class _Optimizer(Struct, eq=False):
 
     @property
     def has_experts(self) -> bool:
-        """Whether its parameters belong to experts that are spread over ranks."""
+        """Whether this optimizer updates experts that are spread over expert-parallel ranks."""
         return any(group.get(SPREAD) for group in chain(*self.groups.values()))
 
 
 class FlatItems:
     """The flat buffers and groups of a torch_dist directory, read item by item.
 
-    Raises UnsupportedCheckpoint for an unknown item of the optimizer.
+    Raises UnsupportedCheckpoint for an optimizer key that zckpt does not know.
     """
 
     def __init__(self, table: ItemTable, files: ItemFiles) -> None:
@@ -138,7 +141,7 @@ class FlatItems:
             if match is None or (item is None) != (match["slot"] is None):
                 raise UnsupportedCheckpoint(
                     "writer-unsupported",
-                    f"{table.folder} has {key}, which is no flat buffer that zckpt knows",
+                    f"{table.folder}: zckpt does not know the optimizer key {key}",
                     hint=WEIGHTS_ONLY,
                     file=table.folder,
                 )
@@ -165,13 +168,14 @@ class FlatItems:
 
     @property
     def groups(self) -> list[list[Any]]:
-        """For each optimizer, the groups that all its ranks saved, one rank after another."""
+        """For each optimizer, a list of the parameter groups that its ranks saved."""
         return [[*chain(*each.groups.values())] for each in self.optimizers.values()]
 
     def scalers(self, entries: dict[Key, Entry]) -> list[dict[str, Any]]:
-        """The loss scale of each optimizer, whose tensors are added to `entries`.
+        """Each optimizer's loss scaler as {"grad_scaler": state}; {} for one without it.
 
-        Raises InconsistentCheckpoint if ranks have different ones.
+        Tensors in these states are added to `entries`. Raises InconsistentCheckpoint if ranks
+        disagree.
         """
         result: list[dict[str, Any]] = []
         for number, optimizer in enumerate(self.optimizers.values()):
@@ -194,12 +198,13 @@ class FlatItems:
     def ranks(
         self, tp: int, stages: int | None = None, ep: int | None = None, experts: int = 0
     ) -> list[ModelRank]:
-        """The flat buffers of every model-parallel rank, chunk by chunk.
+        """The flat buffers of every model-parallel rank, in the order of its model chunks.
 
-        `experts` is the number of experts in a layer: with it, the result has only the buffers of
-        the experts' own optimizer; without it, only all others. `tp` ranks share a parameter, and
-        `ep` ranks share the experts. If `stages` or `ep` is not given, it follows from the count of
-        ranks in the files. Raises InconsistentCheckpoint if the numbers do not fit.
+        `tp` tensor ranks share a parameter, and `ep` ranks share the experts. `experts` is the
+        number of experts in a layer. If it is given, the result has only the buffers of the
+        experts' optimizer; otherwise, only the buffers of all other parameters. If `stages` or `ep`
+        is not given, it is computed from the number of ranks in the files. Raises
+        InconsistentCheckpoint if the numbers do not fit.
         """
         by_group = by_key(
             (group, flats[key])
@@ -214,13 +219,13 @@ class FlatItems:
         if sorted(by_group) != list(range(count)) or count != tp * ep * stages or not count:
             raise InconsistentCheckpoint(
                 "world-size-disagrees",
-                f"{self.table.folder} has buffers of the model-parallel ranks {sorted(by_group)}, "
-                f"and {tp} tensor ranks, {ep} ranks of experts and {stages} stages",
+                f"{self.table.folder} has optimizer buffers of the model-parallel ranks "
+                f"{sorted(by_group)}, which do not fit tp={tp}, ep={ep} and pp={stages}",
                 hint=WEIGHTS_ONLY,
                 file=self.table.folder,
             )
         if experts % ep:
-            what = f"{experts} experts of a layer do not fit {ep} ranks"
+            what = f"{experts} experts of a layer cannot be divided over {ep} expert ranks"
             raise InconsistentCheckpoint(
                 "partition-does-not-fit",
                 f"{self.table.folder}: {what}",
@@ -240,7 +245,7 @@ class FlatItems:
         ]
 
     def _value(self, key: str) -> tuple[TorchFile, Any]:
-        """The file of an item, and the only value in the list that it stores."""
+        """Reads an item that stores a list of one value; returns its file and that value."""
         file = self.files.torch_file(self.table.location(key))
         value = file.value
         if not isinstance(value, list) or len(value) != 1:
@@ -251,10 +256,10 @@ class FlatItems:
 
 
 def buffers_of(file: TorchFile, value: Any) -> Iterator[tuple[int, Flat]]:
-    """Yields the flat buffers in `distrib_optim.pt`, or in a `param_state` item, and their numbers.
+    """Yields (number, flat buffer) for each buffer in `distrib_optim.pt` or a `param_state` item.
 
     Raises UnsupportedCheckpoint for files from before March 2024, and CorruptCheckpoint if a buffer
-    is not flat or not of float32.
+    is not a 1-d float32 tensor.
     """
     if not isinstance(value, dict):
         raise CorruptCheckpoint(
@@ -265,7 +270,8 @@ def buffers_of(file: TorchFile, value: Any) -> Iterator[tuple[int, Flat]]:
     if value.get("buckets_coalesced") is not True:
         raise UnsupportedCheckpoint(
             "version-unsupported",
-            f"{file.path} has the buffers of a Megatron-LM before March 2024",
+            f"{file.path} was saved by a Megatron-LM from before March 2024, whose optimizer "
+            "buffers zckpt does not read",
             hint=WEIGHTS_ONLY,
             file=file.path,
         )
@@ -281,7 +287,7 @@ def buffers_of(file: TorchFile, value: Any) -> Iterator[tuple[int, Flat]]:
                 if tensor.dtype != "F32" or len(tensor.shape) != 1 or not tensor.contiguous:
                     raise CorruptCheckpoint(
                         "file-damaged",
-                        f"{file.path}: {key} is not a flat tensor of float32",
+                        f"{file.path}: {key} is not a contiguous 1-d float32 tensor",
                         file=file.path,
                     )
                 runs[slot_of(key)] = solid(tensor.numel, file.extent(tensor))
@@ -297,7 +303,7 @@ def _joined_buckets(
     if sorted(buckets) != list(range(len(buckets))) or "master" not in slots:
         raise InconsistentCheckpoint(
             "partition-does-not-fit",
-            f"{name} lacks buckets or masters: {sorted(buckets)}",
+            f"{name} lacks buckets, or its masters: it has the buckets {sorted(buckets)}",
             subject=name,
         )
     sizes: list[int] = []
@@ -306,7 +312,7 @@ def _joined_buckets(
         if list(bucket) != slots or len(ends) != 1:
             raise InconsistentCheckpoint(
                 "partition-does-not-fit",
-                f"{name}: the states of bucket {number} differ in size",
+                f"{name}: optimizer states of bucket {number} differ in size, or one is missing",
                 subject=name,
             )
         sizes += ends
@@ -315,7 +321,7 @@ def _joined_buckets(
 
 
 def slot_of(key: str) -> str:
-    """The slot for a state that files call `key`: `master` for masters, else as in torch.optim."""
+    """zckpt's name for an optimizer state: `master` for fp32 masters, else as in torch.optim."""
     return "master" if key in MASTERS else slot_name(key)
 
 
@@ -331,7 +337,7 @@ def _dtype_of(name: Any) -> str:
 
 
 def _numbers(file: TorchFile, value: Any) -> Any:
-    """Replaces one-element tensors in a dictionary by their numbers; other values unchanged."""
+    """The dictionary with Python numbers for one-element tensors; any other value unchanged."""
     if not isinstance(value, dict):
         return value
     return {key: file.number(item) for key, item in value.items()}
@@ -340,7 +346,7 @@ def _numbers(file: TorchFile, value: Any) -> Any:
 def param_groups(file: TorchFile, value: Any) -> list[Any]:
     """The groups in an optimizer's state dict, with numbers instead of 0-d tensors.
 
-    Raises CorruptCheckpoint.
+    `value` is that state dict. Raises CorruptCheckpoint if it has no list of groups.
     """
     return [_numbers(file, group) for group in groups_in(value, file.path)]
 
@@ -349,17 +355,18 @@ def param_groups(file: TorchFile, value: Any) -> list[Any]:
 
 
 class FlatFragments:
-    """The flat pieces of one item, sorted by the fragment of a parameter that they belong to.
+    """The flat shards of one item, sorted by the slice of a parameter that they belong to.
 
-    States that are `fully_sharded_model_space`, the default of Megatron-Core up to 0.13:
+    `fully_sharded_model_space` was the default of Megatron-Core up to 0.13. It stores states like
+    this:
 
             decoder.layers.mlp.linear_fc2.weight                           (L, h, ffn), tp cuts ffn
             optimizer.state.fp32_param.decoder.layers.mlp.linear_fc2...    (L, 1, tp, h * ffn / tp)
 
-    The axes of layers and experts are the same. The next axes are the numbers of fragments along
-    each axis of the parameter. The last axis has the elements of one fragment, flat. A
-    data-parallel rank has a range of these elements (megatron-core 0.13.1). A bucket has a single
-    fragment, whose place is ().
+    First come the same axes for layers and experts. Then, for each axis of the parameter, there is
+    an axis with the number of slices along it. The last axis has the elements of one slice,
+    flattened. Each data-parallel rank saves a range of these elements (megatron-core 0.13.1). A
+    bucket is a single slice, whose position is the empty tuple.
     """
 
     def __init__(self, table: ItemTable, files: ItemFiles, key: str, dtype: str = "") -> None:
@@ -371,17 +378,19 @@ class FlatFragments:
             tensor: Tensor = file.value
             if prod(box.sizes[:-1]) != 1 or not tensor.contiguous:
                 raise InconsistentCheckpoint(
-                    "file-damaged", f"{file.path}: a piece of {key} is no range", file=file.path
+                    "file-damaged",
+                    f"{file.path}: a shard of {key} is not one range of flat elements",
+                    file=file.path,
                 )
             start = box.offsets[-1]
             part = Fragment(start, start + box.sizes[-1], file.extent(tensor))
             self.parts.setdefault(box.offsets[:-1], []).append(part)
 
     def whole(self, before: tuple[int, ...], shape: tuple[int, ...]) -> Fragments:
-        """The state's tensor for one parameter, joined from its fragments.
+        """The optimizer state of one parameter as a full tensor, joined from its slices.
 
-        `before` are the numbers of its layer and expert, `shape` is the parameter's. Raises
-        InconsistentCheckpoint if the fragments do not give the shape or are incomplete.
+        `before` are the numbers of the parameter's layer and expert, `shape` is its shape. Raises
+        InconsistentCheckpoint if the slices do not add up to this shape, or if one is incomplete.
         """
         grid = self.item.shape[len(before) : -1]
         local: tuple[int, ...] = ()
@@ -395,8 +404,8 @@ class FlatFragments:
         ):
             raise InconsistentCheckpoint(
                 "ranks-disagree",
-                f"{self.folder}: {self.key} of shape {list(self.item.shape)} is no state of a "
-                f"parameter of shape {list(shape)}",
+                f"{self.folder}: {self.key} has the shape {list(self.item.shape)}, which does not "
+                f"fit its parameter of shape {list(shape)}",
                 file=self.folder,
             )
         slices: list[Fragments | None] = []
@@ -409,10 +418,10 @@ class FlatFragments:
         return joined(slicing, slices, SIZES[self.item.dtype])
 
     def runs(self, place: tuple[int, ...]) -> Runs:
-        """Where the elements of a fragment lie in files, in their order.
+        """The file ranges with the elements of one slice, in element order.
 
-        `place` is the fragment's place in the item: the numbers of its layer and expert, and its
-        number along each axis of the parameter. Raises InconsistentCheckpoint if pieces overlap or
+        `place` is the slice's index in the item: the numbers of its layer and expert, then its
+        number along each axis of the parameter. Raises InconsistentCheckpoint if shards overlap or
         leave gaps.
         """
         parts = sorted(self.parts.get(place, []), key=lambda part: part.start)
@@ -420,7 +429,7 @@ class FlatFragments:
         if [*(part.start for part in parts), self.item.shape[-1]] != ends:
             raise InconsistentCheckpoint(
                 "elements-overlap",
-                f"{self.folder}: pieces of {self.key} at {list(place)} overlap or leave gaps",
+                f"{self.folder}: shards of {self.key} at index {list(place)} overlap or leave gaps",
                 file=self.folder,
             )
         return Runs(parts)

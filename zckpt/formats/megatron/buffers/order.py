@@ -53,38 +53,39 @@ Key = tuple[int | str, ...]
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer that a parameter is in; None outside of layers."""
+    """The number of the layer that contains a parameter; None if it is not in a layer."""
     match = LAYER.fullmatch(name)
     return int(match["layer"]) if match else None
 
 
 def expert_of(name: str) -> int | None:
-    """The number of the expert that a parameter is in; None outside of experts."""
+    """The number of the expert that contains a parameter; None if it is not in an expert."""
     match = LAYER.fullmatch(name) or PREDICTION.fullmatch(name)
     expert = EXPERT.fullmatch(match["rest"] or "") if match else None
     return int(expert["expert"]) if expert else None
 
 
 def is_before(name: str) -> bool:
-    """Whether a parameter comes before the layers, as the embedding does.
+    """Whether a parameter comes before the layers in the model, as the embedding does.
 
-    A pipeline's first stage has it; with multi-token prediction the last one has a copy.
+    The first pipeline stage has such parameters. With multi-token prediction, the last stage has a
+    replica of them.
     """
     return name.startswith("embedding.")
 
 
 def predicts(names: Iterable[str]) -> bool:
-    """Whether a model has layers of multi-token prediction.
+    """Whether a model with these parameter names has layers for multi-token prediction.
 
-    Then the last pipeline stage has copies of the parameters before the layers.
+    If so, the last pipeline stage has replicas of the parameters before the layers.
     """
     return any(map(PREDICTION.fullmatch, names))
 
 
 def orders(names: Iterable[str]) -> Iterator[list[str]]:
-    """Yields the orders in which a model may have these parameters: one for each possible spec.
+    """Yields every order in which a GPTModel may have these parameters: one for each possible spec.
 
-    Yields none if a name is not a GPTModel's.
+    Yields nothing if one of the names is not a GPTModel's.
     """
     listed = list(names)
     all_names = frozenset(listed)
@@ -100,7 +101,10 @@ def orders(names: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _key(name: str, fused: bool, grouped: bool, names: frozenset[str]) -> Key | None:
-    """The key that sorts a parameter into the module's order; None for an unknown module."""
+    """The sort key of a parameter in the order of the model; None for an unknown module.
+
+    `fused`: norms are part of the linear module behind them. `grouped`: experts are one module.
+    """
     module, _, kind = name.rpartition(".")
     if kind not in KINDS:
         return None

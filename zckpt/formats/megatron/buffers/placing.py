@@ -1,13 +1,13 @@
 """Finds the element of a flat buffer at which each parameter begins.
 
-A buffer has the parameters of one model part and one type, in the reverse of the model's order.
-Each parameter begins at a multiple of 64 elements of its bucket. Buckets follow each other; the
-padding at the end of a bucket is not stored. `dp_reshardable` has one tensor for each bucket. In
-`distrib_optim.pt` the buckets are one tensor, and no file states where they end.
+A buffer has the parameters of one model chunk and one weight type, in reverse model order. Each
+parameter begins at a multiple of 64 elements of its bucket. Buckets follow each other; the padding
+at the end of a bucket is not stored. In `dp_reshardable` directories, each bucket is a tensor. In
+`distrib_optim.pt`, all buckets are one tensor, and no file states where they end.
 
-So Megatron-Core's rule gives a place, and the bytes prove it: there the fp32 master rounds to the
-weight. This module compares the first elements of each parameter; `read.check` compares all of
-them.
+Megatron-Core's rule gives a position, and the bytes confirm it: the fp32 masters there must round
+to the parameter's weights. This module compares the first elements of each parameter; `read.check`
+compares all of them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ ReadBytes = Callable[[Extent], bytes]
 
 
 class Local(Struct, frozen=True, eq=False):
-    """A tensor rank's part of a parameter: `numel` elements.
+    """A tensor rank's shard of a parameter: `numel` elements of type `dtype`.
 
-    `first` are the bytes of its weight's first elements.
+    `first` is the byte range of the weight's first elements in its file.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Local(Struct, frozen=True, eq=False):
 
 
 class Flat(Struct, frozen=True, eq=False):
-    """One flat buffer of a model-parallel rank.
+    """One flat optimizer buffer of a model-parallel rank.
 
     `dtype` is the type of the weights. `sizes` are the element counts of its buckets. `tensors`
-    has, for each slot, where the elements of each bucket lie in files. If `coalesced`, all buckets
-    of the buffer are stored as a single one.
+    maps each optimizer state to the file ranges of its buckets, in order. If `coalesced`, all
+    buckets of the buffer are stored as a single tensor.
     """
 
     name: str
@@ -58,12 +58,12 @@ class Flat(Struct, frozen=True, eq=False):
     coalesced: bool = False
 
     def part(self, slot: str, place: tuple[int, int], numel: int) -> Runs:
-        """Where `numel` elements of a slot lie in files, from a place (bucket, element) on."""
+        """The file ranges of `numel` elements of a state, from `place` (bucket, element) on."""
         bucket, start = place
         return self.tensors[slot][bucket].part(start, start + numel, SIZES["F32"])
 
     def entries(self, name: str, place: tuple[int, int], shape: tuple[int, ...]) -> Iterator[Entry]:
-        """Yields the states of a parameter that begins at a place."""
+        """Yields the optimizer states of a parameter that begins at `place`: (bucket, element)."""
         for slot in self.tensors:
             yield Entry(name, slot, "F32", shape, self.part(slot, place, prod(shape)))
 
@@ -81,12 +81,13 @@ The third number is the bucket's start modulo the alignment.
 def places(
     locals_: Sequence[Local], flat: Flat, read_bytes: ReadBytes, may_lack: bool = False
 ) -> list[Places]:
-    """The ways in which parameters, in the order of the buffer, fill a buffer exactly.
+    """Finds the ways in which parameters, in the order of the buffer, fill the buffer exactly.
 
-    Each way has the place of every parameter, or None for a missing one. At most two ways are
-    returned: two suffice to show that the bytes do not decide. If the buffer `may_lack` some
-    parameters, only the bytes show which ones: the first master behind each parameter is looked up
-    among the first weights of the later parameters.
+    Each way lists the position of every parameter, or None for a parameter outside of the buffer.
+    At most two ways are returned: two suffice to show that the bytes do not decide. With
+    `may_lack`, parameters may be missing in the buffer, and only the bytes show which ones. For
+    this, the first master behind each parameter is looked up among the first weights of the later
+    parameters.
     """
     firsts = enumerate(locals_) if may_lack else ()
     by_first = by_key(
@@ -132,11 +133,11 @@ def places(
 
 
 def _starts(flat: Flat, state: State) -> list[tuple[int, int]]:
-    """All places at which the next parameter may begin, if a buffer is filled as `state` says.
+    """All positions (bucket, element) at which the next parameter may begin.
 
-    It may begin at the next multiple of 64 elements, or begin a new bucket. If all buckets are
-    stored as one (`coalesced`), a new bucket may begin at any element; the bytes show whether one
-    does.
+    `state` says how far the buffer is filled. The parameter begins at the next multiple of 64
+    elements, or in a new bucket. If all buckets are stored as one tensor (`coalesced`), a new
+    bucket may begin at any element; the bytes show whether one does.
     """
     bucket, end, base = state
     if flat.coalesced:
@@ -151,9 +152,9 @@ def _starts(flat: Flat, state: State) -> list[tuple[int, int]]:
 
 
 def _rounded(flat: Flat, place: tuple[int, int], read_bytes: ReadBytes) -> bytes:
-    """The master at a place, rounded to the type of the weights, as bytes.
+    """The bytes of the master at `place`, rounded to the type of the weights.
 
-    Empty at the end of the buffer, or for types to which zckpt does not round.
+    Empty at the end of the buffer, and for a type to which zckpt does not round.
     """
     first = [rounded(read_bytes(run.extent), flat.dtype) for run in flat.part("master", place, 1)]
     return next(iter(first), None) or b""
@@ -162,10 +163,10 @@ def _rounded(flat: Flat, place: tuple[int, int], read_bytes: ReadBytes) -> bytes
 def _fits(
     local: Local, flat: Flat, state: State, place: tuple[int, int], read_bytes: ReadBytes
 ) -> bool:
-    """Whether a parameter may begin at `place` in a buffer that is filled as `state` says.
+    """Whether a parameter may begin at position `place` in a buffer that is filled as `state` says.
 
-    There must be room for it, and no room in the previous bucket. Its first masters must round to
-    its first weights.
+    There must be space for it there. If it begins a new bucket, the previous bucket must have no
+    space for it. Its first masters must round to its first weights.
     """
     if place[0] > state[0] and align(state[1], ALIGNMENT) + local.numel <= flat.sizes[state[0]]:
         return False

@@ -1,10 +1,10 @@
-"""Finds the parameters of each flat buffer, and their places.
+"""Finds the parameters of each flat buffer, and the positions where they begin.
 
-A model-parallel rank has the layers of its stage: one range of them for each model chunk. It has a
-buffer for each chunk and type of weights. The first chunk of the first stage also has the
-embedding. The last chunk of the last stage also has the last norm and the output layer. No file
-states the ranges. A range belongs to a buffer if its parameters fill the buffer, and if the bytes
-agree (placing.py).
+A model-parallel rank has the layers of its pipeline stage: one range of layers for each model
+chunk. It has a flat buffer for each chunk and weight type. The first chunk of the first stage also
+has the embedding. The last chunk of the last stage also has the last norm and the output layer. No
+file states the ranges of layers. zckpt accepts a range if its parameters fill the buffer exactly,
+and if the masters round to the weights (placing.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BufferPlace = tuple[Flat, tuple[int, int]]
 class ModelRank(Struct, frozen=True, eq=False):
     """The flat buffers of one model-parallel rank, in the order of its model chunks.
 
-    `experts` are the numbers of the experts in them, if experts are spread over ranks.
+    `experts` are the numbers of the experts in these buffers, if experts are spread over ranks.
     """
 
     tp: int
@@ -37,9 +37,9 @@ class ModelRank(Struct, frozen=True, eq=False):
     experts: range | None = None
 
     def own_parts(self, parts: Mapping[str, Local]) -> Mapping[str, Local]:
-        """The parameters in `parts` (the tensor rank's) that this rank's buffers may contain.
+        """The shards that this rank's buffers may contain; `parts` are its tensor rank's shards.
 
-        All of them; if experts are spread over ranks, those of this rank's experts.
+        If experts are spread over ranks, the result has only the shards of this rank's experts.
         """
         if self.experts is None:
             return parts
@@ -52,14 +52,16 @@ def placed(
     read_bytes: ReadBytes,
     where: str,
 ) -> list[dict[str, list[BufferPlace]]]:
-    """Finds each parameter's buffer and its place in it.
+    """Finds each parameter's flat buffer, and its position in it.
 
-    `parts` has, for each tensor rank, its parts of the parameters; the result has their places, by
-    tensor rank and name. A tied embedding has a second place, for the last stage's copy. Frozen
-    parameters have none: if no range of layers fills a buffer, single parameters may be missing.
-    Raises UnsupportedCheckpoint if no parameters fit into a buffer, or several ways do. Raises
-    InconsistentCheckpoint for a parameter in two buffers, or not in the buffers of all tensor
-    ranks.
+    `parts` has, for each tensor rank, its shards of the parameters by name. The result has, for
+    each tensor rank, the buffers and positions by name. A tied embedding has a second position, for
+    the last stage's replica. Frozen parameters have none: if no range of layers fills a buffer,
+    single parameters may be missing. `where` begins the messages.
+
+    Raises UnsupportedCheckpoint if no range of layers fits a buffer, or if several ways do. Raises
+    InconsistentCheckpoint for a parameter in two buffers, and for a parameter that only some tensor
+    ranks have in their buffers.
     """
     last = max(rank.pp for rank in ranks)
     result: list[dict[str, list[BufferPlace]]] = [{} for _ in parts]
@@ -79,7 +81,8 @@ def placed(
         if lost := [name for name in parts[tp] if name in elsewhere]:
             raise InconsistentCheckpoint(
                 "partition-does-not-fit",
-                f"{where}: no buffer of tensor rank {tp} has {listed(lost, 4)}",
+                f"{where}: the optimizer buffers of tensor rank {tp} lack {listed(lost, 4)}, "
+                "which other tensor ranks have",
                 hint=WEIGHTS_ONLY,
             )
         twice = [
@@ -92,7 +95,7 @@ def placed(
         if twice:
             raise InconsistentCheckpoint(
                 "partition-does-not-fit",
-                f"{where}: two buffers of tensor rank {tp} have {listed(twice, 4)}",
+                f"{where}: two optimizer buffers of tensor rank {tp} have {listed(twice, 4)}",
                 hint=WEIGHTS_ONLY,
             )
     return result
@@ -104,20 +107,20 @@ Ends = tuple[bool, bool]
 
 
 def require_one(ways: Sequence[object], flat: Flat, where: str) -> None:
-    """Raises UnsupportedCheckpoint unless there is exactly one way to fill a buffer."""
+    """Raises UnsupportedCheckpoint unless exactly one way to fill a buffer was found."""
     if not ways:
         raise UnsupportedCheckpoint(
             "layout-unknown",
-            f"{where}: the parameters of no range of layers fill {flat.name} of "
-            f"{sum(flat.sizes)} elements with masters that round to the weights",
-            hint=f"zckpt knows the order of a GPTModel's parameters; {WEIGHTS_ONLY}",
+            f"{where}: zckpt cannot tell which layers are in {flat.name} of "
+            f"{sum(flat.sizes)} elements: for no range of layers, the masters round to the weights",
+            hint=f"zckpt knows only the parameter order of a GPTModel; {WEIGHTS_ONLY}",
         )
     if len(ways) > 1:
         raise UnsupportedCheckpoint(
             "layout-unknown",
-            f"{where}: parameters fill {flat.name} in several ways, and the weights do not tell "
-            "which one is right",
-            hint=f"several weights are equal; {WEIGHTS_ONLY}",
+            f"{where}: zckpt cannot tell where parameters begin in {flat.name}: several positions "
+            "fit, because some weights are equal",
+            hint=WEIGHTS_ONLY,
         )
 
 
@@ -128,10 +131,10 @@ def _ways(
     read_bytes: ReadBytes,
     may_lack: bool = False,
 ) -> list[Way]:
-    """All ways in which the parameters of some range of layers fill a buffer.
+    """All ways in which the parameters of some range of layers fill a buffer exactly.
 
-    If the buffer `may_lack` parameters, all layers are tried, and each may be missing: parameters
-    can be frozen, or on other ranks.
+    With `may_lack`, parameters may be missing in the buffer, because they are frozen or on other
+    ranks: all layers are then tried, and each parameter may be missing.
     """
     ways: list[Way] = []
     for locals_by_name in _kinds(flat, parts, ends):
@@ -147,10 +150,10 @@ def _ways(
 
 
 def _kinds(flat: Flat, parts: Mapping[str, Local], ends: Ends) -> list[Mapping[str, Local]]:
-    """The parameters that may be in a buffer, because their weights have its type.
+    """The candidate parameters of a buffer: those whose weights have its type.
 
-    For the end of a model with a tied embedding there is a second set, which adds the copy of the
-    embedding as output layer.
+    If the buffer is at the end of a model with a tied embedding, there is a second set, which adds
+    the embedding's replica as output layer.
     """
     of_type = {name: part for name, part in parts.items() if part.dtype == flat.dtype}
     if ends == (False, True) and OUTPUT not in parts and EMBEDDING in of_type:
@@ -161,9 +164,9 @@ def _kinds(flat: Flat, parts: Mapping[str, Local], ends: Ends) -> list[Mapping[s
 def _ranges(
     order: Sequence[str], parts: Mapping[str, Local], flat: Flat, ends: Ends, may_lack: bool
 ) -> Iterator[list[str]]:
-    """Yields the parameters of every range of layers whose sizes could fill a buffer.
+    """Yields the parameter names of every range of layers whose size could fill a buffer.
 
-    If the buffer `may_lack` parameters, yields those of all layers once.
+    With `may_lack`, yields the parameters of all layers once.
     """
     is_first, is_last = ends
     layers = by_key((layer, name) for name in order if (layer := layer_of(name)) is not None)

@@ -1,7 +1,7 @@
 """Joins `mp_rank_*` directories by Megatron-Core's own rule.
 
-A state dict has the parameters in the module's order. Experts that are spread over ranks have an
-optimizer of their own. All other flat buffers are in the folders of the first expert rank.
+A state dict has the parameters in the module's order. Experts that are spread over ranks have a
+separate optimizer. All other flat buffers are in the folders of the first expert rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Local = tuple[TorchFile, Tensor]
 
 
 class Folders:
-    """All folders of a `mp_rank_*` directory, by stage, expert rank and tensor rank."""
+    """The rank folders of a `mp_rank_*` directory, by pipeline stage, expert and tensor rank."""
 
     def __init__(self, path: str) -> None:
         self.path = path

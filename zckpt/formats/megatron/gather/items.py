@@ -1,4 +1,7 @@
-"""Joins the items of a torch_dist directory by Megatron-Core's own rule: boxes, or flat buckets."""
+"""Joins the keys of a torch_dist directory by Megatron-Core's own rule: boxes, or flat buckets.
+
+A box is the offsets and sizes of a shard within the whole tensor.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ BUFFER = re.compile(
 
 
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
-    """Every tensor of the model and of its optimizer.
+    """Every tensor of the model and of its optimizer, joined from the ranks' shards.
 
     Raises UnsupportedCheckpoint for cases that the rule does not cover: frozen parameters in flat
     buffers, modules that a GPTModel does not have, an optimizer whose states are stored by the
@@ -90,7 +93,11 @@ class _Items:
             yield from self._of_buffers()
 
     def _of_key(self, key: str, weight: str, item: TensorItem, slot: str) -> Iterator[Joined]:
-        """Yields the tensors of all layers and experts that are stacked under one key."""
+        """Yields the tensor of every layer and expert that is stacked under one key.
+
+        `weight` is the key of the weight itself, `slot` the name of the optimizer state, or
+        `param`.
+        """
         axes = _axes(weight)
         parts: dict[Shape, list[BoxPart]] = {}
         for box in self._boxes(key):
@@ -108,11 +115,11 @@ class _Items:
             yield Joined(tensor, item.dtype, item.shape[axes:], tuple(boxes))
 
     def _of_fsdp2(self, boxes: list[BoxPart]) -> list[BoxPart]:
-        """Moves the boxes of a gated layer from their offsets in the files to those in the module.
+        """Moves the shards of a gated layer from their offsets in the files to those in the module.
 
-        torch's FSDP2 has cut the layer's rows. The files have every rank's first piece, and then
-        every rank's second piece. A rank's two pieces are joined first, then the data ranks' rows,
-        and the tensor ranks' halves last.
+        torch's FSDP2 divided the layer's rows over the data ranks. The files have every rank's
+        first half, and then every rank's second half. A rank's two halves are joined first, then
+        the rows of the data ranks, and last the gate and up halves of the tensor ranks.
         """
         tp = self._size("tensor_model_parallel_size")
         boxes = sorted(boxes, key=lambda part: part.offsets)
@@ -131,7 +138,7 @@ class _Items:
     def _of_fragments(self, key: str, weight: str, item: TensorItem, slot: str) -> Iterator[Joined]:
         """Yields the tensors under a key of `fully_sharded_model_space`.
 
-        The last axis of such an item counts the elements of a tensor rank's box.
+        The last axis of such a key counts the flattened elements of one tensor rank's shard.
         """
         whole = self.model[weight].shape
         axes = _axes(weight)
@@ -185,10 +192,11 @@ class _Items:
         return int(self.args.get(key) or 1)
 
     def _buffers(self) -> dict[tuple[bool, int, str, int], dict[str, dict[int, Runs]]]:
-        """All flat buffers: the buckets of every slot.
+        """All flat buffers: for each buffer, the file ranges of its buckets by optimizer state.
 
-        A key says whether the buffer is of the experts' own optimizer (the second of the chained
-        ones), and has `dp_group_idx` (the model-parallel rank), the weights' type and `gbuf_idx`.
+        A key of the result has: whether the buffer belongs to the experts' own optimizer (the
+        second of the chained ones), `dp_group_idx` (the model-parallel rank), the weights' type,
+        and `gbuf_idx`.
         """
         buffers: dict[tuple[bool, int, str, int], dict[str, dict[int, Runs]]] = {}
         for key, saved in self.table.items.items():
@@ -210,7 +218,7 @@ class _Items:
         return buffers
 
     def _names(self, whole: Mapping[str, Any], chunk: int, chunks: int) -> list[str]:
-        """The parameters of one model chunk, in the order of `named_parameters()`."""
+        """The parameters of model chunk `chunk` of `chunks`, in `named_parameters()` order."""
         layers = 1 + max(int(match[1]) for name in whole if (match := rule.LAYER.match(name)))
         fused = self.args.get("transformer_impl") == "transformer_engine"
         grouped = fused and bool(self.args.get("moe_grouped_gemm"))
@@ -234,7 +242,7 @@ class _Items:
         return names
 
     def _boxes(self, key: str) -> Iterator[BoxPart]:
-        """Yields the nonempty boxes of an item."""
+        """Yields the nonempty shards of a key's tensor, with their offsets and sizes."""
         for box, file in self.files.boxes(self.table, key):
             if not file.value.contiguous:
                 raise rule.refusal(file.path, "a tensor that is not contiguous")
@@ -245,7 +253,10 @@ class _Items:
 
 
 def _rank_of(name: str, experts: int) -> int | None:
-    """The rank that has an expert, if each rank has `experts` of them; None for other names."""
+    """The expert-parallel rank of a parameter; None if the parameter is not in an expert.
+
+    Every rank has `experts` experts.
+    """
     number = rule.expert_of(name)
     return None if number is None else number // experts
 
@@ -262,7 +273,10 @@ def _axes(key: str) -> int:
 
 
 def _name(key: str, place: Shape) -> str:
-    """The name in `named_parameters()` of the tensor of a layer and an expert."""
+    """The name in `named_parameters()` of one tensor that is stacked under a key.
+
+    `place` is its index on the axes of layers and experts.
+    """
     numbers, key = list(place), _bare(key)
     if re.match(r"(de|en)coder\.layers\.(?!\d)", key):
         key = key.replace(".layers.", f".layers.{numbers.pop(0)}.", 1)

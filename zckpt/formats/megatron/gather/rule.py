@@ -1,8 +1,8 @@
-"""The rule by which a flat buffer of Megatron-Core has its parameters.
+"""Where a flat buffer of Megatron-Core has each parameter, and how tensor ranks cut parameters.
 
 A buffer has the parameters of one rank in the reverse order of `named_parameters()`. Each parameter
 begins at a multiple of 64 elements of its bucket (`_ParamAndGradBuffer`). A bucket of
-`dp_reshardable` ends with its last parameter; the other forms have their buckets one behind the
+`dp_reshardable` ends with its last parameter; other kinds of files store the buckets one behind the
 other. Tensor ranks cut parameters as `ColumnParallelLinear` and `RowParallelLinear` do.
 megatron-core 0.16.1.
 
@@ -91,9 +91,10 @@ def refusal(path: str, what: str) -> UnsupportedCheckpoint:
 def coalesced(
     file: TorchFile, optimizer: int = 0
 ) -> Iterator[tuple[int, str, dict[str, dict[int, Runs]]]]:
-    """Yields the buffers in a file that stores complete buffers.
+    """Yields the flat buffers in a file that stores complete buffers, not buckets.
 
-    Each item is the buffer's number, the type of its weights, and its slots.
+    Each is a triple: the buffer's number, the type of its weights, and its file ranges by state.
+    `optimizer` is the optimizer's number, if the file has several.
     """
     value = file.value[optimizer] if isinstance(file.value, list) else file.value
     for number, kinds in value.items():
@@ -109,7 +110,7 @@ def coalesced(
 class Filled(Struct, frozen=True):
     """A flat buffer of tensor rank `rank` (of `of` tensor ranks), divided among its parameters.
 
-    `parameters` has the part of each parameter, by name and slot.
+    `parameters` maps each parameter's name to the file ranges of its optimizer states.
     """
 
     rank: int
@@ -120,10 +121,11 @@ class Filled(Struct, frozen=True):
 def layout(
     path: str, sizes: Sequence[tuple[str, int]], slots: Slots, bucket_size: int | None
 ) -> dict[str, dict[str, Runs]]:
-    """Divides a buffer among its parameters: the part of each one, by name and slot.
+    """Divides a buffer among its parameters: the file ranges of each, by name and optimizer state.
 
-    `sizes` has names and element counts in the order of the module. Raises UnsupportedCheckpoint if
-    the parameters do not fill the buffer to its end.
+    `sizes` has names and element counts in the order of the module. `bucket_size` is the number of
+    elements after which a new bucket begins. Raises UnsupportedCheckpoint if the parameters do not
+    fill the buffer exactly.
     """
     numels = {
         number: max((run.stop for run in runs), default=0)
@@ -137,7 +139,7 @@ def layout(
         start = begin + -(-(at - begin) // ALIGNMENT) * ALIGNMENT
         if is_cut and start + numel > numels[current]:
             if at != numels[current] or not buckets:
-                raise refusal(path, "a bucket that its parameters do not fill")
+                raise refusal(path, "an optimizer bucket that its parameters do not fill exactly")
             current, start = buckets.pop(0), 0
         at = start + numel
         result[name] = {
@@ -149,14 +151,14 @@ def layout(
         if not is_cut and (shared or (bucket_size is not None and at - begin >= bucket_size)):
             begin = at
     if buckets or at != numels[current]:
-        raise refusal(path, "a buffer that its parameters do not fill")
+        raise refusal(path, "an optimizer buffer that its parameters do not fill exactly")
     return result
 
 
 def joined(ranks: Sequence[Filled], whole: Mapping[str, Shape], gated: bool) -> Iterator[Joined]:
-    """Joins the tensor ranks' parts; yields full masters and moments.
+    """Joins the tensor ranks' shards; yields full masters and moments.
 
-    If ranks have copies of a part, the first one is used.
+    `whole` has the full shapes. If ranks have replicas of a shard, the first one is used.
     """
     parts: dict[tuple[str, str], dict[int, list[BoxPart]]] = {}
     for filled in ranks:
@@ -173,7 +175,7 @@ def joined(ranks: Sequence[Filled], whole: Mapping[str, Shape], gated: bool) -> 
 
 
 def in_boxes(runs: Runs, size: int, boxes: Sequence[Box]) -> Iterator[BoxPart]:
-    """Yields where the elements of a parameter's boxes lie in files.
+    """Yields the file ranges of the boxes (offsets, sizes) that make up a rank's shard.
 
     `runs` has the elements of all boxes, one box after another; `size` is bytes per element.
     """
@@ -186,7 +188,10 @@ def in_boxes(runs: Runs, size: int, boxes: Sequence[Box]) -> Iterator[BoxPart]:
 
 
 def bucket_size_of(args: Mapping[str, Any], stage: int) -> int | None:
-    """Elements after which a bucket is full; None if there is one bucket (arguments.py)."""
+    """The number of elements after which a bucket is full; None if a buffer is a single bucket.
+
+    Computed as in Megatron-LM's arguments.py.
+    """
     if stage or not args.get("overlap_grad_reduce"):
         return None
     usual = max(40_000_000, 1_000_000 * int(args.get("data_parallel_size") or 1))
@@ -199,14 +204,14 @@ def bucket_size_of(args: Mapping[str, Any], stage: int) -> int | None:
 def layers_of_chunks(
     path: str, args: Mapping[str, Any], layers: int, stages: int, chunks: int
 ) -> list[range]:
-    """The layers of each model chunk.
+    """The layers of each model chunk, as ranges of layer numbers.
 
-    The chunks are in the order in which layers go through them: the first chunks of all stages,
-    then the second ones, and so on. Layers are divided as by get_num_layers_to_build. Raises
-    UnsupportedCheckpoint for an explicit layout, and for numbers that do not fit.
+    The chunks are in the order of the model's layers: the first chunks of all pipeline stages, then
+    the second ones, and so on. Layers are divided as by get_num_layers_to_build. Raises
+    UnsupportedCheckpoint for --pipeline-model-parallel-layout, and for numbers that do not fit.
     """
     if args.get("pipeline_model_parallel_layout") is not None:
-        raise refusal(path, "stages by --pipeline-model-parallel-layout")
+        raise refusal(path, "pipeline stages defined by --pipeline-model-parallel-layout")
     ends = [_stated(args, "first"), _stated(args, "last")]
     apart = [args.get(f"account_for_{what}_in_pipeline_split") for what in ("embedding", "loss")]
     middle = stages - sum(end is not None for end in ends)
@@ -219,7 +224,7 @@ def layers_of_chunks(
     sizes[0] -= bool(apart[0])
     sizes[-1] -= bool(apart[1])
     if sum(sizes) != layers or min(sizes) < 0:
-        raise refusal(path, "stages of different length, which its arguments do not state")
+        raise refusal(path, "pipeline stages whose numbers of layers its arguments do not state")
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
@@ -227,7 +232,7 @@ def layers_of_chunks(
 def _stated(args: Mapping[str, Any], end: str) -> int | None:
     """The number of layers in the `first` or `last` stage; None if the arguments do not state it.
 
-    Megatron-LM and Megatron-Bridge have different arguments for it.
+    Megatron-LM and Megatron-Bridge have different names for this argument.
     """
     for name in (f"decoder_{end}_pipeline_num_layers", f"num_layers_in_{end}_pipeline_stage"):
         if type(args.get(name)) is int:
@@ -243,7 +248,7 @@ def with_norms(name: str) -> str:
 def order_of(
     name: str, names: Mapping[str, Any], fused: bool, grouped: bool = False
 ) -> tuple[Any, ...] | None:
-    """The sort key of a parameter in a GPTModel; None for an unknown module.
+    """The sort key of a parameter in the order of a GPTModel; None for an unknown module.
 
     `fused` is true for Transformer Engine's spec, whose linear modules include the norms before
     them. `grouped` is true for its module of all experts (TEGroupedMLP).
@@ -268,15 +273,15 @@ def order_of(
 
 
 def require_known(path: str, name: str, names: Mapping[str, Any], tp: int) -> None:
-    """Raises UnsupportedCheckpoint for a module whose cut over tensor ranks is not known."""
+    """Raises UnsupportedCheckpoint if it is unknown how tensor ranks cut a parameter's module."""
     if tp > 1 and (BY_SPEC.fullmatch(name) or order_of(name, names, False) is None):
         raise refusal(path, f"the module of {name}")
 
 
 def boxes_of(name: str, whole: Shape, tp: int, rank: int, gated: bool) -> list[Box]:
-    """Where a tensor rank's part of a parameter lies in the full tensor, as boxes.
+    """The offsets and sizes of a tensor rank's shard within the full parameter, as boxes.
 
-    There are two for a gated layer: the rank's rows of gate and of up.
+    A gated layer has two boxes: the rank's rows of gate and its rows of up.
     """
     axis = 0 if ROWS.fullmatch(name) else 1 if COLUMNS.fullmatch(name) else None
     if axis is None or tp == 1:
@@ -290,7 +295,7 @@ def boxes_of(name: str, whole: Shape, tp: int, rank: int, gated: bool) -> list[B
 
 
 def is_gated(shapes: Mapping[str, Shape]) -> bool:
-    """Whether the MLP has gates: twice as many rows in linear_fc1 as columns in linear_fc2."""
+    """Whether the MLP is gated: linear_fc1 has twice as many rows as linear_fc2 has columns."""
     for name, shape in shapes.items():
         if name.endswith("linear_fc1.weight"):
             return shape[0] == 2 * shapes[name.replace("linear_fc1", "linear_fc2")][1]
@@ -298,19 +303,19 @@ def is_gated(shapes: Mapping[str, Shape]) -> bool:
 
 
 def whole_shape(name: str, local: Shape, tp: int) -> Shape:
-    """The full shape of a parameter, given the shape `local` of a tensor rank's part."""
+    """The full shape of a parameter; `local` is the shape of a tensor rank's shard."""
     if ROWS.fullmatch(name):
         return (local[0] * tp, *local[1:])
     return (local[0], local[1] * tp) if COLUMNS.fullmatch(name) else local
 
 
 def arguments_of(common: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that Megatron-LM saves; empty if another program saved."""
+    """The arguments that Megatron-LM saves in the common state; empty for other programs."""
     args = common.get("args")
     return dict(args.state) if isinstance(args, Foreign) and isinstance(args.state, dict) else {}
 
 
 def expert_of(name: str) -> int | None:
-    """The number of a parameter's expert; None outside of experts."""
+    """The number of the expert that contains a parameter; None if it is not in an expert."""
     match = re.search(r"\.local_experts\.(\d+)\.", name)
     return int(match[1]) if match else None

@@ -1,4 +1,6 @@
-"""How tensor ranks cut the parameters of a GPTModel, which no file of the older kind states.
+"""How tensor-parallel ranks cut the parameters of a GPTModel in `mp_rank_*` directories.
+
+No file of these directories states it.
 
     column-parallel    rows: embeddings, output layer, linear_qkv, linear_fc1; their biases too;
                        linear_q_proj, linear_q_up_proj, linear_kv_up_proj of latent attention
@@ -40,14 +42,17 @@ BY_SPEC = re.compile(r".*\blinear_(?P<kind>q|kv)_down_proj\.(weight|bias)")
 class ModuleRules(Struct, frozen=True):
     """The rules of a GPTModel for tensor ranks, as in this module's description.
 
-    `shapes` are one rank's shapes of parameters, `args` the run's arguments.
+    `shapes` are the shapes of one rank's parameters, `args` the run's arguments.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     args: Mapping[str, Any]
 
     def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
-        """How a parameter is cut; None for a module that is not a GPTModel's."""
+        """How tensor ranks cut a parameter; None for a module that a GPTModel does not have.
+
+        `shapes` has the parameter's shape on every rank.
+        """
         placement: Placement | None = None
         if match := BY_SPEC.fullmatch(name):
             whole, rows = self._latent_rows(match["kind"]), self.shapes[name][0]
@@ -64,7 +69,10 @@ class ModuleRules(Struct, frozen=True):
         return None if placement is None else TensorRule(name, placement).sliced(name, shapes)
 
     def _latent_rows(self, kind: str) -> int | None:
-        """The rows of a full `linear_q_down_proj` or `linear_kv_down_proj`, if they are stated."""
+        """The number of rows of a full linear_q_down_proj or linear_kv_down_proj.
+
+        None if the arguments do not state it.
+        """
         rank = size_of(self.args, f"{kind}_lora_rank")
         positions = size_of(self.args, "qk_pos_emb_head_dim") if kind == "kv" else 0
         return None if rank is None or positions is None else rank + positions
@@ -77,11 +85,11 @@ def cuts_of(
     args: Mapping[str, Any],
     given: TensorRules | None,
 ) -> dict[str, Sliced]:
-    """How `tp` tensor ranks cut each parameter.
+    """How `tp` tensor ranks cut each parameter, by name.
 
-    `shapes` are the shapes that every rank has. The rules that a user has `given` come first.
-    Raises MissingData for modules that no rule covers, and UnsupportedCheckpoint for a parameter
-    that is the sum of the ranks' tensors by a given rule.
+    `shapes` are the parameters' shapes on a rank. `given` are the rules of --tp-rules, which come
+    first. Raises MissingData for modules that no rule covers, and UnsupportedCheckpoint if a given
+    rule makes a parameter the sum of the ranks' tensors.
     """
     if tp == 1:
         return {
@@ -96,8 +104,9 @@ def cuts_of(
         if sliced.placement.is_sum:
             raise UnsupportedCheckpoint(
                 "grid-unsupported",
-                f"{folder}: by --tp-rules {name} is a sum over the tensor ranks",
-                hint="zckpt does not add tensors",
+                f"{folder}: --tp-rules makes {name} the sum of the tensor ranks' values, which "
+                "zckpt does not compute",
+                hint=f"give another rule for {name} in --tp-rules",
                 file=folder,
                 subject=name,
             )
@@ -105,9 +114,10 @@ def cuts_of(
 
 
 def is_gated(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether a `linear_fc1` has gates: twice as many rows as its `linear_fc2` has columns.
+    """Whether a `linear_fc1` is gated: it has twice as many rows as `linear_fc2` has columns.
 
-    Raises UnsupportedCheckpoint if it has neither twice as many nor equally many.
+    False for other parameters. Raises UnsupportedCheckpoint if its rows are neither once nor twice
+    the number of columns.
     """
     if "linear_fc1" not in name:
         return False
@@ -116,7 +126,8 @@ def is_gated(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     if rows not in (columns, 2 * columns):
         raise UnsupportedCheckpoint(
             "grid-unsupported",
-            f"{name} has {rows} rows on a rank, and linear_fc2 behind it {columns} columns",
+            f"{name} has {rows} rows on a rank, but its linear_fc2.weight has {columns} columns: "
+            "zckpt expected once or twice as many rows",
             hint=WEIGHTS_ONLY,
             subject=name,
         )

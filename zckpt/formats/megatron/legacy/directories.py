@@ -3,13 +3,14 @@
     mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt    model, groups, arguments, counters of one rank
     mp_rank_TT[_PPP][_EEE]/distrib_optim.pt      the flat buffers of the distributed optimizer
 
-A rank of an interleaved pipeline has several model chunks, `model0`, `model1`, ... The layers go
-through the first chunks of all stages, then through the second ones. Every chunk has its own
-layers, numbered from 0, and every rank its own slices. The order of a state dict is the order of
-the parameters, so no rule about the architecture is needed to place them.
+A rank of an interleaved pipeline has several model chunks, `model0`, `model1`, ... The model's
+layers are first those in the first chunks of all stages, then those in the second chunks, and so
+on. Every chunk numbers its layers from 0, and every rank has its own slices of tensors. The order
+of a state dict is the order of the parameters, so no rule about the architecture is needed to find
+them.
 
-Experts that are spread over ranks (EEE) are numbered from 0 on every rank, and have an optimizer of
-their own. Then both files contain lists, whose last item belongs to the experts. Every folder of a
+Experts that are spread over ranks (EEE) are numbered from 0 on every rank, and have a separate
+optimizer. Then both files contain lists, whose last item belongs to the experts. Every folder of a
 stage has everything else, except flat buffers: these are only in the folder of the first expert
 rank (megatron-core 0.16.1: ChainedOptimizer.save_parameter_state).
 """
@@ -57,9 +58,9 @@ LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 class LegacyReader:
     """Reads all `mp_rank_*` folders of one iteration into a `Content`.
 
-    If the user has `given` rules, they come first in deciding how tensor ranks cut parameters.
-    Raises UnsupportedCheckpoint for models that are not of Megatron-Core, and MissingData for
-    modules on several tensor ranks that no rule covers.
+    `given` is the value of --tp-rules; its rules for tensor ranks come before zckpt's rules. Raises
+    UnsupportedCheckpoint for models that are not of Megatron-Core, and MissingData if several
+    tensor ranks have a module that no rule covers.
     """
 
     def __init__(self, folder: str, given: str | None) -> None:
@@ -113,7 +114,7 @@ class LegacyReader:
     # -- weights
 
     def _number_layers(self) -> None:
-        """Gives each rank's weights their full names, and collects the objects of modules."""
+        """Gives each rank's weights their names in the full model; collects modules' states too."""
         tied = self.args.get(TIED) is False
         first = 0
         for chunk, stage in product(range(len(self.ranks[0].models)), range(self.pp)):
@@ -144,7 +145,8 @@ class LegacyReader:
     def _experts(self, rank: RankDirectory, model: Mapping[str, Any]) -> int:
         """The number of experts that a rank has in each layer; 0 if each rank has all of them.
 
-        Raises UnsupportedCheckpoint if a rank has its experts in one module.
+        `model` is one of the rank's state dicts. Raises UnsupportedCheckpoint if a rank has its
+        experts in one module.
         """
         names = [name for name in model if EXPERTS in name and not OF_GROUPED.fullmatch(name)]
         names = names if self.ep > 1 else []
@@ -152,15 +154,15 @@ class LegacyReader:
         if None in numbers:
             raise UnsupportedCheckpoint(
                 "writer-unsupported",
-                f"{rank.file.path} has {names[numbers.index(None)]}: experts that are spread over "
-                "ranks as one module",
-                hint="zckpt reads them from --ckpt-format torch_dist",
+                f"{rank.file.path} has {names[numbers.index(None)]}: one module for several "
+                "experts, which zckpt does not read if experts are spread over ranks",
+                hint="save the run with --ckpt-format torch_dist",
                 file=rank.file.path,
             )
         return 1 + max((int(match[0]) for match in numbers if match), default=-1)
 
     def _is_spread(self, name: str) -> bool:
-        """Whether only the folders of one expert rank have a weight."""
+        """Whether a weight belongs to an expert that only one expert-parallel rank has."""
         return self.ep > 1 and EXPERTS in name
 
     def _take(self, rank: RankDirectory, name: str, value: Any) -> None:
@@ -178,7 +180,7 @@ class LegacyReader:
         self.content.objects[key] = kept
 
     def _name_items(self) -> None:
-        """Adds the torch_dist keys of all weights, and the modules' states under such keys."""
+        """Adds the torch_dist keys of all weights and of the modules' extra states."""
         if any(map(OF_GROUPED.fullmatch, self.modules)):
             return  # torch_dist stores the scales of every expert separately
         raw = (str(name) for rank in self.ranks for model in rank.models for name in model)
@@ -189,7 +191,7 @@ class LegacyReader:
             self._keep(rank, key, [value])
 
     def _weights(self) -> None:
-        """Adds every weight; further ranks' copies become replicas."""
+        """Adds every weight; identical shards of further ranks become replicas."""
         parts: list[tuple[int, Entry]] = []
         homes: dict[str, set[tuple[int, int]]] = {}  # stages and expert ranks
         of_stages: dict[int, set[str]] = {}
@@ -198,8 +200,8 @@ class LegacyReader:
             if different := of_all ^ of_stages.setdefault(rank.pp, of_all):
                 raise InconsistentCheckpoint(
                     "ranks-disagree",
-                    f"{self.folder}: folders of stage {rank.pp} differ by "
-                    f"{listed(sorted(different), 4)}, which is of no expert",
+                    f"{self.folder}: only some rank folders of pipeline stage {rank.pp} have "
+                    f"{listed(sorted(different), 4)}, but all of them should",
                     file=self.folder,
                 )
             for name, tensor in rank.weights.items():
@@ -211,7 +213,7 @@ class LegacyReader:
                 if self.shapes.setdefault(name, tensor.shape) != tensor.shape:
                     raise InconsistentCheckpoint(
                         "ranks-disagree",
-                        f"{self.folder}: ranks have {name} in two shapes",
+                        f"{self.folder}: {name} has different shapes on different ranks",
                         file=self.folder,
                         subject=name,
                     )
@@ -220,7 +222,8 @@ class LegacyReader:
             if len(homes_of_name) > 1 and not may_be:
                 raise InconsistentCheckpoint(
                     "elements-overlap",
-                    f"{self.folder}: two folders have {name}, which only one should have",
+                    f"{self.folder}: two pipeline stages or expert ranks have {name}, but only one "
+                    "should have it",
                     file=self.folder,
                     subject=name,
                 )
@@ -261,7 +264,7 @@ class LegacyReader:
             if lost := [name for name in self.shapes if name in trained - names_of_rank]:
                 raise InconsistentCheckpoint(
                     "partition-does-not-fit",
-                    f"{self.folder}: no optimizer of tensor rank {tp} has {listed(lost, 4)}",
+                    f"{self.folder}: the optimizers of tensor rank {tp} lack {listed(lost, 4)}",
                     hint=WEIGHTS_ONLY,
                     file=self.folder,
                 )
@@ -275,9 +278,9 @@ class LegacyReader:
     ) -> Iterator[tuple[str, Iterable[Entry]]]:
         """Yields the states of the parameters `own_names` from a rank's flat buffers.
 
-        `number` is the optimizer's place in the lists of the files. Raises IncompleteCheckpoint if
-        the file of the states is lost, and InconsistentCheckpoint or CorruptCheckpoint if it does
-        not fit the model's file.
+        `number` is the optimizer's index in the lists of the files. Raises IncompleteCheckpoint if
+        distrib_optim.pt is missing, and InconsistentCheckpoint or CorruptCheckpoint if it does not
+        fit the file of the model.
         """
         path = os.path.join(rank.folder, STATES_FILE)
         if not sources.is_file(path):
@@ -287,7 +290,9 @@ class LegacyReader:
         value = file.value
         if isinstance(value, list) != isinstance(rank.file.value["optimizer"], list):
             raise InconsistentCheckpoint(
-                "mixed-saves", f"{path} is not of the optimizers of {LEGACY} beside it", file=path
+                "mixed-saves",
+                f"{path} and {LEGACY} beside it have different numbers of optimizers",
+                file=path,
             )
         if isinstance(value, list):
             value = value[number] if number < len(value) else None
@@ -306,7 +311,9 @@ class LegacyReader:
         for _, flat in sorted(buffers_of(file, value), key=lambda item: item[0]):
             if not of_types.get(flat.dtype):
                 raise InconsistentCheckpoint(
-                    "mixed-saves", f"{path} has more buffers than model chunks", file=path
+                    "mixed-saves",
+                    f"{path} has more optimizer buffers than the model has chunks",
+                    file=path,
                 )
             names = of_types[flat.dtype].pop(0)
             weights = [(name, rank.weights[name]) for name in reversed(names)]
@@ -327,7 +334,7 @@ class LegacyReader:
         if own_names:
             raise InconsistentCheckpoint(
                 "mixed-saves",
-                f"{path} has no buffer for {min(own_names)}",
+                f"{path} has no optimizer buffer for {min(own_names)}",
                 hint=WEIGHTS_ONLY,
                 file=path,
             )
@@ -345,9 +352,10 @@ def whole_states(
 ) -> Iterator[tuple[str, Iterable[Entry]]]:
     """Yields the states of an optimizer that is not distributed, parameter by parameter.
 
-    It numbers parameters group by group, within a group in the `order` of the model. Raises
-    UnsupportedCheckpoint if Megatron-Core's rule does not lead to the members of the groups, and
-    InconsistentCheckpoint if groups or states do not fit the model.
+    The optimizer numbers parameters group by group; within a group, in the `order` of the model.
+    `groups` are its groups, `args` the run's arguments. Raises UnsupportedCheckpoint if
+    Megatron-Core's rule does not decide which parameters a group has, and InconsistentCheckpoint if
+    groups or states do not fit the model.
     """
     file, weights = rank.file, rank.weights
     member = members(groups, {name: weights[name].shape for name in order}, args)
@@ -356,7 +364,8 @@ def whole_states(
     if member is None or not isinstance(states, dict) or not isinstance(masters, list):
         raise UnsupportedCheckpoint(
             "layout-unknown",
-            f"{file.path}: Megatron-Core's usual rule does not give the members of the groups",
+            f"{file.path} does not list the parameters of each group, and Megatron-Core's usual "
+            "rule does not decide them",
             hint=WEIGHTS_ONLY,
             file=file.path,
         )
@@ -367,7 +376,8 @@ def whole_states(
         if not isinstance(numbers, list) or len(numbers) != len(names):
             raise InconsistentCheckpoint(
                 "mixed-saves",
-                f"{file.path}: group {number} has not the {len(names)} parameters of the model",
+                f"{file.path}: parameter group {number} should have {len(names)} parameters, as "
+                "the model has",
                 hint=WEIGHTS_ONLY,
                 file=file.path,
             )
@@ -388,7 +398,8 @@ def whole_states(
                 ):
                     raise InconsistentCheckpoint(
                         "ranks-disagree",
-                        f"{file.path}: state {slot} of number {key} does not fit {name}",
+                        f"{file.path}: optimizer state {slot} of parameter number {key} does not "
+                        f"fit {name} of shape {list(weight.shape)}",
                         hint=WEIGHTS_ONLY,
                         file=file.path,
                         subject=name,
@@ -399,9 +410,10 @@ def whole_states(
 
 
 def without_members(file: TorchFile, group: dict[str, Any], inner: dict[Any, Any]) -> Any:
-    """The hyper-parameters of a group, without the numbers of its parameters.
+    """The hyper-parameters of a group, without its parameters' numbers, but with their step.
 
-    If their states have a step, the group gets it. Raises InconsistentCheckpoint for several steps.
+    `inner` is the optimizer's state dict, which may state a step for each parameter. Raises
+    InconsistentCheckpoint if these steps differ.
     """
     numbers = group.get("params", ())
     result = {key: value for key, value in group.items() if key != "params"}
@@ -411,7 +423,9 @@ def without_members(file: TorchFile, group: dict[str, Any], inner: dict[Any, Any
         values = [*map(file.number, steps)]
         if any(value != values[0] for value in values):
             raise InconsistentCheckpoint(
-                "steps-disagree", f"{file.path}: the steps of parameters differ", file=file.path
+                "steps-disagree",
+                f"{file.path}: parameters of one group have different steps",
+                file=file.path,
             )
         result["step"] = values[0]
     return result

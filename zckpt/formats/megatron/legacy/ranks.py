@@ -1,12 +1,12 @@
 """Lists the folders of a `mp_rank_*` directory: one for each model-parallel rank.
 
     mp_rank_TT             tensor rank
-    mp_rank_TT_PPP         with several stages of a pipeline
+    mp_rank_TT_PPP         with several pipeline stages
     mp_rank_TT_EEE         with experts that are spread over ranks
     mp_rank_TT_PPP_EEE     with both
 
-The arguments in the files distinguish the two forms with two numbers (Megatron-LM's
-get_checkpoint_name). What ranks of experts share is in every one of their folders.
+PPP and EEE look alike: the arguments in the files tell which of the two a second number is
+(Megatron-LM's get_checkpoint_name). What expert ranks share is in every one of their folders.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OF_CHUNK = re.compile(r"model\d*")
 
 
 class RankDirectory(Struct, eq=False):
-    """One model-parallel rank: its file, and its weights under their names in the full model."""
+    """One model-parallel rank: its file, and its weights by their names in the full model."""
 
     tp: int
     pp: int
@@ -57,12 +57,12 @@ class RankDirectory(Struct, eq=False):
 
     @property
     def models(self) -> list[Any]:
-        """The state dicts of its model chunks; interleaved pipelines have several."""
+        """The state dicts of the rank's model chunks: several in an interleaved pipeline."""
         return [each for key, each in self.file.value.items() if OF_CHUNK.fullmatch(str(key))]
 
     @property
     def optimizers(self) -> list[dict[Any, Any]]:
-        """The states of its optimizers: experts that are spread over ranks have a separate one.
+        """The state dicts of the rank's optimizers; spread experts have a separate one.
 
         Raises UnsupportedCheckpoint if one of them is not a dictionary.
         """
@@ -72,7 +72,7 @@ class RankDirectory(Struct, eq=False):
         if not optimizers or len(optimizers) < len(states):
             raise UnsupportedCheckpoint(
                 "writer-unsupported",
-                f"{self.file.path} has an optimizer of an unknown form",
+                f"{self.file.path}: an optimizer's state is not a dictionary",
                 file=self.file.path,
             )
         return optimizers
@@ -81,8 +81,8 @@ class RankDirectory(Struct, eq=False):
 def with_own_experts(model: Mapping[Any, Any], is_scaled: bool) -> Iterator[tuple[str, Any]]:
     """Yields a state dict's items with names as if every expert were a separate module.
 
-    Grouped experts have one `_extra_state` together, which each expert gets. With `is_scaled`, that
-    state has the scales of 8-bit floats (TEGroupedLinear), and is kept as it is.
+    Grouped experts (Transformer Engine's module) have a single `_extra_state`; each expert gets it.
+    With `is_scaled`, this state has the scales of 8-bit floats, and is yielded once, unchanged.
     """
     items = [(with_own_expert(str(name)), value) for name, value in model.items()]
     matches = (match for name, _ in items if (match := EXPERT.fullmatch(name)))
@@ -99,11 +99,11 @@ def with_own_experts(model: Mapping[Any, Any], is_scaled: bool) -> Iterator[tupl
 
 
 def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
-    """All ranks of a directory, sorted by stage, then by rank of experts, then by tensor rank.
+    """All model-parallel ranks of a directory, sorted by stage, expert rank and tensor rank.
 
-    Raises IncompleteCheckpoint if a rank has no folder, InconsistentCheckpoint if the run had no
-    such rank by its arguments, UnsupportedCheckpoint if experts have another number of tensor ranks
-    than the other weights, and CorruptCheckpoint for a damaged file.
+    Raises IncompleteCheckpoint if a rank has no folder, InconsistentCheckpoint if the arguments
+    exclude a rank that has one, UnsupportedCheckpoint if experts have another number of tensor
+    ranks than the other weights, and CorruptCheckpoint for a damaged file.
     """
     names = sorted(filter(is_of_rank, os.listdir(folder)))
     files = {name: _file(folder, name, parsed) for name in names}
@@ -115,9 +115,9 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
     if spread and size_of(args, "expert_tensor_parallel_size") not in (None, sizes_in_args[2]):
         raise UnsupportedCheckpoint(
             "grid-unsupported",
-            f"{folder} has experts that are cut over another number of tensor ranks than the rest "
-            "of the model",
-            hint="zckpt reads them from --ckpt-format torch_dist",
+            f"{folder}: experts are cut over another number of tensor ranks than the rest of the "
+            "model, which zckpt does not read from this kind of directory",
+            hint="save the run with --ckpt-format torch_dist",
             file=folder,
         )
     places: dict[tuple[int, int, int], str] = {}
@@ -133,7 +133,8 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
         ):
             raise InconsistentCheckpoint(
                 "mixed-saves",
-                f"{folder} has the folder {name}, but by its arguments the run had no such rank",
+                f"{folder} has the folder {name}, but the saved arguments say that the run had no "
+                "such rank",
                 hint="folders of two runs may be mixed: take another copy",
                 file=folder,
                 subject=name,
@@ -156,9 +157,9 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
 
 
 def _numbers(place: Numbers, sizes: Sequence[int]) -> Numbers:
-    """The numbers that a rank folder's name has for a place (stage, expert rank, tensor rank).
+    """The numbers in a rank folder's name, from a `place` (stage, expert rank, tensor rank).
 
-    Stages and experts are in the name only if there are several.
+    The name has the numbers of stage and expert rank only if the run has several of them.
     """
     (pp, ep, tp), (stages, experts, _) = place, sizes
     return (tp, *[pp] * (stages > 1), *[ep] * (experts > 1))
@@ -177,7 +178,7 @@ def _file(folder: str, name: str, parsed: Parsed) -> TorchFile:
 def _require_known(
     folder: str, args: Mapping[str, Any], tp: int, ranks: Sequence[RankDirectory]
 ) -> None:
-    """Raises UnsupportedCheckpoint for kinds of models that zckpt does not read."""
+    """Raises UnsupportedCheckpoint for models that zckpt does not read from these directories."""
     version = ranks[0].file.value.get("checkpoint_version", 0)
     if not isinstance(version, (int, float)) or version < OLDEST:
         raise UnsupportedCheckpoint(
@@ -200,13 +201,14 @@ def _require_known(
         if not own_chunks or not all(are_core):
             raise UnsupportedCheckpoint(
                 "writer-unsupported",
-                f"{rank.file.path} has no state dict of a Megatron-Core model",
+                f"{rank.file.path} has no state dict of a Megatron-Core model, which zckpt "
+                "expected under the key model",
                 file=rank.file.path,
             )
 
 
 def extra_states(folder: str, ranks: Sequence[RankDirectory]) -> list[Notice]:
-    """Notes on files and folders of the directory that zckpt does not read."""
+    """Notes on the files and folders of the directory that zckpt does not read."""
     own_folders = {os.path.basename(rank.folder) for rank in ranks}
     inside = [
         f"{os.path.basename(rank.folder)}/{name}"
