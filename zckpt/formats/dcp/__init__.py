@@ -3,14 +3,15 @@
     files.py      finds the folders of one checkpoint
     rest.py       Lightning's meta.pt: everything outside the state dicts
     read.py       reads the state dicts and builds their manifest
-    items.py      reads single items by key, on demand
+    items.py      reads single keys, on demand
     hf.py         Hugging Face's storage: safetensors files per rank, without an index
     write.py      writes a directory that any number of ranks can load
     options.py    the options of this format as a target
     functions.py  the table of this format's functions
-    gather.py     how torch's planner joins boxes: the rule behind verify --gather
+    gather.py     how torch's planner joins shards: the rule behind verify --gather
 
-Facts in this package are of torch 2.13.0 unless said otherwise.
+An item is what is saved under a key: a whole tensor, one shard of it, or another value. Facts in
+this package are of torch 2.13.0 unless said otherwise.
 """
 
 from ..format import Format

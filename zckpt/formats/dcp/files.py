@@ -1,12 +1,12 @@
 """Finds the folders of a torch.distributed.checkpoint checkpoint.
 
-    <dir>                                         one folder with `.metadata` and item files
+    <dir>                                         one folder with `.metadata` and .distcp files
     <dir>/step-N                                  torchtitan's; the tag chooses one of several
     <dir>/pytorch_model_fsdp_0, optimizer_0       two folders of one checkpoint: Accelerate's and
                                                   Hugging Face Trainer's; _1 for a second model
-    <dir>/model, optim (or optimizer)             the same of NeMo AutoModel, and of many programs
+    <dir>/model, optim (or optimizer)             two folders as NeMo AutoModel and others name them
     <dir>/meta.pt                                 all that is outside of state dicts (Lightning)
-    <dir>/shard-R-model-F-of-N.safetensors        Hugging Face's storage (see hf.py): weights alone
+    <dir>/shard-R-model-F-of-N.safetensors        Hugging Face's storage (see hf.py): weights only
 
 The folder `model` of such a pair may have Hugging Face's storage, or PEFT's adapter_model.
 """
@@ -49,7 +49,10 @@ ADAPTER = peft.WEIGHTS[0]
 
 
 def detect(path: str) -> list[str]:
-    """Tags at `path`: one empty tag for a checkpoint, else torchtitan's step folders."""
+    """The tags of the checkpoints at `path`: [""] if it is a checkpoint itself.
+
+    Otherwise the names of torchtitan's step folders in it; [] if there are none.
+    """
     if not sources.is_folder(path) or _is_megatrons(path):
         return []
     return [""] if folders(path) else steps(path)
@@ -64,10 +67,7 @@ def steps(path: str) -> list[str]:
 
 
 def counter(path: str) -> int | None:
-    """The `global_step` in the file meta.pt that Lightning (2.6) writes beside items.
-
-    None without it.
-    """
+    """The `global_step` in the file meta.pt that Lightning (2.6) writes; None without it."""
     file = os.path.join(path, META)
     return number_in(file, (COUNTER,)) if sources.is_file(file) else None
 
@@ -75,7 +75,7 @@ def counter(path: str) -> int | None:
 def updates(path: str) -> float | None:
     """The largest step of any parameter; None if no step is stored.
 
-    Reads the items of steps only.
+    Only the values of steps are read.
     """
     parts = locate(path)[1] if len(detect(path)) == 1 else ()
     numbers = (number for part in parts for number in numbers_in(part, _steps_of_parameters))
@@ -83,7 +83,7 @@ def updates(path: str) -> float | None:
 
 
 def _steps_of_parameters(keys: Collection[str]) -> list[str]:
-    """The keys of step values in optimizers.
+    """The keys of the optimizers' steps, chosen from `keys`.
 
     An optimizer is recognized by `param_groups` beside `state`.
     """
@@ -93,15 +93,15 @@ def _steps_of_parameters(keys: Collection[str]) -> list[str]:
 
 
 def detect_weak(path: str) -> list[str]:
-    """One empty tag for Hugging Face's storage: weights alone.
+    """One empty tag for a folder with Hugging Face's storage, which has weights only.
 
-    It counts only if no other format is found.
+    It counts only if no other format is detected.
     """
     return [""] if sources.is_folder(path) and hf.files(path) else []
 
 
 def has_items(path: str) -> bool:
-    """Whether a folder contains `.metadata` or item files, even of an unfinished save."""
+    """Whether a folder contains `.metadata` or .distcp files, even of an unfinished save."""
     names = sources.names(path) if sources.is_folder(path) else ()
     return any(name == METADATA or name.endswith(ITEMS) for name in names)
 
@@ -109,7 +109,8 @@ def has_items(path: str) -> bool:
 def folders(path: str) -> list[str]:
     """The folders that make up the checkpoint at `path`.
 
-    These are `path` itself, or the folders of models and optimizers in it; empty for no checkpoint.
+    These are `path` itself, or the folders of models and optimizers in it; empty if there is no
+    checkpoint.
     """
     if not sources.is_folder(path):
         return []
@@ -121,9 +122,10 @@ def folders(path: str) -> list[str]:
 
 
 def _pair(path: str) -> list[str]:
-    """The folder `model` in `path` and the optimizers' folders `optim` and `optimizer`, as paths.
+    """The paths of the folder `model` in `path` and of the optimizers' folders beside it.
 
-    Empty unless there are both weights and items of an optimizer.
+    The optimizers' folders are `optim` and `optimizer`. Empty unless there are both weights and an
+    optimizer.
     """
     model = os.path.join(path, MODEL)
     optimizers = [os.path.join(path, name) for name in OPTIMIZERS]
@@ -132,26 +134,26 @@ def _pair(path: str) -> list[str]:
 
 
 def has_weights(folder: str) -> bool:
-    """Whether a model's folder contains weights in a form that zckpt reads."""
+    """Whether a model's folder contains weights in files that zckpt reads."""
     if not sources.is_folder(folder):
         return False
     return has_items(folder) or bool(hf.files(folder)) or sources.is_file(adapter_of(folder))
 
 
 def adapter_of(folder: str) -> str:
-    """The path that PEFT's adapter weights have in a folder; the file may be missing."""
+    """The path of PEFT's adapter weights in a folder; the file may be missing."""
     return os.path.join(folder, ADAPTER)
 
 
 def is_of_optimizer(folder: str) -> bool:
-    """Whether a folder of a checkpoint contains optimizer items only."""
+    """Whether a folder of a checkpoint contains an optimizer only, by its name."""
     name = os.path.basename(folder)
     match = PARTS.fullmatch(name)
     return name in OPTIMIZERS or (match is not None and match[1] in OPTIMIZERS)
 
 
 def whole_of(folder: str) -> str | None:
-    """The checkpoint directory of which `folder` is one part; None if it is no part of one."""
+    """The directory of a checkpoint in which `folder` is one of several; None for other folders."""
     above = os.path.dirname(os.path.abspath(folder))
     sibling_folders = folders(above)
     is_part = os.path.basename(os.path.abspath(folder)) in map(os.path.basename, sibling_folders)
@@ -174,12 +176,12 @@ def missing(folders: Sequence[str]) -> list[Notice]:
 
 
 def is_pair(names: Sequence[str] | None) -> bool:
-    """Whether the folders are a pair `model` and `optim`, not Accelerate's numbered folders."""
+    """Whether the folders' names are a pair such as `model` and `optim`, not Accelerate's."""
     return MODEL in (names or ())
 
 
 def locate(path: str, tag: str | None = None) -> tuple[str, list[str]]:
-    """The checkpoint's directory, and its folders with items.
+    """The directory of the checkpoint, and its folders with .distcp files.
 
     Raises UnsupportedCheckpoint for a checkpoint of Megatron-Core.
     """
@@ -200,9 +202,9 @@ def locate(path: str, tag: str | None = None) -> tuple[str, list[str]]:
 
 
 def place_in(folder: str, path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The path of an item in the joined tree of all folders.
+    """The path of a value in the joined tree of all folders; `path` is that within its folder.
 
-    `model` in Accelerate's folder number 1 becomes `model_1`.
+    For example, `model` in Accelerate's folder number 1 becomes `model_1`.
     """
     number = os.path.basename(folder).rpartition("_")[2]
     if not PARTS.fullmatch(os.path.basename(folder)) or number == "0":
@@ -221,16 +223,16 @@ def refuse_several(root: str, parts: list[str]) -> None:
         raise UnsupportedCheckpoint(
             "several-models",
             f"{root} has several models or optimizers: {', '.join(names)}",
-            hint="give the folder of one model: its weights are read without the optimizer",
+            hint="give the folder of one model: zckpt reads its weights without the optimizer",
             file=root,
         )
 
 
 def _is_megatrons(folder: str) -> bool:
-    """Whether a folder was written by Megatron-Core.
+    """Whether Megatron-Core wrote a folder.
 
-    Megatron-Core (0.16.1) recognizes its folders by `metadata.json`. Megatron-FSDP has no such
-    file, and the file may be lost. In these cases the keys of the items decide.
+    Megatron-Core (0.16.1) recognizes its folders by `metadata.json`. Megatron-FSDP writes no such
+    file, and the file may be lost. In these cases the keys in `.metadata` decide.
     """
     path = os.path.join(folder, "metadata.json")
     if sources.is_file(path):
@@ -241,9 +243,9 @@ def _is_megatrons(folder: str) -> bool:
 
 
 def own_files(root: str, parts: list[str]) -> Iterator[str]:
-    """Yields the paths of `.metadata` and of item files directly in a checkpoint's directory.
+    """Yields the paths of `.metadata` and of .distcp files directly in a checkpoint's directory.
 
-    Temporary files of an unfinished save are included. Nothing is yielded if the items are in
+    Temporary files of an unfinished save are included. Nothing is yielded if these files are in
     subfolders.
     """
     for name in os.listdir(root) if root in parts else ():

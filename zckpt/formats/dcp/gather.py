@@ -1,10 +1,10 @@
 """How torch's planner joins what ranks saved: the rule behind `verify --gather`.
 
-For every key, `.metadata` states the tensor's shape, its boxes with their bytes in a file, and the
-path of keys in the state dict (torch 2.13, distributed/checkpoint/planner.py and metadata.py).
+For every key, `.metadata` states the tensor's shape, its shards with their bytes in a file, and the
+path of the key in the state dict (torch 2.13, distributed/checkpoint/planner.py and metadata.py).
 Hugging Face's storage states the offsets of every tensor in a rank's file; the full tensor ends
-where its last box ends (hf_storage.py). This module does not use the reader's modules, because
-`verify --gather` proves the reader.
+where its last shard ends (hf_storage.py). This module does not use the reader's modules, because
+`verify --gather` checks the reader.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ OF_RANK = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
 
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
-    """All tensors of the model and of its optimizer, joined by torch's own rule.
+    """Every tensor of the model and of its optimizer, joined by torch's own rule.
 
-    Raises UnsupportedCheckpoint for a box that is not a tensor, and the errors of `read_table`.
+    Raises UnsupportedCheckpoint for a shard that is not a tensor, and the errors of `read_table`.
     """
     try:
         return _partitions(*locate(path))
@@ -102,7 +102,9 @@ def _box(table: ItemTable, files: ItemFiles, key: str, box: ItemBox) -> BoxPart:
     file = files.torch_file(location)
     if not isinstance(file.value, Tensor):
         raise UnsupportedCheckpoint(
-            "proof-unsupported", f"{location.file} has no tensor of {key}", file=location.file
+            "proof-unsupported",
+            f"{location.file} has something else than a tensor under the key {key}",
+            file=location.file,
         )
     return gather.box_of(file, file.value, box.offsets)
 
@@ -151,6 +153,6 @@ def _with_states(tensors: dict[str, gather.Saved]) -> dict[str, Any]:
 
 
 def _reached(boxes: Sequence[BoxPart]) -> tuple[int, ...]:
-    """The smallest shape that contains all of these boxes."""
+    """The smallest shape that contains all of these shards."""
     axes = range(len(boxes[0].sizes))
     return tuple(max(box.offsets[axis] + box.sizes[axis] for box in boxes) for axis in axes)

@@ -2,8 +2,8 @@
 
     shard-RRRRR-model-FFFFF-of-NNNNN.safetensors    rank R from 1 on, file F of N
 
-`DCP_SHARDING_INFO` in a file's header states at which offsets each piece begins in the full tensor.
-No header states the full shape: the tensor ends where its last piece ends.
+`DCP_SHARDING_INFO` in a file's header states at which offsets each shard begins in the full tensor.
+No header states the full shape: the tensor ends where its last shard ends.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def files(folder: str) -> list[str]:
 
 
 def read(paths: Sequence[str], saved: SavedTree) -> dict[str, Leaf]:
-    """Every tensor by name; adds the files and their records (checksums) to `saved`.
+    """Every tensor by name; adds the files and their byte ranges to `saved`.
 
     Raises IncompleteCheckpoint if a file or elements are missing, and InconsistentCheckpoint if
-    pieces of a tensor overlap.
+    shards of a tensor overlap.
     """
     tree: dict[str, Leaf] = {}
     _require_complete(paths)
@@ -87,7 +87,7 @@ def read(paths: Sequence[str], saved: SavedTree) -> dict[str, Leaf]:
 
 
 def require_last(folder: str, weights: Mapping[str, Any], saved: SavedTree) -> None:
-    """Raises IncompleteCheckpoint if another file shows that a weight has more rows than were read.
+    """Raises IncompleteCheckpoint if a weight has more rows by another file than were read.
 
     Then the file of the last rank is missing. The shards themselves do not state the full shape.
     """
@@ -110,7 +110,8 @@ def _stated_shapes(
     """Yields full shapes of weights that files other than the shards show.
 
     These are moments of the optimizer, files of full weights, and a configuration's `vocab_size`.
-    Each item is the weight's name, its shape, and the words that introduce the shape in an error.
+    Each is a triple: the weight's name, its shape, and the words that introduce the shape in an
+    error.
     """
     for path in find_optimizers(saved.tree):
         for name, state in read_optimizer(value_at(saved.tree, path)).state.items():
@@ -120,7 +121,7 @@ def _stated_shapes(
         try:
             whole_weights = safefile.read(item.path) if item.name.endswith(".safetensors") else ()
         except CorruptCheckpoint as error:
-            message = f"not compared with the weights: {error}"
+            message = f"{item.path} is not compared with the weights: {error}"
             saved.warnings.append(warning("not-compared", message, file=item.path))
             continue
         for stored in whole_weights:
@@ -132,10 +133,11 @@ def _stated_shapes(
 
 
 def state_dicts(tensors: Mapping[str, Leaf]) -> dict[Any, Any]:
-    """Splits the tensors into a model's and an optimizer's state dict, if some are states.
+    """Splits tensors into a model's and an optimizer's state dict, if some are optimizer states.
 
     `optim.state.fc.weight.exp_avg` is a state if `fc.weight` or `model.fc.weight` is a weight. The
-    storage keeps tensors only, so the parameter groups are lost.
+    storage keeps tensors only, so the parameter groups are lost. Without states, all tensors are
+    returned as they are.
     """
     for root in dict.fromkeys(match[0] for name in tensors if (match := STATE.match(name))):
         states = [name for name in tensors if name.startswith(root)]

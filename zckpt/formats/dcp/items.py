@@ -1,8 +1,8 @@
-"""The saved items of a torch.distributed.checkpoint directory by key, read on demand.
+"""Reads what is saved under single keys of a torch.distributed.checkpoint directory, on demand.
 
-read.py reads every item and finds the model's and the optimizer's state among them. torch's own
-loading asks for single keys, and this module does the same. `.metadata` lists the keys. An item's
-file is opened when its value is needed, and only the needed boxes of a tensor are read.
+read.py reads every key and finds the state dicts of the model and the optimizer. torch's own
+loading asks for single keys, and this module does the same. `.metadata` lists the keys. A file is
+opened when one of its values is needed, and only the needed shards of a tensor are read.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .files import locate, refuse_several
 
 
 class OpenedItem(Struct, frozen=True):
-    """The content of an item's file.
+    """The value that a file stores for a key, or for one shard of a tensor.
 
-    In `value`, the unpickled content, objects and tensors are replaced by records of what the file
-    says about them; no code is run. `entry` maps the record of a tensor to the place of its bytes.
-    `records` are the byte ranges of all tensors, with their checksums.
+    `value` is the unpickled content, in which objects and tensors are replaced by descriptions; no
+    code is run. `entry` maps the description of a tensor to its byte ranges. `records` are the byte
+    ranges of all tensors, with their checksums.
     """
 
     value: Any
@@ -41,9 +41,9 @@ class OpenedItem(Struct, frozen=True):
 
 
 class StoredBox(Struct, frozen=True):
-    """A box of a tensor, saved as an item of its own.
+    """A shard of a tensor that is saved separately; `open` reads it.
 
-    `value` of the opened item is the box's tensor.
+    The `value` of the result is the shard's tensor.
     """
 
     sizes: tuple[int, ...]
@@ -51,7 +51,7 @@ class StoredBox(Struct, frozen=True):
 
 
 class StoredTensor(Struct, frozen=True):
-    """The tensor that is saved under a key; its boxes are keyed by their offsets along every axis.
+    """The tensor that is saved under a key; `boxes` has its shards by their offsets on every axis.
 
     `dtype` is torch's name of the element type, which zckpt may not support.
     """
@@ -62,23 +62,26 @@ class StoredTensor(Struct, frozen=True):
 
     @property
     def stored(self) -> int:
-        """The number of elements in all boxes."""
+        """The number of elements in all shards."""
         return sum(prod(box.sizes) for box in self.boxes.values())
 
 
 class StoredValue(Struct, frozen=True):
-    """The value that is saved under a key; `is_number` is true for a 0-d tensor."""
+    """The value that is saved under a key; `is_number` is true for a 0-d tensor.
+
+    `open` reads it.
+    """
 
     open: Callable[[], OpenedItem]
     is_number: bool = False
 
 
 class StoredItems(Struct, frozen=True):
-    """All items of a checkpoint by key, in the order of `.metadata`.
+    """Everything saved in a checkpoint, by key, in the order of `.metadata`.
 
     `paths` maps a key to its path in the program's state dict, if `.metadata` has it. `version` and
-    `saving` (checkpoint_id, save_id, ...) describe the save itself; they come from the metadata in
-    `files`.
+    `saving` (checkpoint_id, save_id, ...) describe the save itself. `files` are the metadata files
+    that state them.
     """
 
     root: str
@@ -90,10 +93,10 @@ class StoredItems(Struct, frozen=True):
 
 
 def stored_items(path: str, tag: str | None) -> StoredItems:
-    """The items of the directory at `path`; opens none of their files.
+    """What is saved in the directory at `path`, by key; opens only the metadata.
 
     Raises CorruptCheckpoint, IncompleteCheckpoint (no `.metadata`), UnsupportedCheckpoint
-    (Megatron-Core, compressed or encrypted items).
+    (Megatron-Core, compressed or encrypted files).
     """
     root, folders = locate(path, tag)
     refuse_several(root, folders)
@@ -151,7 +154,8 @@ def _open_box(
     if not isinstance(tensor, Tensor):
         raise UnsupportedCheckpoint(
             "type-unsupported",
-            f"it is stored as an object of {getattr(tensor, 'name', type(tensor).__name__)}",
+            f"{key} is not a plain tensor, but an object of the class "
+            f"{getattr(tensor, 'name', type(tensor).__name__)}",
         )
     require_same(location, key, (tensor.dtype, tensor.shape), (dtype, box.sizes))
     entry = _entry(key, file, tensor)

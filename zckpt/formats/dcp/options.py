@@ -23,7 +23,7 @@ from ...training.options import (
 LAYOUT: Option[str | None] = Option(
     "dcp_layout",
     None,
-    "The form of the keys",
+    "The layout of the optimizer's keys",
     choices=("nested", "flat"),
     usual="the source's, or nested",
     rare=True,

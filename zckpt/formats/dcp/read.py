@@ -1,4 +1,4 @@
-"""Builds the manifest of a torch.distributed.checkpoint checkpoint: one tree of all items."""
+"""Builds the manifest of a torch.distributed.checkpoint checkpoint, from one tree of all values."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def _around(path: str) -> tuple[str, str]:
-    """The path itself and its parent folder."""
+    """The path itself and the path of its parent folder."""
     return path, os.path.dirname(path)
 
 
@@ -150,7 +150,7 @@ def _read(path: str, root: str, parts: list[str], reading: Reading) -> Manifest:
         return manifest(saved, reading)
     except MissingData as error:
         if whole := whole_of(root):
-            hint = f"give {whole}, which has both"
+            hint = f"give {whole}, which has the model and the optimizer"
             raise error.again(code="other-folder-needed", hint=hint) from error
         raise
     except MALFORMED as error:
@@ -170,7 +170,7 @@ def _weights(folder: str, saved: SavedTree) -> dict[str, Leaf]:
 
 
 class _FolderReader:
-    """Reads the items of one folder into the tree of the checkpoint."""
+    """Reads every key of one folder into the tree of the checkpoint."""
 
     def __init__(self, folder: str, saved: SavedTree, reading: Reading) -> None:
         self.saved = saved
@@ -181,18 +181,18 @@ class _FolderReader:
         self.items_in = {path: len(items) for path, items in self.table.by_file()}
 
     def read(self, with_names: bool) -> None:
-        """Reads every item into the tree, in the order of the saved state.
+        """Reads every key into the tree, in the order of the saved state dict.
 
-        `with_names` gives tensors the names that zckpt stated in `.metadata`. Raises
-        UnsupportedCheckpoint if `.metadata` has no paths of the items.
+        With `with_names`, tensors get the names that zckpt stated in `.metadata`. Raises
+        UnsupportedCheckpoint if `.metadata` has no paths of the keys.
         """
         table, saved = self.table, self.saved
         paths, planned = table.paths, table.others["planner_data"]
         if not isinstance(planned, (dict, type(None))):
             raise UnsupportedCheckpoint(
                 "storage-unsupported",
-                f"{os.path.join(table.folder, METADATA)} keeps a {type(planned).__name__} instead "
-                "of the paths of its items",
+                f"{os.path.join(table.folder, METADATA)} has a {type(planned).__name__} where "
+                "zckpt expected the paths of its keys",
                 hint="save with torch's DefaultSavePlanner",
                 file=os.path.join(table.folder, METADATA),
             )
@@ -217,7 +217,7 @@ class _FolderReader:
             if is_pair(saved.folders) and (earlier_value := nested(saved.tree, *path)) is not None:
                 if not _are_equal(value, earlier_value):
                     name = os.path.relpath(table.folder, saved.root)
-                    message = f"{name}: {dotted(path)}, which {MODEL}/ has otherwise"
+                    message = f"{name}: {dotted(path)}, whose value in {MODEL}/ differs"
                     saved.omitted.append(note("state-omitted", message, subject=dotted(path)))
                 continue
             room = put(saved.tree, path, value, room)
@@ -229,11 +229,11 @@ class _FolderReader:
         self._remark()
 
     def _front(self) -> TreePath:
-        """The key under which the tree gets a folder that is a state dict itself; else ().
+        """The key under which a folder is put into the tree if it is itself a state dict; else ().
 
-        Only a pair `model` and `optim` may need one. In a folder that is a model's state dict, the
-        keys of tensors are parameter names. In one that is an optimizer's, they are `state` and
-        `param_groups`. Any other folder has state dicts under a program's keys.
+        Only a pair such as `model` and `optim` may need one. In a folder that is a model's state
+        dict, the keys of tensors are parameter names. In one that is an optimizer's, they are
+        `state` and `param_groups`. Any other folder has state dicts under a program's keys.
         """
         if not is_pair(self.saved.folders):
             return ()
@@ -248,12 +248,12 @@ class _FolderReader:
         return (own_key(folder),) if is_own else ()
 
     def _remark(self) -> None:
-        """Adds warnings about unused bytes, and about parts of `.metadata` that cannot be used."""
+        """Adds warnings about unused bytes, and about unusable values in `.metadata`."""
         table, saved = self.table, self.saved
         name = os.path.join(table.folder, METADATA)
         if table.unsaved:
             message = (
-                f"{name} has paths of {listed(table.unsaved, 4)}, of which no rank saved anything"
+                f"{name} lists {listed(table.unsaved, 4)}, but no rank saved a value for it"
             )
             saved.warnings.append(warning("elements-missing", message, file=name))
         if unknown := [str(key)[:80] for key in table.others if key not in FIELDS]:
@@ -262,10 +262,12 @@ class _FolderReader:
         version = table.others.get("version")
         if not isinstance(version, (str, type(None))):
             raise CorruptCheckpoint(
-                "file-damaged", f"{name}: its version is a {type(version).__name__}", file=name
+                "file-damaged",
+                f"{name}: its version is a {type(version).__name__}, not a text",
+                file=name,
             )
         if version not in (None, VERSION):
-            message = f"{name} is of version {version[:80]!r}; zckpt knows version {VERSION}"
+            message = f"{name} has the version {version[:80]!r}, but zckpt knows only {VERSION}"
             saved.warnings.append(warning("version-unsupported", message, file=name))
         unused = self.files.unused(table)
         saved.unused += unused
@@ -273,7 +275,7 @@ class _FolderReader:
             note(
                 "bytes-unknown",
                 f"{os.path.relpath(extent.file, saved.root)}: {extent.length} bytes at "
-                f"{extent.offset}, which no item covers",
+                f"offset {extent.offset}, which belong to no saved value",
                 file=extent.file,
             )
             for extent in unused[:8]
@@ -288,10 +290,10 @@ class _FolderReader:
         return leaves(file, file.value, names)
 
     def _stated(self, key: str, path: TreePath, value: Any) -> Iterator[StepStatement]:
-        """Yields the step that each file states under a key, if several files have copies of it.
+        """Yields the step that each file states under a key, if several files have a replica of it.
 
-        A file with a single item (single_file_per_rank=False) is skipped: it does not show of which
-        save the other items are.
+        A file with a single value (single_file_per_rank=False) is skipped: it does not show to
+        which save the other files belong.
         """
         item, box = self.table.items[key], None
         if item is not None:
@@ -306,7 +308,7 @@ class _FolderReader:
                 yield StepStatement(path, (location.file,), number)
 
     def _is_mixed(self) -> bool:
-        """Whether files state different steps under one key, which shows two mixed saves."""
+        """Whether files state different steps under one key, which shows mixed saves."""
         steps_by_path: dict[TreePath, set[Any]] = {}
         for item in self.saved.steps if self.saved.different else ():
             number = item.value.number() if isinstance(item.value, Leaf) else item.value
@@ -314,10 +316,10 @@ class _FolderReader:
         return any(len(steps - {None}) > 1 for steps in steps_by_path.values())
 
     def _compare_copies(self, key: str, item: TensorItem, path: TreePath) -> None:
-        """Compares the copies of a tensor that ranks saved; adds it to `different` if they differ.
+        """Compares a tensor's replicas that ranks saved; adds it to `different` if they differ.
 
-        With `use_collectives=False`, ranks save without coordination, and every rank writes
-        replicated tensors. Safetensors have no checksums, so their bytes are read.
+        With `use_collectives=False`, ranks save without coordination, and every rank writes its
+        replica of a tensor. Safetensors files have no checksums, so their bytes are read.
         """
         for box in item.boxes:
             copies = self.table.copies.get((key, box.offsets), ())
@@ -335,7 +337,7 @@ class _FolderReader:
     ) -> tuple[bool | None, tuple[tuple[int, ...], tuple[int, ...]] | None]:
         """Whether two files have the same value under a key; None if only unread bytes show it.
 
-        Also returns the shapes of both, if both are tensors.
+        Also returns the shapes of both values, if both are tensors.
         """
         stored = [self.files.stored(location, key) for location in (first, copy)]
         if stored[0] is not None and stored[1] is not None:
@@ -352,7 +354,7 @@ class _FolderReader:
         return equal, shapes
 
     def _value_of_copy(self, key: str, location: ItemLocation) -> Any:
-        """The value that another rank saved under a key; None for a tensor of several elements."""
+        """The replica that another rank saved under a key; None for a tensor of many elements."""
         stored = self.files.stored(location, key)
         if stored is not None:
             return number_of(stored)() if prod(stored.shape) == 1 else None
@@ -360,9 +362,10 @@ class _FolderReader:
         return leaves(file, file.value)
 
     def _tensor(self, key: str, item: TensorItem, names: Iterator[str]) -> Any:
-        """The leaf of a tensor, which joins all its boxes.
+        """The `Leaf` of a tensor: its shards, joined.
 
-        For a tensor of a special class, which only that class can interpret, returns its pieces.
+        For a tensor of a special class, which only that class can interpret, returns the shards
+        unjoined. `names` yields the manifest's name.
         """
         dtype, shape = item.dtype, item.shape
         if len(item.boxes) > 1:
@@ -423,7 +426,10 @@ class _FolderReader:
     def _planned(
         self, key: str, item: TensorItem, planned: PlannedBoxes, names: Iterator[str]
     ) -> Leaf:
-        """A tensor's leaf, from the `planned` positions of its boxes; opens no item's file."""
+        """The `Leaf` of a tensor whose shards' byte ranges were computed without opening files.
+
+        `planned` has these byte ranges.
+        """
         dtype, shape = item.dtype, item.shape
         self.saved.records.join(planned.records)
         fragments: Fragments | None = assembled_rows(shape, planned.boxes, planned.extents)
@@ -468,7 +474,7 @@ def _number(part: Callable[[], LeafPart]) -> Scalar:
 
 
 def _no_number() -> Any:
-    raise CorruptCheckpoint("file-damaged", "a number is expected, but the tensor has no elements")
+    raise CorruptCheckpoint("file-damaged", "zckpt expected a number, but the tensor is empty")
 
 
 def _are_equal(value: Any, earlier_value: Any) -> bool:

@@ -1,6 +1,6 @@
-"""The file beside the items that contains everything outside the state dicts (`meta.pt`).
+"""The file `meta.pt` beside .distcp files, which contains everything outside the state dicts.
 
-Lightning and Fabric keep loops, callbacks and the like there, and read them from nowhere else.
+Lightning and Fabric store loops, callbacks and other state there, and read it from nowhere else.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def rest_of(folder: str) -> str | None:
 
 
 def read_rest(folder: str, saved: SavedTree) -> list[str]:
-    """Adds the values of `meta.pt` to the items.
+    """Adds the values in `meta.pt` to the tree of state dicts.
 
-    Returns its path in a list, empty without the file.
+    Returns a list with the file's path, or an empty list without the file.
     """
     path = rest_of(folder)
     file = TorchFile(path) if path is not None else None
@@ -41,7 +41,12 @@ def read_rest(folder: str, saved: SavedTree) -> list[str]:
     name = os.path.basename(file.path)
     values = leaves(file, file.value, iter((saved.record or {}).get("names", {}).get(name, ())))
     saved.omitted += [
-        note("state-omitted", f"{name}: {key}, which is an item", subject=str(key), file=file.path)
+        note(
+            "state-omitted",
+            f"{name}: {key}, because the state dicts have this key too",
+            subject=str(key),
+            file=file.path,
+        )
         for key in values
         if key in saved.tree
     ]
@@ -55,8 +60,8 @@ def read_rest(folder: str, saved: SavedTree) -> list[str]:
 def rest_for(source: Manifest, options: Options, dicts: StateDicts) -> str | None:
     """The name of the target's `meta.pt`; None if the program does not read one.
 
-    If the source is Lightning's, in another format than DCP, `dicts` gets the keys that Lightning
-    uses in a directory of items.
+    If Lightning saved the source in another format than DCP, `dicts` gets the keys that Lightning
+    uses in a directory of torch.distributed.checkpoint.
     """
     keys = dicts.keys
     if options[DIALECT] is not None or options.weights_only:
@@ -71,7 +76,7 @@ def rest_for(source: Manifest, options: Options, dicts: StateDicts) -> str | Non
 
 
 def rest_shell(name: str, source: Manifest, dicts: StateDicts) -> Shell:
-    """The shell of the target's `meta.pt`."""
+    """The target's `meta.pt`, without its tensors' bytes."""
     storages = Storages()
     return shell(name, thawed(rest_values(source, dicts), source.entries, storages), storages)
 
@@ -95,7 +100,7 @@ def tensor_names(value: Any) -> Iterator[str]:
 
 
 def seal_rest(root: Folder, manifest: Manifest, outcome: Any) -> None:
-    """Writes the CRC-32 of every record of `meta.pt`."""
+    """Writes the CRC-32 of every zip member into `meta.pt`."""
     path = rest_of(root.path)
     records = tuple(each for each in manifest.files.records if each.extent.file == path)
     seal_records(root, manifest.replace(records=records), outcome)

@@ -1,10 +1,10 @@
-"""Writes any manifest as a torch.distributed.checkpoint directory, without tensors' bytes.
+"""Lays out any manifest as a torch.distributed.checkpoint directory, without tensors' bytes.
 
 torch.distributed.checkpoint.load requires every key of the program's state dict, and it reads
-complete items. So the keys are complete for torch 2.13. Tensors are cut along their first axis for
-the ranks of `--dp N`. Any other number of ranks loads the same files.
+complete shards. So the keys are complete for torch 2.13. Tensors are cut along their first axis for
+the ranks of `--dp N`. Any other number of ranks can load the same files.
 
-Every rank's items are in its own files, `__R_K.distcp`, as if N ranks had saved.
+Every rank's shards are in its own files, `__R_K.distcp`, as if N ranks had saved.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class DcpWriter(Struct, eq=False, dict=True):
         self.omitted += [
             note(
                 "state-omitted",
-                f"client_state {key}: {count:,} values, of which torch.distributed.checkpoint "
-                "would make an item each",
+                f"client_state {key}: {count:,} values, each of which torch.distributed.checkpoint "
+                "would save under its own key",
                 subject=str(key),
             )
             for key, count in ([] if self.rest else self.dicts.omit_larger(MOST_VALUES))
@@ -147,7 +147,7 @@ class DcpWriter(Struct, eq=False, dict=True):
         self._files: dict[str, list[Shell]] = {}  # by folder
 
     def _of_ranks(self) -> list[Notice]:
-        """Warnings about state with one key per rank, if the number of keys is not that of `--dp`.
+        """Warnings about state with one key per rank, if `--dp` asks for another number of ranks.
 
         Data loaders, for example, have such state.
         """
@@ -169,18 +169,18 @@ class DcpWriter(Struct, eq=False, dict=True):
         return lines
 
     def _values(self) -> list[Notice]:
-        """A note that lists the values in the model's part which safetensors files cannot store."""
+        """A note on the model's values that are not tensors, if safetensors files are written."""
         values = next(each for name, each in self.parts.items() if name in ("", MODEL))
         lost = [dotted(path) for path, value in values if self._tensor_of(value) is None]
         if self.source.groups is None:  # the target's groups are assumed
             lost = [name for name in lost if "param_groups" not in name.split(".")]
-        message = f"{listed(lost)}: no tensor, and safetensors have nothing else"
+        message = f"{listed(lost)}: not a tensor, and safetensors files store only tensors"
         return [note("state-omitted", message, subject=lost[0])] if lost else []
 
     def _files_of_ranks(self) -> list[Notice]:
-        """Warnings about folders with one file per rank, if `--dp` asks for other ranks.
+        """Warnings about folders with one file per rank, if `--dp` asks for more or fewer ranks.
 
-        Such folders lie beside the items.
+        Such folders lie beside the .distcp files.
         """
         dp = self.options[DP]
         return [
@@ -198,8 +198,8 @@ class DcpWriter(Struct, eq=False, dict=True):
     def _parts(self) -> dict[str, list[PathValue]]:
         """The paths and values to save in each folder, by the folder's name.
 
-        The name is "" if the target is a single folder. Otherwise the folders are Accelerate's or
-        the source's pair.
+        The name is "" if the target is a single folder. Otherwise the folders are Accelerate's, or
+        a pair such as `model` and `optim`, as in the source.
         """
         dicts, keys, dialect = self.dicts, self.dicts.keys, self.options[DIALECT]
         before = keys.folders
@@ -246,7 +246,7 @@ class DcpWriter(Struct, eq=False, dict=True):
         self.omitted += [
             note(
                 "state-omitted",
-                f"{key}: Accelerate keeps such things in other files",
+                f"{key}: Accelerate stores this in other files",
                 subject=str(key),
             )
             for key in lost
@@ -254,7 +254,7 @@ class DcpWriter(Struct, eq=False, dict=True):
         return parts
 
     def _is_rest(self, path: TreePath) -> bool:
-        """Whether a value belongs in `meta.pt`, because it is in no state dict.
+        """Whether a value is in no state dict, so that `meta.pt` stores it.
 
         False if the target has no such file.
         """
@@ -262,12 +262,12 @@ class DcpWriter(Struct, eq=False, dict=True):
         return self.rest is not None and not any(path[: len(each)] == each for each in roots)
 
     def _pair(self, folders: Sequence[str]) -> dict[str, list[PathValue]]:
-        """The paths and values to save in the folders `model` and `optim`, by folder.
+        """The paths and values to save in two folders, such as `model` and `optim`, by folder.
 
         The keys are those of the source. A program asks each folder for the keys it expects, so
-        both folders get the program's own state, except a folder that is a state dict itself, and
-        one with weights alone. Without an optimizer, the target is a single folder with the content
-        of `model`.
+        both folders get the program's own state. Exceptions are a folder that is itself a state
+        dict, and a folder with weights only. Without an optimizer, the target is a single folder
+        with the content of `model`.
         """
         dicts = self.dicts
         folders_in_order = sorted(
@@ -288,7 +288,7 @@ class DcpWriter(Struct, eq=False, dict=True):
         self.omitted += [
             note(
                 "state-omitted",
-                f"{key}: the folders are state dicts, which have no other keys",
+                f"{key}: each folder is a single state dict, which cannot have this key",
                 subject=str(key),
             )
             for key in lost
@@ -297,9 +297,10 @@ class DcpWriter(Struct, eq=False, dict=True):
 
     @property
     def storage(self) -> str | None:
-        """How the target stores the weights if not as items: PEFT's file or Hugging Face's storage.
+        """How the target stores weights outside of .distcp files; None if it does not.
 
-        PEFT's file is written only beside an optimizer: alone it is no directory of this format.
+        It is PEFT's file or Hugging Face's storage. PEFT's file is written only beside an
+        optimizer: without one it is not a directory of this format.
         """
         storage_before = self.dicts.keys.storage if self.options[DIALECT] is None else None
         return None if storage_before == ADAPTER and not self.dicts.optimizes else storage_before
@@ -315,7 +316,7 @@ class DcpWriter(Struct, eq=False, dict=True):
             yield rest_shell(self.rest, self.source, self.dicts)
 
     def _safetensors(self, values: Sequence[PathValue]) -> Iterator[Shell]:
-        """Yields the files of the weights, if these are not items.
+        """Yields the safetensors files with the weights, without the tensors' bytes.
 
         They are PEFT's one file, or all ranks' files of Hugging Face's storage.
         """
@@ -353,9 +354,9 @@ class DcpWriter(Struct, eq=False, dict=True):
         yield Shell.of(".metadata", sealed(text))
 
     def _items(self, key: str, value: Any) -> Iterator[tuple[int, ItemShell]]:
-        """Yields the items that store a value under a key, each with the rank that saves it.
+        """Yields the shards that store a value under a key, each with the rank that saves it.
 
-        A tensor is cut into boxes of rows, which ranks save; rank 0 saves every other value.
+        A tensor is cut into blocks of rows, which ranks save; rank 0 saves every other value.
         """
         if isinstance(value, Scalar):
             whole = ItemBox((0,) * len(value.shape), value.shape)
@@ -369,14 +370,17 @@ class DcpWriter(Struct, eq=False, dict=True):
             yield 0, ItemShell(key, None, shell("archive", frozen, storages))
 
     def _boxes_of(self, tensor: BlankTensor) -> Iterator[tuple[int, ItemBox]]:
-        """Cuts a tensor into boxes of rows; yields each box with the rank that saves it."""
+        """Cuts a tensor into blocks of rows; yields each block's rank, offsets and sizes."""
         rows, count = self._rows(tensor), tensor.shape[0] if tensor.shape else 1
         rows_of_rank = max(1, -(-count // self.world))
         for start in range(0, max(1, count), rows):
             yield start // rows_of_rank, _box(tensor.shape, start, rows)
 
     def _box_of(self, tensor: BlankTensor, rank: int) -> ItemBox | None:
-        """A rank's rows of a tensor; None if it saves none, or if a neighbor saves them."""
+        """The block of rows that a rank saves of a tensor; None if it saves none.
+
+        A rank saves none if another rank saves its rows too.
+        """
         rows, count = self._rows(tensor), tensor.shape[0] if tensor.shape else 1
         start = rank * -(-count // self.world)
         if start % rows or (start >= count and rank):
@@ -397,9 +401,9 @@ class DcpWriter(Struct, eq=False, dict=True):
         return value if isinstance(value, BlankTensor) else None
 
     def _rows(self, tensor: BlankTensor) -> int:
-        """The number of rows in each saved box of a tensor.
+        """The number of rows in each saved shard of a tensor.
 
-        One rank's rows, or the rows of several neighbor ranks if a rank's rows have few bytes.
+        One rank's rows, or the rows of several neighboring ranks if one rank's rows have few bytes.
         """
         if not tensor.shape or not prod(tensor.shape):
             return tensor.shape[0] or 1 if tensor.shape else 1
@@ -418,9 +422,9 @@ class DcpWriter(Struct, eq=False, dict=True):
             if key in items:
                 raise UnsupportedState(
                     "name-unsupported",
-                    f"two values would have the key {key}, as torch.distributed.checkpoint makes "
-                    "texts of all keys",
-                    hint="write --to gathered or universal, which keep the keys as they are",
+                    f"two values would have the key {key}, because torch.distributed.checkpoint "
+                    "turns all keys into text",
+                    hint="choose --to gathered or --to universal, which keep all keys",
                 )
             paths[key], items[key] = path, None
             if (tensor := self._tensor_of(value)) is not None:
@@ -440,7 +444,7 @@ class DcpWriter(Struct, eq=False, dict=True):
 
 
 def _box(shape: tuple[int, ...], start: int, rows: int) -> ItemBox:
-    """Rows [start, start + rows) of a tensor, clipped to its shape; a 0-d tensor is complete."""
+    """The shard with rows [start, start + rows) of a tensor; a 0-d tensor is one shard."""
     sizes = shape and (min(rows, shape[0] - start), *shape[1:])
     return ItemBox(shape and (start, *(0 for _ in shape[1:])), sizes)
 

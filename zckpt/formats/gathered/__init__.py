@@ -5,12 +5,12 @@
     sharded_tensors.py  ShardedTensor and DTensor in the file of one rank
     rank_trees.py     merges the state dicts of all ranks
     averages.py       averages that ranks saved as plain slices, beside the model's DTensors
-    items.py          ranks' items as torch_checkpointing names them, and slices in safetensors
+    items.py          files that torch_checkpointing names by rank, and slices in safetensors
     zero_redundancy.py  local states of ZeroRedundancyOptimizer's ranks
     write.py          complete files that plain torch and trainers load
     write_ranks.py    files for each of N ranks, as verl saves FSDP2
     functions.py      the table of this format's functions
-    gather.py         how torch joins ranks' parts: the rule behind verify --gather
+    gather.py         how torch joins the ranks' shards: the rule behind verify --gather
 
 Facts in this package are of torch 2.13.0 unless said otherwise.
 """
@@ -33,7 +33,7 @@ from .files import ROLES, counter, detect, detect_weak, updates
 
 FORMAT = Format(
     name="gathered",
-    about="files of torch.save, whole or one per rank: FSDP, ZeroRedundancyOptimizer, plain torch",
+    about="files of torch.save, full or one per rank: FSDP, ZeroRedundancyOptimizer, plain torch",
     family="torch",
     detect=detect,
     counter=counter,

@@ -3,9 +3,10 @@
     model    fc.weight    DTensor    rank 0: rows 0 to 9    rank 1: rows 10 to 19 ...
     ema      fc.weight    plain      rank 0: 10 rows        rank 1: 10 rows ...
 
-A program that averages `parameter.to_local()` saves no placement. If names and shapes on all ranks
-match the parts of the model's own DTensors (or ShardedTensors), the slices get the same places.
-Slices with other names or shapes are left out: one rank's slice never stands for all ranks.
+A program that averages `parameter.to_local()` saves no placement. If the slices' names and shapes
+on all ranks match the shards of the model's own DTensors (or ShardedTensors), the slices get the
+same offsets. Slices with other names or shapes are left out: one rank's slice never stands for all
+ranks.
 """
 
 from __future__ import annotations
@@ -38,18 +39,21 @@ Tensors = dict[int, Tensor]
 
 
 class RankFiles(Struct, frozen=True):
-    """The files of one kind (model, optimizer) by rank; `place` is the path of their values."""
+    """The files of one kind (model, optimizer) by rank.
+
+    `place` is the path at which their values lie in the full tree.
+    """
 
     place: TreePath
     files: Mapping[int, TorchFile]
 
     def values(self, path: TreePath) -> dict[int, Any]:
-        """The value of each rank at a path."""
+        """The value at `path` in every rank's file, by rank."""
         return {rank: _at(file.value, path) for rank, file in self.files.items()}
 
 
 class Model(Struct, frozen=True):
-    """A model whose DTensors state the place of each rank's part.
+    """A model whose DTensors state the offsets of each rank's shard.
 
     `names` are the names of its DTensors, `plain` those of its other tensors.
     """
@@ -74,7 +78,8 @@ def joined(
 ) -> tuple[dict[Any, Any], list[Notice], Callable[[TreePath], bool]]:
     """Joins averages that ranks saved as slices, or leaves them out if they do not fit.
 
-    Returns the tree, warnings, and a test whether a path lies in something joined or left out.
+    Returns the changed tree, warnings, and a function that tells whether the value at a path was
+    joined or left out. `different` are the values that differ between ranks.
     """
     tables = [(each, path, value) for each in ranks for path, value in _tables(each)]
     models = [
@@ -104,7 +109,7 @@ def joined(
             table.update(leaves)
             settled += [(*place, key) for key in leaves]
             what = dotted(place)
-            message = f"{what}: the ranks' plain slices are joined as the model's DTensors are"
+            message = f"{what}: the ranks' plain slices are joined like the model's DTensors"
             warnings.append(warning("place-inferred", message, subject=what))
         elif is_slices:
             entry = entry_of(place, kept)
@@ -121,10 +126,11 @@ def _of_model(
     place: TreePath,
     differing: set[TreePath],
 ) -> tuple[dict[Any, Leaf], bool]:
-    """Joins ranks' tensors into leaves, if they match the parts of one model's DTensors.
+    """Joins ranks' tensors if they match the shards of one model's DTensors.
 
-    The second result is true if the tensors must be left out: they are slices that cannot be
-    joined, or full tensors that differ between ranks.
+    `tensors` has each rank's tensor by key; the result has the joined ones. The second result is
+    true if the tensors must be left out: they are slices that cannot be joined, or full tensors
+    that differ between ranks.
     """
     is_slices = False
     for model in models:
@@ -159,7 +165,10 @@ def _of_model(
 
 
 def _are_parts(shapes: Sequence[Mapping[int, Any]], models: Sequence[Model]) -> bool:
-    """Whether any tensor has, on every rank, the shape of that rank's part of a DTensor."""
+    """Whether any tensor has, on every rank, the shape of that rank's shard of a DTensor.
+
+    `shapes` has, for each tensor, its shape by rank.
+    """
     for model in models:
         for name in model.names:
             cut = model.cut(name)
@@ -171,12 +180,15 @@ def _are_parts(shapes: Sequence[Mapping[int, Any]], models: Sequence[Model]) -> 
 
 
 def _sizes(tensor: DistributedTensor) -> tuple[int, ...] | None:
-    """The shape of a rank's part of a tensor; None if the rank does not have exactly one part."""
+    """The shape of a rank's shard of a tensor; None unless the rank has exactly one shard."""
     return tensor.parts[0].sizes if len(tensor.parts) == 1 else None
 
 
 def _are_whole(tensors: Tensors, cut: Mapping[int, DistributedTensor]) -> bool:
-    """Whether each rank has the full tensor rather than a part of it."""
+    """Whether each rank has the full tensor rather than a shard of it.
+
+    `tensors` are the ranks' plain tensors, `cut` the ranks' shards of the model's DTensor.
+    """
     wholes = {each.shape for each in cut.values()}
     return all({tensor.shape} == wholes for tensor in tensors.values())
 
@@ -184,7 +196,11 @@ def _are_whole(tensors: Tensors, cut: Mapping[int, DistributedTensor]) -> bool:
 def _leaf(
     name: str, tensors: Tensors, cut: Mapping[int, DistributedTensor], ranks: RankFiles
 ) -> Leaf | None:
-    """Joins ranks' tensors, at the places of a DTensor's parts; None if their shapes differ."""
+    """Joins ranks' plain tensors at the offsets of a DTensor's shards; None if they do not fit.
+
+    `cut` has the ranks' shards of this DTensor. The tensors fit if they have the shards' shapes,
+    and one type on all ranks.
+    """
     if tensors.keys() != cut.keys() or len({tensor.dtype for tensor in tensors.values()}) > 1:
         return None
     parts: dict[TreePath, LocalPart] = {}
@@ -209,7 +225,7 @@ def _leaf(
 
 
 def _called(keys: Mapping[Any, Any], model: Model) -> dict[Any, str]:
-    """Maps keys to the model's names, if these are the same or differ by one prefix; else empty."""
+    """Maps keys to the model's names; these are the same, or differ by one prefix. Else empty."""
     names = model.names | model.plain
     if any(key in model.names for key in keys):
         return {key: key for key in keys}
@@ -223,7 +239,7 @@ def _called(keys: Mapping[Any, Any], model: Model) -> dict[Any, str]:
 def _tables(ranks: RankFiles) -> Iterator[tuple[TreePath, Any]]:
     """Yields the dictionaries and lists that contain tensors, with their paths.
 
-    Only the first rank's are searched, outside of optimizers.
+    Only the first rank's values outside of optimizers are searched.
     """
     for path, value in _containers(ranks.files[min(ranks.files)].value):
         items = value.values() if isinstance(value, dict) else value
@@ -261,7 +277,7 @@ def _by_rank(ranks: RankFiles, path: TreePath) -> Tensors:
 
 
 def _at(tree: Any, path: TreePath) -> Any:
-    """The value at a path of a tree; None if the tree has none there."""
+    """The value at a path of a tree; None if nothing is there."""
     for key in path:
         if isinstance(tree, dict):
             tree = tree.get(key)

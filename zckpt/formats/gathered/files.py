@@ -1,14 +1,14 @@
 """Finds the files of a torch.save checkpoint, by their names and by their content.
 
     ckpt.pt, last.ckpt                              one file: {"model": ..., "optimizer": ..., ...}
-    model.pt + optim.pt                             whole, under any of the names in WHOLE
+    model.pt + optim.pt                             complete, under any of the names in WHOLE
     model.safetensors + optimizer.pt                Hugging Face Trainer, Accelerate, without FSDP
     model_1.safetensors + optimizer_1.bin           beside those: Accelerate's second model
     adapter_model.safetensors + optimizer.pt        the same with PEFT
-    model_world_size_W_rank_R.pt + optim_...        ranks' parts (FSDP, verl's names)
-    pytorch_model_fsdp_0_rankR.bin + optimizer_...  ranks' parts (Accelerate)
+    model_world_size_W_rank_R.pt + optim_...        ranks' shards (FSDP, verl's names)
+    pytorch_model_fsdp_0_rankR.bin + optimizer_...  ranks' shards (Accelerate)
     model.pt + optim_rank_R.pt                      ZeroRedundancyOptimizer's local states
-    model_R.pt + optimizer_R.pt + ...               ranks' items (torch_checkpointing), see items.py
+    model_R.pt + optimizer_R.pt + ...               torch_checkpointing's files, see items.py
 
 Names distinguish files. Content distinguishes state dicts: see statedict/state_dict_search.py.
 """
@@ -83,10 +83,10 @@ class StateDictFiles(Struct, eq=False):
     """The files of one checkpoint.
 
     `whole` has the complete files by kind: `model`, `optim`, or `model_1` for a second model. The
-    kind is also the key that the file's content gets in the joined tree. It is None for a file that
-    has the full tree. `ranks` has each rank's files by kind and rank. `world` is the number of
-    ranks, if names of files state it. `items` is true for files by torch_checkpointing: there, any
-    rank may have saved the files of an item that is not distributed.
+    kind is also the key under which the file's content is put into the joined tree. It is None for
+    a file that has the full tree. `ranks` has each rank's files by kind and rank. `world` is the
+    number of ranks, if names of files state it. `items` is true for files of torch_checkpointing:
+    there, any rank may have saved a state dict that is not distributed.
     """
 
     whole: dict[str | None, str] = field(default_factory=dict)
@@ -96,13 +96,13 @@ class StateDictFiles(Struct, eq=False):
 
     @property
     def models(self) -> list[str]:
-        """The keys of several models' files; empty for one model."""
+        """The kinds of the models' files if there are several models; empty for one model."""
         keys = [key for key in self.whole if key and key.startswith("model")]
         return keys if len(keys) > 1 else []
 
     @property
     def missing(self) -> list[Notice]:
-        """Warnings about gaps in the numbers of Accelerate's files."""
+        """Warnings about files that Accelerate numbers, if a number is missing."""
         warnings: list[Notice] = []
         for kind in ("model", "optim"):
             paths = [path for key, path in self.whole.items() if key and key.startswith(kind)]
@@ -117,12 +117,12 @@ class StateDictFiles(Struct, eq=False):
         return warnings
 
     def is_of_optimizer(self, path: str) -> bool:
-        """Whether the name of a file is an optimizer's, if there are also files of a model."""
+        """Whether a file is an optimizer's, by its name, and the checkpoint also has a model."""
         has_model = any(_is_of("model", key) for key in (*self.whole, *self.ranks))
         return has_model and _is_of("optim", os.path.basename(path))
 
     def without_optimizers(self) -> StateDictFiles:
-        """The files except optimizers' files."""
+        """These files without the optimizers' files."""
         whole = {key: path for key, path in self.whole.items() if not _is_of("optim", key)}
         ranks = {key: paths for key, paths in self.ranks.items() if not _is_of("optim", key)}
         return StateDictFiles(whole, ranks, self.world, self.items)
@@ -135,12 +135,18 @@ class StateDictFiles(Struct, eq=False):
 
 
 def _is_of(kind: str, key: str | None) -> bool:
-    """Whether a key of files, such as `model_1` or None, is of the `kind` "model" or "optim"."""
+    """Whether a kind of files, such as `model_1` or None, is a model's or an optimizer's.
+
+    `kind` says which of the two is asked for: "model" or "optim".
+    """
     return key is not None and _kind(key) == kind
 
 
 def detect(path: str) -> list[str]:
-    """One empty tag for a model with its optimizer's state, in one file or several; else none."""
+    """One empty tag if `path` has a model with its optimizer's state; else an empty list.
+
+    They may be in one file or in several.
+    """
     if sources.is_file(path):
         return [""] if _has_state_dicts(path) else []
     names = _seen(path)
@@ -151,10 +157,11 @@ def detect(path: str) -> list[str]:
 
 
 def detect_weak(path: str) -> list[str]:
-    """Tags for a model's weights alone, or for single files; they count if no format is detected.
+    """Tags for weights without an optimizer, or for single files.
 
-    Folders of other formats contain such files too. The result is one empty tag; for several single
-    files, it is their names.
+    Folders of other formats contain such files too, so the tags count only if no format is
+    detected. There is one empty tag; for a folder with several single files, the tags are their
+    names.
     """
     if sources.is_file(path):
         return [""] if path.endswith(".safetensors") else []
@@ -166,20 +173,20 @@ def detect_weak(path: str) -> list[str]:
 
 
 def _are_of_ranks(names: Sequence[str]) -> bool:
-    """Whether these are names of ranks' files with the same stem and number of ranks."""
+    """Whether these names are of ranks' files, with the same stem and the same number of ranks."""
     places = [own and (own.stem, own.at("world")) for own in map(_of_rank, names)]
     return None not in places and len({*places}) == 1
 
 
 def counter(path: str) -> int | None:
-    """The `global_step` in a file of Lightning, or of another program with this key."""
+    """The `global_step` in a file of Lightning, or of another program; None without this key."""
     return number_in(path, (COUNTER,)) if sources.is_file(path) else None
 
 
 def updates(path: str) -> float | None:
-    """The largest step of a parameter in the optimizers of one file, or of a folder's files.
+    """The largest step that an optimizer states for a parameter; None if there is none.
 
-    Reads only the steps.
+    `path` is a file, or the folder of a model's and an optimizer's files. Only the steps are read.
     """
     files = [path]
     if sources.is_folder(path):
@@ -191,7 +198,7 @@ def updates(path: str) -> float | None:
 
 
 def _stated_in(path: str) -> Iterator[float]:
-    """The steps of all parameters in a file's optimizers."""
+    """Yields the steps that the optimizers in a file state for their parameters."""
     file = TorchFile(path)
     for step in _steps(file.value):
         number = file.number(step)
@@ -201,7 +208,7 @@ def _stated_in(path: str) -> Iterator[float]:
 
 
 def _steps(value: Any, depth: int = 3) -> Iterator[Any]:
-    """The steps that optimizers state for their parameters, at any place in a saved value."""
+    """Yields the stored steps of all optimizers' parameters, wherever they are in `value`."""
     if isinstance(value, dict) and "param_groups" in value:
         states = value.get("state")
         states = states.values() if isinstance(states, dict) else ()
@@ -214,7 +221,7 @@ def _steps(value: Any, depth: int = 3) -> Iterator[Any]:
 
 
 def _names(folder: str) -> list[str]:
-    """The names of all entries of a folder except subfolders.
+    """The names in a folder, without those of subfolders.
 
     Pipes and broken links are among them, and fail when they are opened.
     """
@@ -227,13 +234,16 @@ def _names(folder: str) -> list[str]:
 
 
 def _seen(folder: str) -> list[str]:
-    """The names in a folder; empty if it is no folder, or not readable (`lost+found`)."""
+    """The names of the files in a folder; empty if it is not a folder or cannot be listed.
+
+    `lost+found` is an example.
+    """
     may_be_listed = sources.is_folder(folder) and not sources.is_denied(folder)
     return _names(folder) if may_be_listed else []
 
 
 def _whole(names: Sequence[str]) -> dict[str, str]:
-    """The name of the complete file for each kind (`model`, `optim`, ...), if it is among `names`.
+    """The name of the complete file for each kind (`model`, `optim`, ...) that is in `names`.
 
     Accelerate's further models and optimizers have a number in their kind: `model_1`.
     """
@@ -257,7 +267,7 @@ def _whole(names: Sequence[str]) -> dict[str, str]:
 
 
 def _without_number(name: str) -> str:
-    """The name of the first model's file: `optimizer.bin` for `optimizer_1.bin`."""
+    """The name of the first model's or optimizer's file: `optimizer.bin` for `optimizer_1.bin`."""
     stem, dot, ending = name.partition(".")
     stem_and_number = counted(stem, "")
     return f"{stem_and_number[0] if stem_and_number else stem}{dot}{ending}"
@@ -268,7 +278,7 @@ def _safetensors(names: Sequence[str]) -> list[str]:
 
 
 def _single_files(folder: str, names: Sequence[str]) -> list[str]:
-    """The names of single files with complete state dicts, recognized by usual endings."""
+    """The names of files that contain all state dicts of a checkpoint; they have usual endings."""
     return by_counting(
         name
         for name in names
@@ -277,19 +287,19 @@ def _single_files(folder: str, names: Sequence[str]) -> list[str]:
 
 
 def _is_others(name: str) -> bool:
-    """Whether a file of this name is known to belong to another format, or to a trainer."""
+    """Whether a file with this name is known to belong to another format, or to a trainer."""
     is_random_state = name.startswith(("rng_state", "rng_global_rank"))  # AutoModel's is the last
     is_part = "_states.pt-" in name  # a part of DeepSpeed's file that FastPersist wrote
     return name.endswith(OTHER_ENDINGS) or name in OTHER_NAMES or is_random_state or is_part
 
 
 def _of_rank(name: str) -> Known | None:
-    """The stem, rank and maybe number of ranks in the name of a rank's file; None for others."""
+    """The stem, the rank and perhaps the world size in the name of a rank's file; else None."""
     return None if "rank" not in name or _is_others(name) else known(sharded_tensors.OF_RANKS, name)
 
 
 def _is_part(folder: str, name: str) -> bool:
-    """Whether a file is one rank's part of a model or of an optimizer.
+    """Whether a file has one rank's shards of a model or of an optimizer.
 
     Its name shows it, or else its content: a DTensor, a ShardedTensor or an optimizer's groups.
     """
@@ -306,7 +316,7 @@ def _is_part(folder: str, name: str) -> bool:
 
 
 def _has_state_dicts(path: str) -> bool:
-    """Whether a single file has state dicts of this format: tensors by name."""
+    """Whether a single file has state dicts of this format: dictionaries of named tensors."""
     name = os.path.basename(path)
     if _is_others(name) or name.endswith(".distcp") or not is_torch(path):
         return False
@@ -333,9 +343,9 @@ def _has_tensors(value: Any, depth: int = DEPTH) -> bool:
 
 
 def whole_of(path: str) -> str | None:
-    """The folder of a checkpoint of which `path` is one file: an optimizer, or an item of a rank.
+    """The folder of the checkpoint that `path` is one file of, if that file is not enough.
 
-    None for other files.
+    Such a file has an optimizer's state, or one rank's shards. None for other files.
     """
     if not sources.is_file(path):
         return None
@@ -364,10 +374,10 @@ def slices(path: str) -> list[str]:
 
 
 def locate(path: str) -> StateDictFiles:
-    """The files of the one checkpoint at `path`; given one rank's file, the files of all ranks.
+    """Finds the files of the one checkpoint at `path`; a rank's file leads to those of all ranks.
 
-    Raises NotACheckpoint if no file has a model's state, AmbiguousCheckpoint if there are several
-    checkpoints, and InconsistentCheckpoint if two files are of the same rank.
+    Raises NotACheckpoint if no file has a model's state dict, AmbiguousCheckpoint if there are
+    several checkpoints, and InconsistentCheckpoint if two files belong to the same rank.
     """
     if not sources.is_folder(path):
         folder, name = os.path.split(path)
@@ -397,12 +407,12 @@ def locate(path: str) -> StateDictFiles:
         raise AmbiguousCheckpoint(
             "several-checkpoints",
             f"{path} has {len(single)} checkpoints: {listed(single)}",
-            hint=f"name the file: {os.path.join(path, single[-1])}",
+            hint=f"give one of the files, such as {os.path.join(path, single[-1])}",
             file=path,
         )
     if not single:
         raise NotACheckpoint(
-            "not-a-checkpoint", f"{path} has no file with a model's state", file=path
+            "not-a-checkpoint", f"{path} has no file with a model's state dict", file=path
         )
     return StateDictFiles({None: os.path.join(path, single[0])})
 
@@ -410,8 +420,9 @@ def locate(path: str) -> StateDictFiles:
 def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]) -> StateDictFiles:
     """The files of all ranks, by kind and rank, and complete files for kinds that no rank has.
 
-    Raises InconsistentCheckpoint if two files are of one rank, and AmbiguousCheckpoint for files of
-    different numbers of ranks, or of several kinds that are neither a model's nor an optimizer's.
+    `whole` are the complete files by kind. Raises InconsistentCheckpoint if two files belong to one
+    rank. Raises AmbiguousCheckpoint for files of different world sizes, and for files of several
+    kinds of which none is a model's or an optimizer's.
     """
     by_stem: dict[str, dict[int, str]] = {}
     worlds: set[int] = set()
@@ -422,16 +433,17 @@ def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]
         if rank in paths and world is None:
             raise InconsistentCheckpoint(
                 "mixed-saves",
-                f"{paths[rank]} and {os.path.join(folder, name)} are both of rank {rank}",
-                hint="files of two saves seem to be mixed; keep those of one save in a directory",
+                f"{paths[rank]} and {os.path.join(folder, name)} both belong to rank {rank}",
+                hint="files of two saves seem to be mixed: put each save into its own directory",
                 file=paths[rank],
             )
         paths[rank] = os.path.join(folder, name)
     if len(worlds) > 1:
         raise AmbiguousCheckpoint(
             "mixed-saves",
-            f"{folder} has files of saves by {', '.join(map(str, sorted(worlds)))} ranks",
-            hint="keep those of one save in a directory",
+            f"{folder} has files of several saves, by {' and '.join(map(str, sorted(worlds)))} "
+            "ranks",
+            hint="put each save into its own directory",
             file=folder,
         )
     files = StateDictFiles(world=worlds.pop() if worlds else None)
@@ -443,8 +455,9 @@ def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]
     if len(stems) == len(by_stem):
         raise AmbiguousCheckpoint(
             "several-checkpoints",
-            f"{folder} has ranks' files of {len(by_stem)} kinds: {listed(stems)}",
-            hint=f"name a file of one of them: {by_stem[stems[0]][min(by_stem[stems[0]])]}",
+            f"{folder} has ranks' files of {len(by_stem)} checkpoints: {listed(stems)}",
+            hint="give one of the files, such as "
+            f"{by_stem[stems[0]][min(by_stem[stems[0]])]}",
             file=folder,
         )
     for stem, paths in by_stem.items():
@@ -456,7 +469,7 @@ def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]
 
 
 def _kind(stem: str) -> str | None:
-    """The kind of a rank's file, by its name: "optim", "model" or None."""
+    """The kind of a rank's file, by the stem of its name: "optim", "model" or None."""
     if "optim" in stem:
         return "optim"
     is_model = "model" in stem or "weights" in stem

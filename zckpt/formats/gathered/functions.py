@@ -12,13 +12,16 @@ from .read import read
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """Lays out complete files, or with `--dp` files of ranks."""
+    """Lays out the target's files: complete files, or one set for each rank with `--dp`."""
     lay_out_files = write.lay_out if options[DP] is None else write_ranks.lay_out
     return lay_out_files(source, options)
 
 
 def obstacles(source: Manifest, options: Options) -> list[Notice]:
-    """The obstacle of ranks' files, which need as many ranks; complete files load at any size."""
+    """The reason why a run of another dp cannot load the files; empty for complete files.
+
+    Files of ranks need a run with as many ranks.
+    """
     return other_dp(source, options) if source.run.origin.dp else []
 
 

@@ -1,20 +1,20 @@
 """How torch joins files that ranks saved separately: the rule behind `verify --gather`.
 
     DTensor          `full_tensor()` concatenates the local tensors along the axis of every `Shard`,
-                     in the order of the ranks' coordinates in the mesh: those of `_StridedShard`
-                     count last. Each rank's mesh states the coordinate of this rank. Nothing is
-                     computed from the number of ranks.
-    ShardedTensor    the metadata, common to all ranks, states the rank of each box
-    names            of a group's parameters are those of all ranks (stages of a pipeline)
-    other values     are those of the first rank
+                     in the order of the ranks' coordinates in the mesh; mesh axes of
+                     `_StridedShard` count last. Each rank's mesh states this rank's coordinate.
+                     Nothing is computed from the number of ranks.
+    ShardedTensor    the metadata, common to all ranks, states the rank of each shard
+    names            a group's parameters are those of all ranks together (pipeline stages)
+    other values     are the first rank's
 
 (torch 2.13: distributed/tensor/_redistribute.py, distributed/_shard/sharded_tensor/api.py.) This
-module does not use the reader's modules, because `verify --gather` proves the reader. The reader
-computes the parts of a DTensor from the size of the mesh, and relies on every rank's own statement
+module does not use the reader's modules, because `verify --gather` checks the reader. The reader
+computes the shards of a DTensor from the size of the mesh, and relies on every rank's own statement
 of its shards.
 
-ZeroRedundancyOptimizer's local states have numbers of each rank. No file states which parameters
-these are, so they have no names here.
+In ZeroRedundancyOptimizer's local states, each rank numbers its own parameters. No file states
+which parameters these are, so they have no names here.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from ...files.torchtensors import TORCH_DTYPES, class_of
 from ..statedict import gather
 from .files import StateDictFiles, locate
 
-LEFT_OUT = "compare without --gather"
+LEFT_OUT = "verify without --gather"
 
 
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
-    """All tensors of the model and of its optimizer, joined by torch's own rule.
+    """Every tensor of the model and of its optimizer, joined by torch's own rule.
 
     Raises UnsupportedCheckpoint if a rank's mesh does not state its coordinate, and
-    InconsistentCheckpoint if a rank has other shards than the ranks agreed on.
+    InconsistentCheckpoint if a rank has other shards than the metadata states.
     """
     try:
         return _partitions(locate(path))
@@ -68,7 +68,7 @@ def _partitions(files: StateDictFiles) -> list[Partition]:
 
 
 def _whole_file(path: str, parsed: Parsed) -> Any:
-    """The values of a file (or of an index's files) that belongs to no single rank."""
+    """The values in a file that belongs to no single rank, or in all files of an index."""
     if path.endswith(".json"):
         with sources.opened(path) as file:
             names = sorted(set(json.load(file)["weight_map"].values()))
@@ -81,7 +81,7 @@ def _whole_file(path: str, parsed: Parsed) -> Any:
 
 
 def _numbers(whole: Mapping[str | None, str], parsed: Parsed) -> Sequence[str]:
-    """The names of an optimizer's numbers, if zckpt wrote them in extra.pt."""
+    """The names of the parameters that an optimizer numbers, if zckpt wrote them in extra.pt."""
     value = TorchFile(whole["extra"], parsed).value if "extra" in whole else None
     record = value.get("zckpt") if isinstance(value, dict) else None
     names: Sequence[str] = (record.get("numbers") or ()) if isinstance(record, dict) else ()
@@ -123,9 +123,9 @@ class _Ranks:
         return gather.whole(self.files[first], value) if isinstance(value, Tensor) else value
 
     def _joined(self, by_rank: Mapping[int, Foreign]) -> gather.Saved:
-        """Joins all ranks' parts of a DTensor or ShardedTensor.
+        """Joins all ranks' shards of a DTensor or ShardedTensor.
 
-        If several ranks have the same box, the first rank's is used.
+        If several ranks have the same shard, the first rank's is used.
         """
         _, cls, about, _ = next(iter(by_rank.values())).arguments
         shape = tuple(about[2])
@@ -138,9 +138,9 @@ class _Ranks:
         return gather.joined(TORCH_DTYPES[about[1].name], shape, list(boxes.values()))
 
     def _of_mesh(self, states: Mapping[int, Any], shape: tuple[int, ...]) -> list[BoxPart]:
-        """The local tensor of every rank, as a box of the full tensor.
+        """The local tensor of every rank, as a shard of the full tensor.
 
-        Along each axis, a box begins where the boxes of smaller mesh coordinates end. Raises
+        Along each axis, a shard begins where the shards of smaller mesh coordinates end. Raises
         UnsupportedCheckpoint if a rank's coordinate is not stated, and for placements other than
         Shard, _StridedShard and Replicate.
         """
@@ -154,7 +154,8 @@ class _Ranks:
             if coordinate is None:
                 raise UnsupportedCheckpoint(
                     "proof-unsupported",
-                    f"{self.files[rank].path} does not state the rank's coordinate in the mesh",
+                    f"{self.files[rank].path} does not state the rank's coordinate in its device "
+                    "mesh, which --gather needs",
                     hint=LEFT_OUT,
                     file=self.files[rank].path,
                 )
@@ -168,7 +169,8 @@ class _Ranks:
                 elif kind != "Replicate":
                     raise UnsupportedCheckpoint(
                         "proof-unsupported",
-                        f"{self.files[rank].path} has a DTensor placed as {kind}",
+                        f"{self.files[rank].path} has a DTensor with the placement {kind}, for "
+                        "which --gather has no rule",
                         hint=LEFT_OUT,
                         file=self.files[rank].path,
                     )
@@ -187,7 +189,7 @@ class _Ranks:
         ]
 
     def _of_shards(self, states: Mapping[int, Any], _: tuple[int, ...]) -> list[BoxPart]:
-        """The shards of every rank as boxes; the metadata common to all ranks has their offsets."""
+        """The shards of every rank; their offsets are in the metadata that all ranks share."""
         boxes = []
         for rank, (shards, metadata, group, *_) in states.items():
             number = _fields(group.state)["global_rank"]
@@ -197,7 +199,7 @@ class _Ranks:
                 raise InconsistentCheckpoint(
                     "file-damaged",
                     f"{self.files[rank].path} has {len(shards)} shards of a tensor, but its "
-                    f"metadata states {len(boxes_of_rank)} of rank {number}",
+                    f"metadata lists {len(boxes_of_rank)} of rank {number}",
                     file=self.files[rank].path,
                 )
             for shard, box in zip(shards, boxes_of_rank, strict=True):
@@ -207,12 +209,15 @@ class _Ranks:
 
 
 def _is_strided(placed: tuple[Foreign, int]) -> bool:
-    """Whether a placement is `_StridedShard`: FSDP cuts a part that another mesh axis has cut."""
+    """Whether a placement is `_StridedShard`: FSDP cuts a shard that another mesh axis has cut."""
     return placed[0].name.endswith("._StridedShard")
 
 
 def _starts(lengths: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...], int]:
-    """The first element of each part along an axis; parts follow each other by position."""
+    """The offset of each shard along one axis; shards follow each other by position.
+
+    `lengths` has the shards' sizes along this axis.
+    """
     starts, end = {}, 0
     for position in sorted(lengths):
         starts[position] = end
@@ -227,7 +232,7 @@ def _is_distributed(value: Any) -> bool:
 def _fields(state: Any) -> dict[str, Any]:
     """The attributes of a pickled object, from the state in its pickle.
 
-    That is a dictionary, or a pair: `__dict__`, and a dictionary of the slots.
+    The state is a dictionary, or a pair: `__dict__`, and a dictionary of the slots.
     """
     parts = state if isinstance(state, tuple) else (state,)
     return {key: value for part in parts for key, value in (part or {}).items()}
@@ -237,7 +242,7 @@ def _fields(state: Any) -> dict[str, Any]:
 
 
 def _number_their_own(files: Mapping[int, TorchFile]) -> bool:
-    """Whether each rank's optimizer numbers parameters of its own: other tensors on other ranks."""
+    """Whether each rank's optimizer numbers its own parameters: other tensors on each rank."""
     states = []
     for file in files.values():
         value = file.value
@@ -260,9 +265,9 @@ def _number_their_own(files: Mapping[int, TorchFile]) -> bool:
 
 
 def _content(file: TorchFile, value: Any) -> Any:
-    """A key that is equal for values of equal content.
+    """A comparable value that is equal for equal content.
 
-    For a tensor it has the checksum, which is computed if none is stated.
+    For a tensor it contains the checksum, which is computed if the file states none.
     """
     if not isinstance(value, Tensor):
         return value

@@ -1,12 +1,12 @@
-"""Finds ranks' items, `{item}_{rank}`, as torch_checkpointing names their files.
+"""Finds files named `{item}_{rank}`, of which torch_checkpointing writes one for each rank.
 
     model_0.pt, model_1.pt, optimizer_0.pt, ...     its default: DTensors, in files of torch.save
-    model_0.safetensors, model_1.safetensors        what each rank has of the tensors, and no more
+    model_0.safetensors, model_1.safetensors        each rank's slices of the tensors
 
-Files of epochs have such names too. Files of torch.save show whether they hold parts of tensors.
-Safetensors files do not: if those of one item have the same tensor names, but not the same bytes,
-they count as slices of one model. Only torch_checkpointing's own `metadata.pkl` states the place of
-a slice; it is written if an item has a resharder.
+Files of epochs have such names too. Files of torch.save show whether they hold shards of tensors.
+Safetensors files do not: if the files of one item have the same tensor names, but not the same
+bytes, they count as slices of one model. Only torch_checkpointing's own `metadata.pkl` states the
+offsets of a slice; it is written if an item has a resharder.
 
 Facts are of torch_checkpointing 0.1.1.
 """
@@ -37,10 +37,10 @@ Items = dict[str | None, dict[int, str]]
 def parts(folder: str, names: Sequence[str], of: str | None = None) -> Items:
     """The torch.save files by item and rank, if one of the items is distributed; else empty.
 
-    An item is distributed if its files have DTensors, or plain tensors that are rows which ranks
-    share (merging these is refused later). Other items are included if all ranks of their files are
-    ranks of this item. All other numbered files belong to the program. If `of` names one file, only
-    its item counts.
+    An item is distributed if its files have DTensors, or plain tensors whose rows ranks seem to
+    share (merging these is refused later). Other items are included if their files' ranks are ranks
+    of this item. All other numbered files belong to the program. If `of` names one file, only its
+    item counts.
     """
     items = _by_item(folder, names, ".pt", of)
     likeliest = _likeliest(items)
@@ -67,22 +67,22 @@ def slices(folder: str, names: Sequence[str], of: str | None = None) -> list[str
 
 
 def said_of(files: Sequence[str]) -> str:
-    """The sentence of an error for files that seem to be slices of one model."""
+    """The sentence of an error for files that seem to be ranks' slices of one model."""
     first, last = (os.path.basename(files[place]) for place in (0, -1))
     return (
         f"{first} to {last} have the same tensor names: they seem to be slices of one model on "
-        f"{len(files)} ranks, and do not say which part of a tensor each of them has"
+        f"{len(files)} ranks, but do not state the offsets of their slices"
     )
 
 
 def refusal(path: str, files: Sequence[str]) -> UnsupportedCheckpoint:
-    """The error for a slice, or for a directory of slices."""
+    """The error for a file that is a slice, or for a directory of slices (`files`)."""
     folder = os.path.dirname(files[0])
-    which = "it is" if path in files else "each is"
+    which = "the file is" if path in files else "each file is"
     name = shlex.quote(path if path in files else files[0])
-    hint = f"if {which} a whole model, such as an epoch's, say so: {name} --from gathered"
+    hint = f"if {which} a full model, for example of one epoch, give {name} --from gathered"
     if sources.is_file(os.path.join(folder, METADATA)):
-        hint += f"; if not, {CONSOLIDATE}({folder!r}) writes whole tensors beside the slices"
+        hint += f"; if not, {CONSOLIDATE}({folder!r}) writes full tensors beside the slices"
     return UnsupportedCheckpoint(
         "writer-unsupported", f"{path}: {said_of(files)}", hint=hint, file=path
     )
@@ -103,7 +103,7 @@ def _likeliest(items: Items) -> list[str]:
 
 
 def _is_distributed(paths: Mapping[int, str]) -> bool:
-    """Whether the first readable file contains parts of tensors."""
+    """Whether the first readable file contains shards of tensors: DTensors or ShardedTensors."""
     for rank in sorted(paths):
         try:
             value = peek(paths[rank])
@@ -114,9 +114,9 @@ def _is_distributed(paths: Mapping[int, str]) -> bool:
 
 
 def _are_rows(paths: Mapping[int, str]) -> bool:
-    """Whether the files of ranks seem to be slices of one model, by the first and the last file.
+    """Whether an item's files seem to be slices of one model; compares the first and last file.
 
-    They do if both have the same tensor names, and tensors with fewer rows in the last file.
+    They seem so if both have the same tensor names, and the last file has tensors with fewer rows.
     """
     if len(paths) < 2 or sorted(paths) != list(range(len(paths))):
         return False
@@ -131,7 +131,7 @@ def _are_rows(paths: Mapping[int, str]) -> bool:
 
 
 def _shapes_in(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, tuple[int, ...]]]:
-    """The shapes of the tensors in a tree of dictionaries."""
+    """Yields the path and shape of every tensor in a tree of dictionaries."""
     if isinstance(tree, Tensor):
         yield path, tree.shape
     elif isinstance(tree, dict):
@@ -140,7 +140,7 @@ def _shapes_in(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, tuple
 
 
 def _slices_of(paths: Mapping[int, str]) -> list[str]:
-    """The files of an item in the order of ranks if they may be slices of one model; else none.
+    """An item's files in the order of ranks if they may be slices of one model; else none.
 
     They may be slices if they have the same tensor names, but not all the same bytes. A damaged
     file, whose names cannot be read, counts as a slice; otherwise the other files would pass for

@@ -1,4 +1,4 @@
-"""Merges the files of all ranks, each with its part, into one tree of state dicts.
+"""Merges the files of all ranks, each with its shards, into one tree of state dicts.
 
 torch loads such files only at the world size that wrote them. Any value other than a ShardedTensor
 or DTensor should be the same on every rank. If it is not (random states, data loaders), rank 0's
@@ -72,13 +72,14 @@ def merge(
     place: TreePath,
     by_checksums: bool,
 ) -> MergedRanks:
-    """Merges the files of all ranks into one tree, which lies at `place` in the full tree.
+    """Merges the files of all ranks into one tree.
 
-    With `by_checksums`, no tensor is read for comparison.
+    `place` is the path of this tree in the full tree. With `by_checksums`, no tensor is read for
+    comparison.
 
-    Raises IncompleteCheckpoint (a rank is missing, or a part of a tensor), InconsistentCheckpoint
-    (ranks contradict each other), UnsupportedCheckpoint (flat parameters, placements other than
-    Shard and Replicate).
+    Raises IncompleteCheckpoint (a rank or a shard is missing), InconsistentCheckpoint (ranks
+    contradict each other), UnsupportedCheckpoint (flat parameters, placements other than Shard and
+    Replicate).
     """
     for file in files.values():
         refuse_tree(file.value, file.path)
@@ -92,22 +93,22 @@ def merge(
 
 
 def refuse_missing(files: Mapping[int, TorchFile], world: int, are_shares: bool = False) -> None:
-    """Raises IncompleteCheckpoint if one of `world` ranks has no file; the error names these ranks.
+    """Raises IncompleteCheckpoint if one of `world` ranks has no file; the error names the ranks.
 
-    `are_shares` states that each file has the states of different parameters, as those of
-    ZeroRedundancyOptimizer.
+    `are_shares` states that each file has the states of different parameters, as
+    ZeroRedundancyOptimizer's files do.
     """
     folder, name = os.path.split(files[min(files)].path)
     paths = {rank: file.path for rank, file in files.items()}
-    reason, hint = f"{name} is one of {world} ranks'", ""
+    reason, hint = f"{name} is the file of one of {world} ranks", ""
     if are_shares:
-        reason += ", each with its own share of ZeroRedundancyOptimizer"
-        hint = "--weights-only takes the weights"
+        reason += ", each with other parameters' states of ZeroRedundancyOptimizer"
+        hint = "add --weights-only to read the weights without the optimizer"
     require_all(paths, world, folder or ".", reason, hint, (*OF_RANKS, *OF_ITEMS))
 
 
 def refuse_part(file: TorchFile) -> None:
-    """Raises IncompleteCheckpoint if a file named like a complete one has a single rank's parts."""
+    """Raises IncompleteCheckpoint if a file named like a complete one has one rank's shards."""
     values = list(distributed_in(file.value))
     world, writer = ranks_of(values[0], file) if values else (1, None)
     if world == 1:
@@ -122,20 +123,21 @@ def refuse_part(file: TorchFile) -> None:
         whole = next(beside, None)
         raise IncompleteCheckpoint(
             "engine-fault",
-            f"{file.path} has 1/{cuts} of the adapter, rank {rank}'s part: the other ranks never "
-            f"wrote a file ({ADAPTER_PART.message})",
-            hint="use a whole adapter, as trainer.save_model() writes it; accelerate 1.15 saves all"
+            f"{file.path} has only 1/{cuts} of the adapter, rank {rank}'s shard: the other ranks "
+            f"wrote no file ({ADAPTER_PART.message})",
+            hint="use a complete adapter, as trainer.save_model() writes it; accelerate 1.15 saves "
+            "all of it"
             if whole is None
-            else f"{whole} beside it has the whole adapter: copy the directory without {name}, "
+            else f"{whole} beside it has the complete adapter: copy the directory without {name}, "
             "and give the copy",
             file=file.path,
         )
     raise IncompleteCheckpoint(
         "missing-rank-file",
-        f"{file.path} has 1/{cuts} of its tensors, rank {rank}'s parts, but not the name of a "
-        "rank's file",
-        hint=f"if all {world} ranks have saved such files, put them into one directory as "
-        f"model_rank_0.pt to model_rank_{world - 1}.pt; if not, save whole tensors "
+        f"{file.path} has only 1/{cuts} of its tensors, rank {rank}'s shards, but its name does "
+        "not state a rank",
+        hint=f"if all {world} ranks saved such files, put them into one directory as "
+        f"model_rank_0.pt to model_rank_{world - 1}.pt; if not, save full tensors "
         "(full_state_dict=True)",
         file=file.path,
     )
@@ -144,9 +146,10 @@ def refuse_part(file: TorchFile) -> None:
 class MergedRanks(Struct, eq=False):
     """Merges the files of all ranks; `tree` is the result.
 
-    `different` lists the places where ranks differ and only rank 0's value is kept. `of_ranks` are
-    the other ranks' values there, by file. `steps` are the files' values under the key `step`.
-    `uncompared` counts tensors whose equality only unread bytes would show.
+    `different` lists the values that differ between ranks, of which only rank 0's is kept.
+    `of_ranks` has the other ranks' values, by file. `steps` are the files' values under the key
+    `step`. `copies` are tensors that ranks replicate. `uncompared` counts tensors that could only
+    be compared by reading them.
     """
 
     files: dict[int, TorchFile]
@@ -161,9 +164,9 @@ class MergedRanks(Struct, eq=False):
     meshes: MeshCache = field(default_factory=dict)
 
     def of(self, by_rank: dict[int, Any], path: TreePath) -> Any:
-        """Merges the values that several ranks have at one path.
+        """Merges the values that ranks have at one path of their trees.
 
-        Parts of a tensor are joined, containers are merged item by item, and steps must agree. Of
+        Shards of a tensor are joined, containers are merged item by item, and steps must agree. Of
         any other value, rank 0's is kept. Raises UnsupportedCheckpoint if ranks have different
         numbers of param groups.
         """
@@ -188,14 +191,14 @@ class MergedRanks(Struct, eq=False):
         if is_sequence and path and path[-1] == "param_groups":
             raise UnsupportedCheckpoint(
                 "state-unsupported",
-                f"{self.files[min(by_rank)].path} has {len(values[0])} parameter groups, other "
-                "ranks have other numbers of them",
-                hint="save with torch.distributed.checkpoint, which joins what the ranks have",
+                f"{self.files[min(by_rank)].path} has {len(values[0])} parameter groups, but other "
+                "ranks have more or fewer",
+                hint="save with torch.distributed.checkpoint, which joins the ranks' groups",
             )
         return self._step(by_rank, path) if leads_to_step(path) else self._rank_0s(by_rank, path)
 
     def _rank_0s(self, by_rank: dict[int, Any], path: TreePath) -> Any:
-        """The first rank's value, compared with those of the other ranks.
+        """The first rank's value at a path, compared with the values of the other ranks.
 
         Differences are added to `different`. Without a step policy, a difference within a
         scheduler's state is an InconsistentCheckpoint.
@@ -225,8 +228,8 @@ class MergedRanks(Struct, eq=False):
     ) -> NoReturn:
         """Raises InconsistentCheckpoint for a scheduler whose state differs between two ranks.
 
-        A scheduler counts with the optimizer, equally on all ranks. If the user has given a step
-        policy, this is not called: rank 0's scheduler is used.
+        A scheduler counts with the optimizer, equally on all ranks. This is not called if the user
+        has given a step policy: then rank 0's scheduler is used.
         """
         values = [
             f"{brief(text(by_rank[rank], self.files[rank]))} in {self.files[rank].path}"
@@ -235,7 +238,7 @@ class MergedRanks(Struct, eq=False):
         raise InconsistentCheckpoint(
             "mixed-saves",
             f"ranks disagree on {dotted(path)}: {' and '.join(values)}",
-            hint="the files are of several saves: copy those of one save, all ranks' together",
+            hint="files of several saves are mixed: copy the files of all ranks from one save",
         )
 
     def _difference(
@@ -248,7 +251,7 @@ class MergedRanks(Struct, eq=False):
     def _are_equal(
         self, by_rank: Mapping[int, Any], first: int, other: int, first_text: Callable[[], str]
     ) -> bool | None:
-        """Whether two ranks have the same value; None if only unread bytes would show it."""
+        """Whether two ranks have the same value; None if only reading the tensors would show it."""
         a, b = by_rank[first], by_rank[other]
         files = self.files[first], self.files[other]
         if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -262,7 +265,10 @@ class MergedRanks(Struct, eq=False):
         return first_text() == text(b, files[1])
 
     def _step(self, by_rank: dict[int, Any], path: TreePath) -> Any:
-        """The step that all ranks state; raises if they disagree and no step policy decides."""
+        """The step that all ranks state; raises if they disagree and no step policy decides.
+
+        Raises InconsistentCheckpoint.
+        """
         first = min(by_rank)
         numbers = {
             rank: self.files[rank].number(value)
@@ -286,17 +292,18 @@ class MergedRanks(Struct, eq=False):
         return replace(whole, number=lambda: number)
 
     def _assemble(self, by_rank: dict[int, Any], path: TreePath) -> Leaf:
-        """Joins all ranks' parts of a tensor into one leaf.
+        """Joins all ranks' shards of a tensor into one `Leaf`.
 
-        Raises InconsistentCheckpoint if ranks have different facts about the tensor or different
-        copies of a part, and IncompleteCheckpoint if parts leave elements out.
+        Raises InconsistentCheckpoint if ranks state different facts about the tensor or hold
+        different replicas of a shard, and IncompleteCheckpoint if elements are missing.
         """
         name = dotted(path)
         for rank, value in by_rank.items():
             if not is_distributed(value):
                 raise InconsistentCheckpoint(
                     "ranks-disagree",
-                    f"{self.files[rank].path} has {name} whole, other ranks a part",
+                    f"{self.files[rank].path} has the full tensor {name}, but other ranks have "
+                    "shards of it",
                     file=self.files[rank].path,
                     subject=name,
                 )
@@ -309,9 +316,10 @@ class MergedRanks(Struct, eq=False):
             if (other.dtype, other.shape, other.world) != (first.dtype, first.shape, first.world):
                 raise InconsistentCheckpoint(
                     "ranks-disagree",
-                    f"{name} is {other.dtype} {list(other.shape)} over {other.world} "
-                    f"ranks in {self.files[rank].path}, {first.dtype} {list(first.shape)} over "
-                    f"{first.world} in {self.files[min(tensors)].path}",
+                    f"ranks disagree on {name}: {other.dtype} {list(other.shape)} over "
+                    f"{other.world} ranks in {self.files[rank].path}, {first.dtype} "
+                    f"{list(first.shape)} over {first.world} ranks in "
+                    f"{self.files[min(tensors)].path}",
                     file=self.files[rank].path,
                     subject=name,
                 )

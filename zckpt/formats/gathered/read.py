@@ -1,4 +1,4 @@
-"""Builds the manifest of torch.save files, complete or one per rank, as one tree."""
+"""Reads torch.save files, complete or one per rank, as one tree, and builds the manifest."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def with_copies(path: str) -> Manifest:
-    """The manifest of files that are laid out but not filled yet.
+    """The manifest of files that are laid out but whose tensors are not filled in yet.
 
-    Its `replicas` include the copies of replicated tensors that the other ranks hold.
+    Its `replicas` include the replicas of tensors that the other ranks hold.
     """
     manifest, copies = read_tree(path, USUAL)
     entries = {id(entry.fragments): entry for entry in manifest.entries.values()}
@@ -68,13 +68,14 @@ def with_copies(path: str) -> Manifest:
 
 
 def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[rank_trees.Copies]]:
-    """The manifest of torch.save files, and the ranks' copies of replicated tensors.
+    """The manifest of torch.save files, and the ranks' replicas of tensors.
 
-    A tag is the name of one file in a folder.
+    `reading.tag` is the name of one file in the folder `path`.
 
-    Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank or a part is missing),
-    InconsistentCheckpoint (ranks contradict each other), MissingData (numbers without names),
-    CorruptCheckpoint, UnsupportedCheckpoint (flat parameters).
+    Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank or a shard is missing),
+    InconsistentCheckpoint (ranks contradict each other), MissingData (an optimizer numbers its
+    parameters, and nothing shows their names), CorruptCheckpoint, UnsupportedCheckpoint (flat
+    parameters).
     """
     whole = path
     if reading.tag:
@@ -96,10 +97,10 @@ def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[rank_tree
 def _read_located(
     path: str, located: StateDictFiles, files: Sequence[str], reading: Reading
 ) -> tuple[Manifest, Sequence[rank_trees.Copies]]:
-    """Reads the files of one checkpoint.
+    """Reads the files of one checkpoint (`located`): its manifest, and the ranks' replicas.
 
-    `files` are ranks' slices, if the checkpoint is one of these: then only the first is shown, with
-    a warning.
+    If the checkpoint consists of ranks' slices, `files` are these, and only the first is shown,
+    with a warning. Otherwise `files` is empty.
     """
     reader = _TreeReader(path, located, reading)
     if files:
@@ -110,7 +111,7 @@ def _read_located(
         result = manifest(reader.saved, reading)
     except MissingData as error:
         if whole := whole_of(path):
-            hint = f"give {whole}, which has both"
+            hint = f"give {whole}, which has the model and the optimizer"
             raise error.again(code="other-folder-needed", hint=hint) from error
         raise
     if (mesh := reader.rows_mesh(result)) is not None:
@@ -127,10 +128,10 @@ def _read_located(
 
 
 def _slices(path: str, reading: Reading) -> list[str]:
-    """The slices of all ranks, if `path` is one or their folder and is only inspected; else empty.
+    """The slices of all ranks, if `path` is one of them or their folder, for `inspect`; else empty.
 
-    Raises UnsupportedCheckpoint for slices that would be used otherwise. `--from gathered` declares
-    that one file is a full model.
+    Raises UnsupportedCheckpoint for slices that any other command would use. `--from gathered`
+    declares that one file is a full model.
     """
     if reading.format == "gathered" and sources.is_file(path):
         return []
@@ -149,25 +150,27 @@ def _refuse_missing(manifest: Manifest, names: Sequence[str] | None) -> None:
     if names is not None and len(names) != len(trained):
         raise IncompleteCheckpoint(
             "missing-rank-file",
-            f"--param-names names {len(names)} parameters, the ranks hold {len(trained)} of them",
+            f"--param-names lists {len(names)} parameters, but the ranks' files have states of "
+            f"only {len(trained)}",
             hint="put all ranks' files into one directory",
         )
     lost = [name for name in manifest.parameters if name not in trained]
     if names is None and lost:
         raise IncompleteCheckpoint(
             "missing-rank-file",
-            f"no rank holds a state of {listed(lost, 4)}: the last ranks' files may be missing, "
-            "with their shares of ZeroRedundancyOptimizer",
-            hint="--weights-only takes the weights. If these weights are frozen, name the others "
-            "with --param-names FILE (one per line, group by group)",
+            f"no rank's file has an optimizer state of {listed(lost, 4)}: the files of the last "
+            "ranks of ZeroRedundancyOptimizer may be missing",
+            hint="add --weights-only to read the weights without the optimizer. If these weights "
+            "are frozen, list the other parameters with --param-names FILE (one per line, group by "
+            "group)",
         )
 
 
 def _in_order(manifest: Manifest, names: Sequence[str] | None) -> Manifest:
     """Sorts the parameters of every group into the model's order.
 
-    Before, they are sorted by size, as ZeroRedundancyOptimizer deals them. `names` is the order; by
-    default, that of the module.
+    Before, they are sorted by size, the order in which ZeroRedundancyOptimizer assigns them to
+    ranks. `names` is the order to use; by default, the module's.
     """
     places = {name: place for place, name in enumerate(names or manifest.state["module"])}
 
@@ -180,7 +183,7 @@ def _in_order(manifest: Manifest, names: Sequence[str] | None) -> Manifest:
 
 
 class _TreeReader:
-    """Reads all files into one tree."""
+    """Reads all files of a checkpoint into one tree (`saved`)."""
 
     def __init__(self, path: str, files: StateDictFiles, reading: Reading) -> None:
         self.path = path
@@ -219,7 +222,7 @@ class _TreeReader:
             known_files = set(self.saved.files)
             if files.items and sources.is_file(of_ranks := os.path.join(path, METADATA)):
                 known_files.add(of_ranks)
-                message = f"{METADATA}: where the parts of the source's ranks are"
+                message = f"{METADATA}: the offsets of the source's shards"
                 self.saved.omitted.append(note("file-omitted", message, subject=METADATA))
             if files.world is not None and sources.is_file(config := os.path.join(path, CONFIG)):
                 known_files.add(config)
@@ -232,7 +235,8 @@ class _TreeReader:
     def _tree(self, trees: dict[str | None, Any]) -> dict[Any, Any]:
         """Joins the trees of all files into one.
 
-        Models and optimizers keep the keys of their files, all other values their own keys.
+        The state dicts of models and optimizers get the keys of their files (`model`, `optim`); all
+        other values keep their own keys.
         """
         extras = [trees.pop(key) for key in [*trees] if is_extra(key)]
         extra = {key: value for each in extras for key, value in each.items()}
@@ -257,10 +261,10 @@ class _TreeReader:
         return tree
 
     def _extra(self, path: str) -> dict[Any, Any] | None:
-        """The values in the file for everything except model and optimizer (extra.pt).
+        """The values in extra.pt, zckpt's file for everything except model and optimizer.
 
-        None if the program wrote something else there. What zckpt stated in it is removed and
-        remembered.
+        None if the program itself wrote a file of this name. The facts that zckpt stated in it are
+        removed and remembered.
         """
         file = self.opened[path]
         if not isinstance(file.value, dict):  # the program's own file, which is copied unread
@@ -271,7 +275,10 @@ class _TreeReader:
         return extra
 
     def _without_stated(self, file: TorchFile, model: TreePath) -> dict[Any, Any]:
-        """The program's values in a file; removes what zckpt wrote there, and remembers it."""
+        """The program's values in a file, without the facts that zckpt wrote there, which are kept.
+
+        `model` is the path of the model that these facts describe, unless they state it.
+        """
         value = dict(file.value)
         record = checked(value.pop(STATED, None), file.path)
         if record is not None:
@@ -335,7 +342,7 @@ class _TreeReader:
         return merged.tree
 
     def rows_mesh(self, manifest: Manifest) -> tuple[str, str | None] | None:
-        """The mesh (device type, axis) if FSDP2 cut every parameter into rows; else None.
+        """The device mesh (type, axis name) if FSDP2 cut every parameter into rows; else None.
 
         See `sharded_tensors.rows_mesh`.
         """
@@ -360,7 +367,7 @@ class _TreeReader:
         return merged
 
     def _join_averages(self) -> None:
-        """Joins slices beside DTensors, or leaves them out: see averages.py."""
+        """Joins plain slices beside DTensors, or leaves them out: see averages.py."""
         ranks = [
             averages.RankFiles(() if key is None else (key,), by_rank)
             for key, paths in self.files.ranks.items()
@@ -373,14 +380,15 @@ class _TreeReader:
 
 
 def is_extra(key: str | None) -> bool:
-    """Whether a key names zckpt's own file (extra.pt), with values beside model and optimizer."""
+    """Whether a kind of files is zckpt's own (extra.pt), with the values beside the state dicts."""
     return key is not None and key == numbered("extra", number_of(key))
 
 
 def is_kept(engine: StateDictEngine) -> bool:
-    """Whether the checkpoint is a single file that zckpt writes as a single file again.
+    """Whether the checkpoint is a single file that zckpt can write as a single file again.
 
-    The model and the optimizer must have separate keys in it, and the optimizer lists of groups.
+    For this, the model and the optimizer must have separate keys in it, and the optimizer's groups
+    must be a list.
     """
     return (
         engine.file is not None
@@ -390,7 +398,7 @@ def is_kept(engine: StateDictEngine) -> bool:
 
 
 def _dialect_of(weights: str) -> str | None:
-    """The `--dialect` whose targets have a weights file of this name; None for other names."""
+    """The `--dialect` whose target has a weights file of this name; None for other names."""
     if weights == "pytorch_model_fsdp.bin":
         return "accelerate"
     return "safetensors" if ".safetensors" in weights else None

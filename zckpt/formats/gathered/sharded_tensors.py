@@ -1,11 +1,11 @@
 """Reads which elements of a ShardedTensor or DTensor one rank saved, from its pickle.
 
     ShardedTensor    offsets, sizes, rank and world size are in each pickle (FSDP1)
-    DTensor          the local tensor, the whole shape, a mesh and its placements (FSDP2)
+    DTensor          the local tensor, the full shape, a mesh and its placements (FSDP2)
 
-For a DTensor the part is computed. With `Shard(d)`, the k-th of n ranks has elements [k * c, (k +
+For a DTensor the shard is computed. With `Shard(d)`, the k-th of n ranks has elements [k * c, (k +
 1) * c) along axis d, c = ceil(size / n). With `Replicate`, it has all elements. `_StridedShard(d)`
-cuts in the same way the parts that later axes of the mesh have cut along d.
+cuts a shard along d in the same way, after the later axes of the mesh have cut it along d.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OF_ITEMS = (
 
 
 class LocalPart(Struct, frozen=True):
-    """A rank's part of a tensor: elements [offset, offset + size) along every axis.
+    """A rank's shard of a tensor: elements [offset, offset + size) along every axis.
 
     `tensor` in `file` has these elements.
     """
@@ -57,9 +57,9 @@ class LocalPart(Struct, frozen=True):
 
 
 class DistributedTensor(Struct, frozen=True):
-    """A tensor that `world` ranks share, with the `parts` that one rank saved.
+    """A tensor that is sharded over `world` ranks, with the shards (`parts`) that one rank saved.
 
-    It is cut into `cuts` parts; several ranks may have copies of a part.
+    `cuts` is its number of different shards; several ranks may have replicas of a shard.
     """
 
     dtype: str
@@ -70,12 +70,12 @@ class DistributedTensor(Struct, frozen=True):
 
 
 def is_distributed(value: Any) -> bool:
-    """Whether a value is the pickled record of a ShardedTensor or a DTensor."""
+    """Whether a value is a pickled ShardedTensor or DTensor."""
     return class_of(value).rpartition(".")[2] in ("DTensor", "ShardedTensor")
 
 
 def distributed_in(value: Any) -> Iterator[Foreign]:
-    """The ShardedTensors and DTensors in a tree."""
+    """Yields the ShardedTensors and DTensors in a tree."""
     if is_distributed(value):
         yield value
     elif isinstance(value, Mapping):
@@ -89,9 +89,9 @@ def distributed_in(value: Any) -> Iterator[Foreign]:
 
 
 def ranks_of(value: Foreign, file: TorchFile) -> tuple[int, int | None]:
-    """The number of ranks in a tensor's record, and the rank that saved it, if stated.
+    """The number of ranks that a tensor's pickle states, and the rank that saved it.
 
-    Raises CorruptCheckpoint for a malformed record.
+    The rank is None if it is not stated. Raises CorruptCheckpoint for a malformed pickle.
     """
     try:
         state = value.arguments[3]
@@ -110,11 +110,11 @@ def ranks_of(value: Foreign, file: TorchFile) -> tuple[int, int | None]:
 def read_distributed(
     value: Foreign, rank: int, file: TorchFile, meshes: MeshCache
 ) -> DistributedTensor:
-    """The tensor that a rank's record describes.
+    """Reads a rank's pickled ShardedTensor or DTensor, with the shards that this rank saved.
 
-    Raises CorruptCheckpoint for a malformed record, and InconsistentCheckpoint if the rank should
-    have a part of another type or shape. Raises UnsupportedCheckpoint for placements that zckpt
-    cannot compute, and for local tensors of a special class.
+    Raises CorruptCheckpoint for a malformed pickle, and InconsistentCheckpoint if the rank's shard
+    should have another type or shape. Raises UnsupportedCheckpoint for placements that zckpt cannot
+    compute, and for local tensors of a special class.
     """
     try:
         _, _, arguments, state = value.arguments
@@ -130,10 +130,11 @@ def read_distributed(
         if part.tensor.dtype != dtype or part.tensor.shape != part.sizes:
             raise InconsistentCheckpoint(
                 "swapped-files",
-                f"{file.path} has {part.tensor.dtype} {list(part.tensor.shape)} of a tensor of "
-                f"shape {list(shape)}, but rank {rank} of {world} should have {dtype} "
+                f"{file.path} has a shard {part.tensor.dtype} {list(part.tensor.shape)} of a "
+                f"tensor of shape {list(shape)}, but rank {rank} of {world} should have {dtype} "
                 f"{list(part.sizes)}",
-                hint="was a rank's file renamed, or written with another number of ranks?",
+                hint="the file may have been renamed, or saved with another number of ranks: copy "
+                "all ranks' files of one save again",
                 file=file.path,
             )
     nonempty = tuple(part for part in parts if prod(part.sizes))
@@ -165,8 +166,9 @@ def _read_dtensor(
     if cls := class_of(attributes["_local_tensor"]):
         raise UnsupportedCheckpoint(
             "writer-unsupported",
-            f"{file.path} has a part of a tensor of class {cls}, which only that class can join",
-            hint="save the model's state without the optimizer's, or whole tensors",
+            f"{file.path} has a shard of a tensor of the class {cls}: only that class can join its "
+            "shards",
+            hint="save the model's state dict without the optimizer's, or save full tensors",
             file=file.path,
         )
     tensor, spec = _tensor(attributes["_local_tensor"]), attributes["_spec"]
@@ -188,9 +190,10 @@ def _read_dtensor(
         if not is_next or not in_order:
             raise UnsupportedCheckpoint(
                 "writer-unsupported",
-                f"{file.path} has a DTensor placed as {kind}"
-                + ("" if in_order else " in another order than its mesh's"),
-                hint="save it with torch.distributed.checkpoint, which states where every part is",
+                f"{file.path} has a DTensor with the placement {kind}, which zckpt does not read"
+                + ("" if in_order else " in another order than that of the mesh's axes"),
+                hint="save it with torch.distributed.checkpoint, which states the offsets of every "
+                "shard",
                 file=file.path,
             )
         width = -(-sizes[axis] // count)
@@ -203,10 +206,10 @@ def _read_dtensor(
 
 
 def rows_mesh(value: Foreign) -> tuple[str, str | None] | None:
-    """The mesh's device type and axis name (None without a name) for a DTensor cut into rows.
+    """The device type and axis name of the mesh of a DTensor whose rows are sharded.
 
-    None for any other tensor: one that is cut along another axis, one on a mesh of several axes, or
-    one whose record has the form of torch before 2.13.
+    The axis name is None if the axis has none. The result is None for a DTensor that is cut along
+    another axis, for a mesh of several axes, and for pickles of torch before 2.13.
     """
     try:
         spec = _merged_state(value.arguments[3])["_spec"]
@@ -223,9 +226,9 @@ def rows_mesh(value: Foreign) -> tuple[str, str | None] | None:
 
 
 def _split_factor(placement: Any) -> int:
-    """The `split_factor` of a `_StridedShard`: the parts into which its axis was cut before.
+    """The `split_factor` of a `_StridedShard`: into how many parts its axis was cut before.
 
-    FSDP2 cuts parts that tensor parallelism has cut along the same axis. 1 for other placements, 0
+    FSDP2 cuts shards that tensor parallelism has cut along the same axis. 1 for other placements, 0
     if it is not stated.
     """
     if not placement.name.endswith("._StridedShard"):
@@ -237,16 +240,16 @@ def _split_factor(placement: Any) -> int:
 def _axes_of(entry: Any) -> tuple[int, ...]:
     """The mesh axes that cut one axis of a tensor, in order.
 
-    `entry` is the record of a ShardOrderEntry (torch >= 2.10).
+    `entry` is a pickled ShardOrderEntry (torch >= 2.10).
     """
     return _ints(entry.arguments[1])
 
 
 class DeviceMesh(Struct, frozen=True):
-    """A device mesh: `places` maps each rank to its row-major number in the mesh.
+    """A device mesh: `places` maps each rank to its row-major index in the mesh.
 
-    `axes` has the counts and strides of each axis. `record` is kept alive so that no other record
-    gets its id while the cache refers to it.
+    `axes` has the counts and strides of each axis. `record` is the pickled object; it is kept alive
+    so that no other object gets its id while the cache refers to it.
     """
 
     record: Any
@@ -254,7 +257,7 @@ class DeviceMesh(Struct, frozen=True):
     axes: list[tuple[tuple[int, ...], tuple[int, ...]]]
 
     def coordinate(self, rank: int) -> list[tuple[int, int]]:
-        """For each axis: the rank's position, and the number of positions on that axis."""
+        """For each axis of the mesh: the rank's position, and the number of positions."""
         positions = []
         for counts, strides in self.axes:
             position = 0
@@ -265,7 +268,7 @@ class DeviceMesh(Struct, frozen=True):
 
     @property
     def writer(self) -> int | None:
-        """The rank that saved the mesh's record; None if the record does not show it.
+        """The rank that saved the mesh; None if its pickle does not show it.
 
         Newer torch states the rank. Older torch states its coordinate in the mesh, which only one
         rank has.
@@ -288,7 +291,7 @@ Thousands of tensors share a record.
 
 
 def _mesh(record: Any, rank: int, file: TorchFile, cache: MeshCache) -> DeviceMesh:
-    """The mesh in a rank's file; raises InconsistentCheckpoint if another rank saved it."""
+    """Reads the mesh in a rank's file; raises InconsistentCheckpoint if another rank saved it."""
     mesh = cache.get((id(record), rank))
     if mesh is None:
         mesh = _read_mesh(record, file)
@@ -296,7 +299,8 @@ def _mesh(record: Any, rank: int, file: TorchFile, cache: MeshCache) -> DeviceMe
         if rank not in mesh.places:
             raise InconsistentCheckpoint(
                 "world-size-disagrees",
-                f"{file.path} is named as rank {rank}'s, but its mesh has {len(mesh.places)} ranks",
+                f"{file.path} is named as the file of rank {rank}, but its device mesh has only "
+                f"{len(mesh.places)} ranks",
                 file=file.path,
             )
         cache[id(record), rank] = mesh
@@ -309,20 +313,20 @@ def _read_mesh(record: Any, file: TorchFile) -> DeviceMesh:
 
 
 def _refuse_other(rank: int, stated_rank: int | None, world: int, file: TorchFile) -> None:
-    """Raises InconsistentCheckpoint if a file states another rank than its name."""
+    """Raises InconsistentCheckpoint if a file states another rank than its name does."""
     if stated_rank not in (None, rank):
         raise InconsistentCheckpoint(
             "swapped-files",
-            f"{file.path} is named as rank {rank}'s, but was written by rank {stated_rank} of "
-            f"{world}",
-            hint="the number in a name must be the rank that wrote the file: rename the files, or "
-            "copy them again",
+            f"{file.path} is named as the file of rank {rank}, but was written by rank "
+            f"{stated_rank} of {world}",
+            hint="a file's name must state the rank that wrote it: rename the files, or copy them "
+            "again",
             file=file.path,
         )
 
 
 def _mesh_ranks(mesh: Any, file: TorchFile) -> list[int]:
-    """The ranks of a mesh (of the outermost one, if meshes are nested) in row-major order."""
+    """The ranks of a mesh in row-major order; of nested meshes, those of the outermost."""
     flat = _attribute(mesh, "_flatten_rank_map", None)
     if flat is not None:
         return list(_ints(flat))
@@ -354,7 +358,7 @@ _REQUIRED = object()
 def _attribute(record: Any, name: str, default: Any = _REQUIRED) -> Any:
     """An attribute of a pickled object, from its `__dict__` or its slots.
 
-    Without the attribute, returns `default`; raises KeyError if none is given.
+    Without the attribute, returns `default`; raises KeyError if no default is given.
     """
     state = _merged_state(record.state)
     return state[name] if default is _REQUIRED else state.get(name, default)

@@ -1,14 +1,14 @@
 """Writes any manifest as complete state dicts that plain torch and trainers load.
 
-    model.pt    for model.load_state_dict: all names, a tied weight stored once for its names
+    model.pt    for model.load_state_dict: all names; tied weights are stored once
     optim.pt    for optimizer.load_state_dict: numbers, groups complete for torch 2.13
-    extra.pt    the scheduler, the program's own state, and under `zckpt` what state dicts do not
-                say: which names are aliases, frozen, buffers
+    extra.pt    the scheduler, the program's own state, and under `zckpt` facts that state dicts
+                lack: which names are aliases, frozen, buffers
 
 The files are laid out without tensors' bytes, which the copy fills in. Groups have `param_names`,
 as torch >= 2.6 keeps them for named parameters, so numbers have names; loading ignores them. With
-the dialect `safetensors` the model's state is a safetensors file, with one name for a tied weight,
-as safetensors requires. Trainers look for files with other names:
+the dialect `safetensors` the model's state dict is a safetensors file, with one name for a tied
+weight, as safetensors requires. Trainers look for files with other names:
 
     safetensors, from a Trainer's directory    model.safetensors (adapter_model.safetensors with
                                                PEFT), optimizer.pt, scheduler.pt
@@ -16,8 +16,8 @@ as safetensors requires. Trainers look for files with other names:
     accelerate                                 pytorch_model_fsdp.bin, optimizer.bin: FSDP's full
                                                state dicts, if the optimizer uses names
 
-A source that is a single file becomes a single file again, with the same name and keys, and `zckpt`
-beside them. So does the state of a program that loads a single file.
+A source that is a single file becomes a single file again, with the same name and keys, and with
+the key `zckpt` added. A program that loads a single file also gets a single file.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ Make = Callable[[BlankTensor], Any]
 class FileNames(Struct, frozen=True):
     """The names that a program gives to its files.
 
-    `by_name` if its optimizer uses parameter names instead of numbers. With `scheduler` None, the
-    scheduler's state is in extra.pt. `keys` are the keys of the state dicts, if all are in a single
+    `by_name`: its optimizer uses parameter names instead of numbers. If `scheduler` is None, the
+    scheduler's state is in extra.pt. `keys` are the keys of the state dicts, if all are in one
     file.
     """
 
@@ -100,7 +100,7 @@ def has_models(source: Manifest, options: Options) -> bool:
 
 
 def file_names(source: Manifest, options: Options) -> FileNames:
-    """The names of the target's files: by `--dialect`, else as in a source of this format."""
+    """The names of the target's files: by `--dialect`, or as in a source of this format."""
     engine = keys_of(source.run.engine)
     if options[DIALECT] is None and not options.weights_only:
         keys = None
@@ -127,7 +127,7 @@ def file_names(source: Manifest, options: Options) -> FileNames:
 
 
 def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
-    """Lays out the files of the target; `number` is the model's number.
+    """Lays out the files of the target; `number` is the model's number if there are several.
 
     Also lists what the target cannot store. Raises WrongOption and MissingData before anything is
     written.
@@ -138,14 +138,14 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
     replaced = own_names - {writer.file_names.extra} if program_of(source.files.siblings) else ()
     siblings = [(item.name, item) for item in source.files.siblings if item.name not in own_names]
     writer.omitted += [
-        note("file-omitted", f"{item.name}: a file of the target has this name", file=item.path)
+        note("file-omitted", f"{item.name}: the target needs this file's name", file=item.path)
         for item in source.files.siblings
         if item.name in own_names and item.name not in replaced
     ]
     names_of_files = writer.file_names
     optimizer = [names_of_files.optimizer] * writer.optimizes
     names = " and ".join(dict.fromkeys([names_of_files.weights, *optimizer]))
-    about = f"whole state dicts, which any number of ranks loads: {names}"
+    about = f"full state dicts, which any number of ranks can load: {names}"
 
     def loading(path: str) -> str:
         file = literal(os.path.join(path, names_of_files.weights))
@@ -198,7 +198,7 @@ class StateDictWriter(StateDicts):
         self._warn_of_names()
 
     def shells(self) -> Iterator[Shell]:
-        """Every file."""
+        """Yields every file, without the tensors' bytes."""
         if self.file_names.is_safetensors:
             weights = [
                 (n, each) for n, each in self.weights.items() if isinstance(each, BlankTensor)
@@ -213,7 +213,7 @@ class StateDictWriter(StateDicts):
     # -- the content of the files, with blank tensors
 
     def _model_state(self) -> OrderedDict[str, Any]:
-        """The module's state dict; several names of one weight share a blank tensor."""
+        """The module's state dict; the names of a tied weight share one blank tensor."""
         owners: dict[str, Any] = {}
         state = OrderedDict(
             (name, owners.setdefault(self.aliases.get(name, name), value))
@@ -236,8 +236,8 @@ class StateDictWriter(StateDicts):
                 return
             state = trainers.fresh_scheduler(int(step), self.groups)
             message = (
-                f"{name}: the source has no scheduler of torch; it is set to step {step} with the "
-                "learning rates of the groups"
+                f"{name}: the source has no state of a torch scheduler; zckpt writes one at step "
+                f"{step} with the groups' learning rates"
             )
             self.warnings.append(warning("value-assumed", message, subject="lr_scheduler"))
         self.files[name] = state
@@ -257,7 +257,7 @@ class StateDictWriter(StateDicts):
         self.omitted += [
             note(
                 "state-omitted",
-                f"{name}: not a tensor, and safetensors store only these",
+                f"{name}: not a tensor, and safetensors files store only tensors",
                 subject=name,
             )
             for name in lost
@@ -265,7 +265,7 @@ class StateDictWriter(StateDicts):
         tied = [name for name in self.weights if name in self.aliases]
         if tied:
             message = (
-                f"{self.file_names.weights} has tied weights once, without their second name "
+                f"{self.file_names.weights} stores a tied weight once, without its second name "
                 f"({listed(tied, 4)}): load it with safetensors.torch.load_model, or with "
                 "strict=False"
             )
@@ -288,22 +288,25 @@ class StateDictWriter(StateDicts):
         return {**self.source.states.numbers("beside"), "state": state, "param_groups": groups}
 
     def _everything(self, keys: Keys) -> dict[Any, Any]:
-        """The content of a single file: the program's own state, and the state dicts in it."""
+        """The content of a single file: the program's own values, and the state dicts.
+
+        `keys` are the keys of the state dicts.
+        """
         tree = self._extra((STATED,))
         state_dicts: dict[TreePath, Any] = {keys.model: self.weights}
         if self.optimizes:
             state_dicts[keys.optimizer] = self._optimizer_state()
         for path, value in state_dicts.items():
             if _placed(tree, path, value) is not None:
-                message = f"client_state {dotted(path)}: a state dict has this key"
+                message = f"client_state {dotted(path)}: a state dict of the target needs this key"
                 self.omitted.append(note("state-omitted", message, subject=dotted(path)))
         record = self._stated([(keys.file, tree)])
         return {**tree, STATED: {**record, "model": list(keys.model)}}
 
     def _extra(self, taken: Sequence[str]) -> dict[Any, Any]:
-        """The content of extra.pt: the scheduler and the program's own state.
+        """The content of extra.pt: the scheduler's state and the program's own values.
 
-        Keys that are `taken` or used twice are left out, with a note.
+        Values whose keys are `taken` or used twice are left out, with a note.
         """
         source = self.source
         extra: dict[Any, Any] = {}
@@ -311,14 +314,17 @@ class StateDictWriter(StateDicts):
             extra[self.scheduler] = source.state["lr_scheduler"]
         for key, value in (source.state.get("client_state") or {}).items():
             if key in (*taken, *extra):
-                message = f"client_state {key!r}: a file of the target has this name"
+                message = f"client_state {key!r}: a state dict of the target needs this key"
                 self.omitted.append(note("state-omitted", message, subject=str(key)))
             else:
                 extra[key] = value
         return extra
 
     def _stated(self, files: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-        """The facts that zckpt adds to a file (see own_facts.py), with the names of its tensors."""
+        """The facts that zckpt adds to a file (own_facts.py), with the names of the tensors.
+
+        `files` are the files' names and values.
+        """
         names = {
             name: tensor_names
             for name, value in files
@@ -339,10 +345,10 @@ class StateDictWriter(StateDicts):
     def with_tensors(
         self, value: Any, storages: Storages, made: dict[int, Any], make: Make | None = None
     ) -> Any:
-        """Replaces the blank tensors and numbers in a value by tensors of the file.
+        """The value with the file's tensors instead of blank tensors and numbers.
 
-        A blank tensor at several places becomes one tensor: `made` caches them by identity. `make`
-        creates them; without it, each has the full shape.
+        A blank tensor that occurs several times becomes one tensor: `made` caches them by identity.
+        `make` creates them; without it, each has the full shape.
         """
         if isinstance(value, Scalar):
             return storages.scalar(value)
@@ -361,7 +367,7 @@ class StateDictWriter(StateDicts):
 
 
 def _placed(tree: dict[Any, Any], path: TreePath, value: Any) -> Any:
-    """Puts a value at a path and returns the previous one; an integer key is a place in a list."""
+    """Puts a value at a path and returns the previous one; an integer key is a list index."""
     container: Any = tree
     earlier_value: Any = None
     for key, following in pairwise((*path, None)):
@@ -377,7 +383,7 @@ def _placed(tree: dict[Any, Any], path: TreePath, value: Any) -> Any:
 
 
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
-    """Writes the checksums of the zips' records; safetensors files have none."""
+    """Writes the checksums of the zip members; safetensors files have none."""
     zips = [
         item for item in manifest.files.records if not item.extent.file.endswith(".safetensors")
     ]

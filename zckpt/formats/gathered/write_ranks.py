@@ -1,12 +1,12 @@
-"""Writes files that each of N ranks loads alone, as verl's FSDPCheckpointManager saves FSDP2.
+"""Writes a set of files for each of N ranks, as verl's FSDPCheckpointManager saves FSDP2.
 
     model_world_size_N_rank_R.pt          model.state_dict(): DTensors of rows, and buffers
     optim_world_size_N_rank_R.pt          optimizer.state_dict()
     extra_state_world_size_N_rank_R.pt    the scheduler, and rank 0's random states for each rank
     fsdp_config.json                      the version of FSDP, and N
 
-verl 0.7 names the files by the number of ranks, and loads no others. A DTensor's record states the
-mesh of the ranks. It has the form of torch 2.13, with the device and axis of the source's mesh.
+verl 0.7 names the files by the number of ranks, and loads no others. A pickled DTensor states the
+mesh of the ranks. It is pickled as by torch 2.13, with the device and axis of the source's mesh.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ ORDER = Foreign(Global(f"{SPECS}.ShardOrderEntry"), (0, (0,)), None, "new")
 def lay_out(source: Manifest, options: Options) -> Layout:
     """Lays out the files of `--dp` ranks.
 
-    Raises WrongOption unless the source's parameters are rows that FSDP2 cut on a mesh of one axis,
-    and for `--dialect`, whose files are complete.
+    Raises WrongOption unless FSDP2 cut the source's parameters into rows on a mesh of one axis, and
+    for `--dialect`, whose files are complete.
     """
     ranks, mesh = options[DP], source.run.origin.mesh
     assert ranks is not None
     if source.format != "gathered" or mesh is None:
         raise WrongOption(
             "option-not-applicable",
-            f"--dp does not apply to the files that are written of {source.root}",
-            hint="leave it out: whole files load on any number of ranks. Files of ranks are "
-            "written of FSDP2's, with a mesh of one axis, as torch 2.13 saves them (in verl: "
-            "fsdp_size=-1)",
+            f"--dp does not apply to {source.root}: zckpt can only write it as complete files",
+            hint="leave it out: any number of ranks can load complete files. zckpt writes files "
+            "of ranks only from files of FSDP2's ranks, on a mesh of one axis, saved by torch 2.13 "
+            "(in verl: fsdp_size=-1)",
         )
     if options[DIALECT] is not None:
         raise WrongOption(
             "option-not-applicable",
             f"--dp does not apply to --dialect {options[DIALECT]}",
-            hint="leave one of them out: the files of this dialect are whole",
+            hint="leave one of them out: this dialect has complete files only",
         )
     writer = RanksWriter(source, options, ranks, *mesh)
     return Layout(
@@ -96,14 +96,14 @@ class RanksWriter(StateDictWriter):
                 "option-not-applicable",
                 f"--dp does not apply to {source.root}: its optimizer has states of other shapes "
                 "than the parameters",
-                hint="leave it out: whole files load on any number of ranks",
+                hint="leave it out: any number of ranks can load complete files",
             )
 
     def name(self, kind: str, rank: int) -> str:
         return f"{kind}_world_size_{self.ranks}_rank_{rank}.pt"
 
     def shells(self) -> Iterator[Shell]:
-        """Every file."""
+        """Yields every rank's files, without the tensors' bytes."""
         for rank in range(self.ranks):
             for kind, tree in self.trees.items():
                 storages = Storages()
@@ -118,9 +118,9 @@ class RanksWriter(StateDictWriter):
     def _made(
         self, rank: int, storages: Storages, mesh: Foreign, blank: BlankTensor
     ) -> Tensor | Foreign:
-        """The record of a rank's rows of a tensor as a DTensor, cut as `torch.chunk` does.
+        """One rank's rows of a tensor as a pickled DTensor, cut as `torch.chunk` does.
 
-        Buffers are complete on every rank.
+        A buffer is complete on every rank, as a plain tensor.
         """
         if id(blank) in self.whole:
             return storages.tensor(blank.dtype, blank.shape)

@@ -1,7 +1,7 @@
 """Joins the local states of ZeroRedundancyOptimizer's ranks into one optimizer's state.
 
-Every rank's optimizer has full tensors of the parameters that it owns, under its own numbers from 0
-on. The optimizer deals parameters to ranks by their sizes.
+Every rank's optimizer has full tensors for the parameters that it owns, which it numbers from 0 on.
+ZeroRedundancyOptimizer assigns parameters to ranks by their sizes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from . import rank_trees, sharded_tensors
 
 
 def is_local(files: Mapping[int, TorchFile]) -> bool:
-    """Whether the files are local states: each rank numbers parameters of its own from 0 on."""
+    """Whether the files are local states: each rank numbers its own parameters from 0 on."""
     values = [file.value for file in files.values()]
     if not all(isinstance(v, dict) and "param_groups" in v and "state" in v for v in values):
         return False
@@ -50,7 +50,7 @@ def merge(
     """Joins the ranks' local states into one optimizer's state dict.
 
     Sets `saved.orders`, by which the new numbers get names. Raises InconsistentCheckpoint (ranks of
-    different saves) and MissingData (a parameter whose size no state shows).
+    different saves) and MissingData (no state shows the size of a parameter).
     """
     _check_alike(files, step_policy)
     groups = [file.value["param_groups"] for file in files.values()]
@@ -70,10 +70,10 @@ def merge(
 def _owners_by_names(
     saved: SavedTree, files: Mapping[int, TorchFile], param_names: Sequence[str] | None
 ) -> list[list[OwnedParameter]] | None:
-    """The owner of every parameter by group, in the program's order.
+    """The owner of every parameter, group by group, in the program's order.
 
-    None unless the user names all parameters. Then the model gives their sizes, and no state is
-    needed.
+    None unless `param_names` lists all parameters. Then the model gives their sizes, and no state
+    is needed.
     """
     names = list(param_names or ())
     parts = [[group["params"] for group in file.value["param_groups"]] for file in files.values()]
@@ -86,12 +86,12 @@ def _owners_by_names(
         for size, stop in zip(sizes, accumulate(sizes), strict=True)
     ]
     unknown = [[[None] * len(own) for own in rank] for rank in parts]
-    hint = "list the names of --param-names in the order of the optimizer: group after group"
+    hint = "list the names for --param-names in the order of the optimizer: group after group"
     return dealt(numels, unknown, [file.path for file in files.values()], hint)
 
 
 def _owners_by_size(saved: SavedTree, files: Mapping[int, TorchFile]) -> list[list[OwnedParameter]]:
-    """The owner of every parameter by group, in the order in which parameters were dealt.
+    """The owner of every parameter, group by group, in the order of assignment to ranks.
 
     The largest come first; equally large ones are in the program's order. Sets `saved.orders`.
     """
@@ -108,8 +108,8 @@ def _owners_by_size(saved: SavedTree, files: Mapping[int, TorchFile]) -> list[li
         list(islice(numbers, len([*equal]))) for group in numels for _, equal in groupby(group)
     ]
     hint = (
-        "is a rank's file of another save, or was the partition the program's own "
-        "(overlap_with_ddp)? consolidate_state_dict() gives files without ranks"
+        "a rank's file may be of another save, or the program may have chosen the partition "
+        "(overlap_with_ddp): call consolidate_state_dict() before saving"
     )
     return dealt(numels, ranks, [file.path for file in files.values()], hint)
 
@@ -119,23 +119,23 @@ def _numel_of(file: TorchFile, number: int) -> int:
     if numel is None:
         raise MissingData(
             "names-needed",
-            f"{file.path} has no state of its parameter {number}, and nothing else shows its size: "
-            "ZeroRedundancyOptimizer deals parameters to ranks by size",
-            hint="name the optimizer's parameters with --param-names FILE (one per line, group "
-            "by group), or save after consolidate_state_dict()",
+            f"{file.path} has no state of parameter {number}, so its size is unknown: "
+            "ZeroRedundancyOptimizer assigns parameters to ranks by size",
+            hint="list the optimizer's parameters with --param-names FILE (one per line, group "
+            "by group), or call consolidate_state_dict() before saving",
             file=file.path,
         )
     return numel
 
 
 def _numel(state: Mapping[str, Any]) -> int | None:
-    """The number of elements of a parameter, as its states show it; None without states."""
+    """The number of elements of a parameter, inferred from its states; None without states."""
     tensors = [t for key, t in state.items() if isinstance(t, Tensor) and key != "step"]
     return max((tensor.numel for tensor in tensors), default=None)
 
 
 def _shapes(tree: Any) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Yields, for every dictionary in a tree, the shapes of the tensors in it by name."""
+    """Yields, for every dictionary in a tree, the shapes of its tensors by name."""
     if isinstance(tree, dict):
         yield {key: value.shape for key, value in tree.items() if isinstance(value, Leaf)}
         for value in tree.values():
@@ -163,7 +163,7 @@ def _check_alike(files: Mapping[int, TorchFile], step_policy: str | None) -> Non
 
 
 def _last_step(file: TorchFile) -> agreement.Step | None:
-    """The highest step of all parameters."""
+    """The highest step of a file's parameters; None if it states none."""
     numbers = [file.number(state.get("step")) for state in file.value["state"].values()]
     return max((s for s in map(steps.step_of, numbers) if s is not None), default=None)
 
@@ -176,7 +176,7 @@ OwnedParameter = tuple[int, int]
 
 
 def partition(groups: Sequence[Sequence[int]], world: int) -> list[list[list[int]]]:
-    """Deals parameters to ranks as the optimizer does.
+    """Assigns parameters to `world` ranks as ZeroRedundancyOptimizer does.
 
     The largest of a group comes first, and each one goes to the rank that has the fewest elements.
     `groups` has the parameters' element counts. The result `[rank][group]` lists the parameters of
@@ -200,11 +200,12 @@ def dealt(
     files: Sequence[str],
     hint: str,
 ) -> list[list[OwnedParameter]]:
-    """The owner of every parameter of every group, by the optimizer's rule.
+    """The owner of every parameter of every group, by ZeroRedundancyOptimizer's rule.
 
-    `groups` has the element counts of each group's parameters. `ranks[rank][group]` lists element
-    counts in the order of a rank's local numbers, None for unknown ones. Raises
-    InconsistentCheckpoint with the rank's file and the group if these contradict the rule.
+    `groups` has the element counts of each group's parameters. `ranks[rank][group]` has the element
+    counts in a rank's file, in the order of its numbers; None if unknown. `files` are the ranks'
+    paths. Raises InconsistentCheckpoint with the rank's file and the group if the two contradict
+    each other.
     """
     owners = [[(0, 0)] * len(numels) for numels in groups]
     for rank, parts in enumerate(partition(groups, len(ranks))):
@@ -217,9 +218,9 @@ def dealt(
                 raise InconsistentCheckpoint(
                     "ranks-disagree",
                     f"{files[rank]} has {counted(len(numels_in_file), 'parameter')} of group "
-                    f"{group}, but by "
-                    f"the rule of ZeroRedundancyOptimizer, the largest first, rank {rank} of "
-                    f"{len(ranks)} has {len(numels)}" + (" of other sizes" if alike else ""),
+                    f"{group}, but by ZeroRedundancyOptimizer's rule (the largest first) rank "
+                    f"{rank} of {len(ranks)} should have {len(numels)}"
+                    + (" of other sizes" if alike else ""),
                     hint=hint,
                 )
             for position, place in enumerate(part):

@@ -5,7 +5,7 @@
     options.py    the options of the folder
     functions.py  the table of this format's functions
 
-The format is only written: a user reads such a folder as `gathered`, weights alone.
+zckpt only writes this format: it reads such folders as the format `gathered`, weights only.
 """
 
 from ..format import Format

@@ -1,4 +1,4 @@
-"""The manifest of a folder for `from_pretrained` that zckpt has laid out: weights alone."""
+"""Reads the folder for `from_pretrained` that zckpt has laid out: weights only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
-    """The manifest of a folder whose files zckpt has laid out, before the copy fills them.
+    """The manifest of a folder whose files zckpt has laid out, before their tensors are filled.
 
     Folders of other programs are read by the format `gathered`.
     """

@@ -5,10 +5,10 @@
     config.json, generation_config.json, tokenizer.json, chat_template.jinja, ...
     adapter_model.safetensors, adapter_config.json       instead, if PEFT trained an adapter
 
-The files are those of `save_pretrained` (transformers 5.24, PEFT 0.21). Names that config.json ties
-are saved once, under the name that it ties them to. Modules' names become the names in files
-(naming/saving). An adapter is saved without its base model. Files that only a trainer needs are
-left out.
+The files are those of `save_pretrained` (transformers 5.24, PEFT 0.21). If config.json ties several
+names, the weight is saved once, under the name to which config.json ties the others. Modules' names
+become the names in files (naming/saving). An adapter is saved without its base model. Files that
+only a trainer needs are left out.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .read import INDEX, WEIGHTS
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """The files of the folder; raises MissingData without a configuration file for loading."""
+    """Lays out the folder's files; raises MissingData without a configuration file."""
     writer = PretrainedWriter(source, options)
 
     def loading(path: str) -> str:
@@ -76,8 +76,8 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         if other_adapters := peft.other_adapters(source.parameters):
             raise WrongOption(
                 "target-unsupported",
-                f"the source has the adapter {listed(other_adapters)}, and zckpt export writes "
-                f"the one that is called {peft.ADAPTER}",
+                f"the source has the adapter {listed(other_adapters)}, but zckpt export writes "
+                f"only an adapter called {peft.ADAPTER}",
                 hint="rename it, if it is the only one: --rename "
                 f"'\\.{other_adapters[0]}(\\.|$)=.{peft.ADAPTER}\\1'",
             )
@@ -127,7 +127,8 @@ class PretrainedWriter(Struct, eq=False, dict=True):
     def _files_to_load_by(self) -> list[Sibling]:
         """The files of configuration, tokenizer and processor, from the source or from `--config`.
 
-        Sets `refused` to notes on files that are not copied, such as links out of the folder.
+        Sets `refused` to notes on files that are not copied, such as links that lead out of the
+        folder.
         """
         self.refused: list[Notice] = []
         files = {item.name: item for item in files_to_load_by(self.source.files.siblings)}
@@ -155,9 +156,9 @@ class PretrainedWriter(Struct, eq=False, dict=True):
                 "model-config-wrong",
                 f"{self.source.root} has no {self._config_name}, without which from_pretrained "
                 "cannot load the weights",
-                hint="give the file, or the folder that has it and the tokenizer: --config "
+                hint="give that file, or a folder with it and the tokenizer: --config "
                 + ("ADAPTER_FOLDER" if self.adapter else "BASE_MODEL_FOLDER")
-                + (f"; or take it through a link: {FOLLOW}" if is_linked else ""),
+                + (f"; or, if it is behind a link, add {FOLLOW}" if is_linked else ""),
                 file=self.source.root,
             )
         return config
@@ -165,7 +166,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
     # -- weights
 
     def _names(self) -> list[str]:
-        """The names to write, in the module's order: of tied names only the one that is loaded."""
+        """The names to write, in the module's order; of the names of a tied weight, only one."""
         kept = self._owners()
         module = self.source.state.get("module") or []
         names = [*self.source.parameters, *self.source.buffers, *self.source.owners]
@@ -174,7 +175,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         return [name for name in dict.fromkeys(order) if kept.get(name, name) == name]
 
     def _owners(self) -> dict[str, str]:
-        """Maps second names of tied weights to the name that is saved.
+        """Maps second names of tied weights to the name under which the weight is saved.
 
         The configuration states the ties. If it names no class of model (`architectures`), but has
         `tie_word_embeddings`, the source's ties count too. Empty for an adapter.
@@ -192,7 +193,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         return owners
 
     def _are_one(self, one: str, other: str) -> bool:
-        """Whether two names are one weight, or two weights with equal bytes.
+        """Whether two names belong to one weight, or to two weights with equal bytes.
 
         DCP files store a tied weight twice, so its two names may look like two weights.
         """
@@ -208,10 +209,10 @@ class PretrainedWriter(Struct, eq=False, dict=True):
     def _is_exported(self, name: str) -> bool:
         """Whether a tensor is written to the folder.
 
-        For an adapter: the adapter's own tensors, those of the base model that were trained, and
-        those of the base model that PEFT saves with it. AdaLoRA's `ranknum` is never saved. If no
-        parameter is frozen, the source has no optimizer and does not show what was trained; then
-        only PEFT's rules count.
+        For an adapter, these tensors are written: the adapter's own; tensors of the base model that
+        were trained; and tensors of the base model that PEFT saves with it. AdaLoRA's `ranknum` is
+        never saved. If no parameter is frozen, the source has no optimizer and does not show what
+        was trained; then only PEFT's rules count.
         """
         if self.adapter and name.endswith(peft.RANKS):
             return False
@@ -224,7 +225,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
     def _refuse_unknown_tuners(self) -> None:
         """Raises UnsupportedCheckpoint if zckpt does not know how PEFT saves this kind of adapter.
 
-        It then cannot map the saved names back to the module's names.
+        It is unknown if the saved names cannot be mapped back to the module's names.
         """
         exported = {name for name in self.names if self._is_exported(name)}
         names = peft.module_names(self.tensors, config=self.config)
@@ -233,11 +234,11 @@ class PretrainedWriter(Struct, eq=False, dict=True):
             raise UnsupportedCheckpoint(
                 "target-unsupported",
                 f"zckpt does not know how PEFT saves {listed(unknown, 2)} ({kind})",
-                hint="`zckpt convert --weights-only` writes every tensor under the module's name",
+                hint="use `zckpt convert --weights-only`, which keeps the module's names",
             )
 
     def _model(self) -> Manifest:
-        """The weights that are written, under their names in the files; tied ones once."""
+        """The weights that are written, by their names in the files; a tied weight once."""
         source = self.source
         parameters: dict[str, Parameter] = {}
         entries: dict[Key, Entry] = {}
@@ -270,10 +271,11 @@ class PretrainedWriter(Struct, eq=False, dict=True):
             yield saved_name, (self._dtype(name, entry.dtype, entry is weight.param), entry.shape)
 
     def _dtype(self, name: str, dtype: str, is_weight: bool) -> str:
-        """The type in which a tensor is written: for a parameter, that of `--dtype`, if given.
+        """The type in which a tensor is written: for a parameter, the type of `--dtype`, if given.
 
-        Otherwise a weight keeps its type, and a master without a weight is rounded to the type of
-        the module. Buffers and integers keep theirs.
+        Without `--dtype`, a weight keeps its type, and a master without a weight is rounded to the
+        type of the module. Buffers and integers keep their types. `dtype` is the source's type;
+        `is_weight` is false for a master.
         """
         if name not in self.model.parameters or dtype not in FLOATS:
             return dtype
@@ -301,7 +303,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         return prod(shape) * SIZES[dtype]
 
     def _config_as_saved(self) -> dict[str, Any]:
-        """The configuration; with `--dtype` it states the type that is written."""
+        """The configuration to write; with `--dtype` it states the type of the written weights."""
         dtype = self.options.module_dtype
         if dtype is None or self.adapter:
             return self.config

@@ -1,4 +1,4 @@
-"""ONNX Runtime's ZeRO-1 checkpoints, 1.3 to 1.16; later versions have none.
+"""ONNX Runtime's ZeRO-1 checkpoints, 1.3 to 1.16; later versions write no such files.
 
     PREFIX.ZeRO.R.L.ort.pt, PREFIX.ort.pt    torch.save: L1 (before 1.7) and L2
     any name                                 HDF5, one file per rank
@@ -6,8 +6,8 @@
     files.py        finds the files of one checkpoint
     legacy.py       reads the files of torch.save
     hdf5.py         reads the HDF5 files
-    ranks.py        records of a rank's states, for both kinds of files
-    partition.py    the elements of each weight that a rank owns; compares the files
+    ranks.py        one rank's tensors and counters, for both kinds of files
+    partition.py    the elements of each weight that a rank owns; compares the files with this rule
     read.py         builds the manifest
     gather.py       the rule of ONNX Runtime's own aggregators
     write.py        writes L2 and HDF5 files for any data-parallel size
@@ -40,7 +40,7 @@ FORMAT = Format(
     ),
     compares="all",
     keeps_steps=True,
-    states="ONNX Runtime keeps the moments of Adam and Lamb",
+    states="ONNX Runtime stores only the moments of Adam and Lamb",
     roles=ROLES,
     objects=frozenset(),
 )

@@ -45,7 +45,7 @@ class CheckpointFiles(Struct, frozen=True):
 
     `name` is the checkpoint's name in messages. `ranks` is the number of ranks that the files
     state. `parsed` are the opened files of an HDF5 checkpoint, because only their contents state
-    the ranks; it is empty for a legacy checkpoint.
+    the ranks; it is empty for files of torch.save.
     """
 
     name: str
@@ -55,7 +55,10 @@ class CheckpointFiles(Struct, frozen=True):
 
 
 def detect(path: str) -> list[str]:
-    """One empty tag if the path contains any checkpoint, even several; `locate` finds which."""
+    """One empty tag if `path` has a checkpoint; else an empty list.
+
+    Several checkpoints also give one tag; `locate` then tells them apart.
+    """
     if not sources.is_folder(path):
         return [""] if sources.is_file(path) and (hdf5.is_one(path) or legacy.is_one(path)) else []
     try:
@@ -66,7 +69,7 @@ def detect(path: str) -> list[str]:
 
 
 def detect_weak(path: str) -> list[str]:
-    """As `detect`, with the files that `detect` did not open."""
+    """Does the same as `detect` for the files of a folder that `detect` did not open."""
     if not sources.is_folder(path) or sources.is_denied(path):
         return []
     names = _candidates(path)
@@ -80,7 +83,10 @@ def _hold_one(folder: str, names: Iterable[str]) -> bool:
 
 
 def _some_of_each_kind(names: Sequence[str]) -> Iterator[str]:
-    """Yields the names to open: all files of rare endings, the first and last of frequent ones."""
+    """Yields the names of the files to open.
+
+    These are all files with a rare ending, and the first and last ones of each frequent ending.
+    """
     endings = ((name[name.rfind(".") + 1 :], name) for name in names)
     kinds = by_key((end if end.isalpha() else NUMBERS.sub("#", end), name) for end, name in endings)
     for alike in kinds.values():
@@ -93,7 +99,7 @@ def _some_of_each_kind(names: Sequence[str]) -> Iterator[str]:
 def _may_be_hdf5(path: str) -> bool:
     """Whether a file is one of ONNX Runtime's HDF5 files; False if that cannot be determined.
 
-    This is so if the user may not read the file, or h5py is not installed.
+    It cannot be determined if the user may not read the file, or if h5py is not installed.
     """
     try:
         return hdf5.is_one(path)
@@ -107,7 +113,7 @@ def _candidates(folder: str) -> list[str]:
 
 
 def locate(path: str) -> CheckpointFiles:
-    """The one checkpoint at `path`; the file of one rank stands for all ranks.
+    """Finds the one checkpoint at `path`; one rank's file leads to those of all ranks.
 
     Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank is missing),
     InconsistentCheckpoint (two files of one rank) and MissingExtra (h5py).
@@ -132,14 +138,17 @@ def locate(path: str) -> CheckpointFiles:
         raise AmbiguousCheckpoint(
             "several-checkpoints",
             f"{path} holds {len(checkpoints)} checkpoints: {listed(names)}",
-            hint=f"name the file (one of them is enough): {by_name[names[-1]].files[0][1]}",
+            hint=f"give one file of a checkpoint, such as {by_name[names[-1]].files[0][1]}",
             file=path,
         )
     return _complete(path, checkpoints[0])
 
 
 def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[CheckpointFiles]:
-    """All checkpoints that the files of a folder make up, even incomplete ones."""
+    """All checkpoints in a folder, incomplete ones included.
+
+    `names` are the files to consider. With `of_any_name`, every file counts as a checkpoint.
+    """
     checkpoints: list[CheckpointFiles] = []
     sharded: dict[tuple[str, int], list[tuple[int, str]]] = {}
     partitions: list[hdf5.RankFile] = []
@@ -175,11 +184,11 @@ def _complete(path: str, checkpoint: CheckpointFiles) -> CheckpointFiles:
     by_rank: dict[int, str] = {}
     for rank, file in checkpoint.files:
         if by_rank.setdefault(rank, file) != file:
-            what = f"{by_rank[rank]} and {file} are both of rank {rank}"
+            what = f"{by_rank[rank]} and {file} both belong to rank {rank}"
             raise InconsistentCheckpoint("mixed-saves", what)
-    reason, hint = f"it holds {len(by_rank)} of {checkpoint.ranks}", ""
+    reason, hint = f"it has {len(by_rank)} of {checkpoint.ranks} ranks' files", ""
     if checkpoint.parsed:
-        hint = "copy the missing file: its rank is inside it (trainer_options/world_rank)"
+        hint = "copy the missing file: trainer_options/world_rank in the file states its rank"
     roles = () if checkpoint.parsed else (legacy.OF_RANK,)
     where = path if sources.is_folder(path) else os.path.dirname(path) or "."
     require_all(by_rank, checkpoint.ranks, where, reason, hint, roles)
@@ -187,7 +196,7 @@ def _complete(path: str, checkpoint: CheckpointFiles) -> CheckpointFiles:
 
 
 def opened(path: str) -> Save:
-    """The contents of all ranks' files."""
+    """Reads the contents of all ranks' files of the checkpoint at `path`."""
     checkpoint = locate(path)
     if checkpoint.parsed:
         return hdf5.opened(path, checkpoint.parsed)

@@ -1,10 +1,10 @@
 """How ONNX Runtime's own aggregators join the ranks' files: the rule behind `verify --gather`.
 
-They join the pieces of a weight, and those of each moment, in the order of the ranks. Another file
-states the shape of the result. A weight that is not cut comes from the first rank. Files before 1.7
-store a complete shared weight on each of its owners. There the lengths of the pieces of its first
-moment show which part is current. This module does not use the partition rule, because the reader
-relies on it alone: so `verify --gather` proves the reader.
+They join the slices of a weight, and the slices of each moment, in the order of the ranks. Another
+file states the shape of the result. A weight that is not divided comes from the first rank. Before
+1.7, each owner of a shared weight stores all of it; there the lengths of the slices of its first
+moment show which slice of the owner's weight is current. This module does not use the partition
+rule, on which the reader relies: so `verify --gather` checks the reader.
 
 1.3 to 1.6: CombineZeroCheckpoint (checkpointing_utils.py); 1.7 to 1.16: training/checkpoint.py.
 """
@@ -31,8 +31,8 @@ Shape = tuple[int, ...]
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
     """Every tensor of every weight: the weight, its 16-bit copy, its moments.
 
-    Raises InconsistentCheckpoint if the pieces have more or fewer elements than the weight. Raises
-    UnsupportedCheckpoint if the engine itself could not determine which values are current.
+    Raises InconsistentCheckpoint if the ranks' slices have more or fewer elements than the weight.
+    Raises UnsupportedCheckpoint if the engine itself could not determine which values are current.
     """
     save = _opened(path)
     names = {name for rank in save.ranks for name in (*rank.weights, *rank.pieces, *rank.halves)}
@@ -40,7 +40,7 @@ def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
 
 
 def _opened(path: str) -> Save:
-    """The ranks' files, in the order of the numbers in their names or options."""
+    """Reads the ranks' files, in the order of the ranks in their names or options."""
     checkpoint = locate(path)
     if checkpoint.parsed:
         files = sorted(checkpoint.parsed, key=lambda file: file.options.world_rank)
@@ -49,13 +49,13 @@ def _opened(path: str) -> Save:
 
 
 def _number(path: str) -> int:
-    """R of `PREFIX.ZeRO.R.L.ort.pt`; 0 for another name, whose file is the only one."""
+    """The rank R in the name `PREFIX.ZeRO.R.L.ort.pt`; 0 for another name, of a single file."""
     recognized = known((OF_RANK,), path)
     return recognized.numbers[0] if recognized else 0
 
 
 def _weight(save: Save, name: str) -> Iterator[Partition]:
-    """Yields the tensors of one weight: its fp32 values, 16-bit copy and moments, as joined."""
+    """Yields the tensors of one weight: its fp32 values, its 16-bit copy and its moments."""
     whole = [rank.weights[name] for rank in save.ranks if name in rank.weights]
     halves = [rank.halves[name] for rank in save.ranks if name in rank.halves]
     pieces = [rank.pieces[name] for rank in save.ranks if name in rank.pieces]
@@ -73,9 +73,9 @@ def _weight(save: Save, name: str) -> Iterator[Partition]:
         if len({tensor.crc for tensor in whole}) > 1 or (len(whole) > 1 and whole[0].crc is None):
             raise UnsupportedCheckpoint(
                 "proof-unsupported",
-                f"{save.root} holds {name} several times and no optimizer state: ONNX Runtime "
-                "itself cannot tell which copy is current",
-                hint="compare without --gather",
+                f"{save.root} has {name} several times and no optimizer state: ONNX Runtime itself "
+                "cannot tell which one is current",
+                hint="verify without --gather",
                 file=save.root,
                 subject=name,
             )
@@ -85,7 +85,7 @@ def _weight(save: Save, name: str) -> Iterator[Partition]:
 
 
 def _is_apart(save: Save, name: str) -> bool:
-    """Whether a weight is a mixed-precision run's master, whose fp32 values only owners store."""
+    """Whether only the owners store the fp32 values of a weight (a mixed-precision master)."""
     if save.dialect == "hdf5" and save.dp == 1:  # there are no 16-bit copies, and nothing is cut
         trained = save.ranks[0].moments
         return save.mixed is not None and (name in trained or not trained)
@@ -95,10 +95,10 @@ def _is_apart(save: Save, name: str) -> bool:
 
 
 def _current(name: str, owners: Sequence[RankStates]) -> list[RankTensor]:
-    """The part of each owner's full weight that is current, for files before 1.7.
+    """The slice of each owner's full weight that is current, for files before 1.7.
 
-    Each owner stores the full weight, but updates only its part. The part has as many elements as
-    the owner's piece of the first moment, and begins where that of the previous owner ends.
+    Each owner stores the full weight, but updates only its slice. The slice has as many elements as
+    the owner's slice of the first moment, and begins where the previous owner's slice ends.
     """
     parts, start = [], 0
     for rank in owners:
@@ -111,12 +111,12 @@ def _current(name: str, owners: Sequence[RankStates]) -> list[RankTensor]:
 
 
 def _joined(key: Key, shape: Shape, pieces: Sequence[RankTensor]) -> Iterator[Partition]:
-    """The pieces joined in the order of the ranks."""
+    """Yields one tensor: the ranks' slices, joined in the order of the ranks."""
     numel = sum(piece.numel for piece in pieces)
     if numel != prod(shape):
         raise InconsistentCheckpoint(
             "elements-missing",
-            f"the ranks' pieces of {name_of(key)} have {numel} elements together, but its shape is "
+            f"the ranks' slices of {name_of(key)} have {numel} elements together, but its shape is "
             f"{list(shape)}",
             subject=name_of(key),
         )

@@ -1,8 +1,8 @@
 """Reads ONNX Runtime's HDF5 files, one per rank (ORTTrainer.save_checkpoint, 1.7 to 1.16).
 
-    model/full_precision/<w>            fp32 run: full tensor, on every rank; mixed run: on its
-                                        owners alone, as a flat piece if ranks share it
-    optimizer/<w>/Moment_1, Moment_2, Update_Count    for what the rank owns
+    model/full_precision/<w>            fp32 run: full tensor, on every rank; mixed precision: only
+                                        on its owners, as a flat slice if ranks share it
+    optimizer/<w>/Moment_1, Moment_2, Update_Count    for the elements that the rank owns
     optimizer/shared_optimizer_state/Step             Lamb's counter
     partition_info/<w>/original_dim     the shape of a weight that is split on this rank
     trainer_options/...                 rank, sizes, optimizer, precision
@@ -65,9 +65,9 @@ def is_one(path: str) -> bool:
 
 
 class RankFile(Struct, frozen=True):
-    """One file: `tensors` and `values` (numbers, lists, text) by their paths inside it.
+    """One rank's file: `tensors`, and `values` (numbers, lists, text), by their paths in the file.
 
-    `orphans` are nonzero bytes that belong to no dataset.
+    `orphans` are byte ranges that are not zero but belong to no dataset.
     """
 
     path: str
@@ -76,7 +76,7 @@ class RankFile(Struct, frozen=True):
     orphans: Sequence[Extent] = ()
 
     def under(self, group: str) -> dict[str, Any]:
-        """The values directly in an HDF5 group, by their names without the group's."""
+        """The values directly in an HDF5 group, by name; their names do not include the group's."""
         prefix = f"{group}/"
         return {
             name.removeprefix(prefix): value
@@ -96,12 +96,12 @@ class RankFile(Struct, frozen=True):
 
     @property
     def is_partition(self) -> bool:
-        """Whether the file has one rank's partition only, so that other ranks' files are needed."""
+        """Whether the file has only one rank's partition, so that other ranks' files are needed."""
         return self.options.zero_stage > 0 and self.options.world_size > 1
 
 
 def open_file(path: str) -> RankFile:
-    """One file's contents; raises CorruptCheckpoint, UnsupportedCheckpoint, MissingExtra."""
+    """Reads one file; raises CorruptCheckpoint, UnsupportedCheckpoint, MissingExtra."""
     contents = hdf5file.read(path, _is_tensor)
     tensors = {
         name: RankTensor(dataset.dtype, dataset.shape, dataset.extent)
@@ -125,7 +125,7 @@ def _is_tensor(name: str) -> bool:
 
 
 def opened(root: str, files: Sequence[RankFile]) -> Save:
-    """The contents of files in rank order.
+    """The contents of one checkpoint's files, which are given in rank order.
 
     Raises InconsistentCheckpoint if ranks state different options or shapes, and
     UnsupportedCheckpoint for horizontal parallelism and unknown optimizers.
@@ -138,7 +138,7 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
             if own_value != other and name != "world_rank":
                 raise InconsistentCheckpoint(
                     "ranks-disagree",
-                    f"{file.path} says {name} {own_value!r}, {first.path} says {other!r}",
+                    f"{file.path} states {name} {own_value!r}, but {first.path} states {other!r}",
                     file=file.path,
                     subject=name,
                 )
@@ -171,9 +171,9 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
         warnings=[
             warning(
                 "bytes-unknown",
-                f"{orphan.file}: {orphan.length:,} bytes at {orphan.offset:,} belong to no "
-                "dataset, though they are not zero: the address of a dataset may be damaged, or "
-                "one was deleted",
+                f"{orphan.file}: {orphan.length:,} bytes at offset {orphan.offset:,} are not zero, "
+                "but belong to no dataset: a dataset's address may be damaged, or a dataset was "
+                "deleted",
                 file=orphan.file,
             )
             for file in files
@@ -183,14 +183,14 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
 
 
 def _omitted(files: Sequence[RankFile]) -> list[Notice]:
-    """Notes on values in the files that the manifest does not get."""
+    """Notes on values in the files that do not become part of the manifest."""
     omitted = []
     for name, by_rank in (
         ("user_dict", [file.values.get("user_dict") for file in files]),
         ("train_step_info", [file.under("train_step_info") for file in files]),
     ):
         if any(value != by_rank[0] for value in by_rank):
-            message = f"{name} of ranks other than 0"
+            message = f"{name} of all ranks but rank 0"
             omitted.append(note("rank-state-omitted", message, subject=name))
     unknown = {name for file in files for name in file.tensors if not _is_known(name)}
     unknown |= {name for file in files for name in file.values if name.partition("/")[0] not in TOP}
@@ -216,7 +216,7 @@ def _check_kind(file: RankFile) -> None:
             "grid-unsupported",
             f"{file.path} was saved with horizontal (Megatron) parallelism of {horizontal}, which "
             "zckpt does not read",
-            hint="zckpt reads ZeRO checkpoints with data parallelism alone",
+            hint="zckpt reads only ZeRO checkpoints of data-parallel runs",
             file=file.path,
         )
     optimizer = file.options.optimizer_name
@@ -229,7 +229,7 @@ def _check_kind(file: RankFile) -> None:
 
 
 def _shapes(files: Sequence[RankFile]) -> dict[str, tuple[int, ...]]:
-    """The shapes of weights that are split over ranks; each owner of one states its shape.
+    """The shapes of weights that are split over ranks, by name; each owner states the shape.
 
     Raises InconsistentCheckpoint if owners state different shapes.
     """
@@ -239,7 +239,8 @@ def _shapes(files: Sequence[RankFile]) -> dict[str, tuple[int, ...]]:
             if shapes.setdefault(name, shape) != shape:
                 raise InconsistentCheckpoint(
                     "ranks-disagree",
-                    f"{file.path} says that {name} has shape {shape}, another rank {shapes[name]}",
+                    f"{file.path} states the shape {list(shape)} of {name}, but another rank "
+                    f"states {list(shapes[name])}",
                     file=file.path,
                     subject=name,
                 )
@@ -247,7 +248,7 @@ def _shapes(files: Sequence[RankFile]) -> dict[str, tuple[int, ...]]:
 
 
 def _split_weights(file: RankFile) -> dict[str, tuple[int, ...]]:
-    """The full shapes of weights of which this rank has only a piece, by name."""
+    """The full shapes of the weights of which this rank has only a slice, by name."""
     end, prefix = "/original_dim", "partition_info/"
     shapes = {}
     for name, value in file.values.items():
@@ -294,7 +295,7 @@ def _rank(file: RankFile) -> RankStates:
         else:
             raise UnsupportedCheckpoint(
                 "optimizer-unsupported",
-                f"{file.path} holds {name}: zckpt does not know the optimizer that keeps it",
+                f"{file.path} has {name}, which is not a state of Adam or Lamb",
                 file=file.path,
                 subject=name,
             )

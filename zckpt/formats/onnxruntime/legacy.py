@@ -6,18 +6,17 @@
     {"model": {key: tensor}, ...}      other keys are the user's; or the inner dictionary alone
 
     w                        an fp32 weight, with its shape
-    w_view_K                 a rank's flat piece of one, in mixed-precision runs since 1.7 (L2)
+    w_view_K                 a rank's flat slice of it, in mixed-precision runs since 1.7 (L2)
     w_fp16, w_bf16           its 16-bit copy, on every rank
-    Moment_1_w[_view_K]      and Moment_2_..., Update_Count_...: for what the rank owns
+    Moment_1_w[_view_K]      and Moment_2_..., Update_Count_...: for the elements that a rank owns
     Step                     Lamb's counter
 
-Before 1.7 (L1), each owner of a shared weight in a mixed-precision run stores it completely, but
-only the owner's own part is current. The old front end adds every weight that the session lacks,
-with stale values. So the presence of a key proves nothing: read.py reads a weight from its owners
-only.
+Before 1.7 (L1), each owner of a shared weight in a mixed-precision run stores all of it, but only
+the owner's own slice is current. The old front end adds every weight that the session lacks, with
+stale values. So the presence of a key proves nothing: read.py reads a weight from its owners only.
 
-A weight's name may look like a part of this grammar (`x_view_1`, `Step_scale`). A key is parsed
-only if its parts are keys too.
+A weight's name may look like one of these keys (`x_view_1`, `Step_scale`). A key is split into
+weight and suffix only if the weight is a key too.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ MODEL = "model"
 
 
 def is_one(path: str) -> bool:
-    """Whether a file is ONNX Runtime's, by its name or by keys of optimizer states."""
+    """Whether a file is ONNX Runtime's, by its name or by its keys of optimizer states."""
     if path.endswith(SUFFIX):
         return True
     try:
@@ -70,10 +69,10 @@ def is_one(path: str) -> bool:
 
 
 def opened(root: str, paths: Sequence[str]) -> Save:
-    """The contents of files in rank order.
+    """The contents of one checkpoint's files, which are given in rank order.
 
-    Raises CorruptCheckpoint for a damaged file, and InconsistentCheckpoint if a file was saved as
-    another rank's or the 16-bit copies have two types.
+    Raises CorruptCheckpoint for a damaged file. Raises InconsistentCheckpoint if a file was saved
+    under another rank's name, or if there are 16-bit copies of two types.
     """
     parsed = Parsed()
     files = [TorchFile(path, parsed) for path in paths]
@@ -88,7 +87,9 @@ def opened(root: str, paths: Sequence[str]) -> Save:
     }
     if len(mixed) > 1:
         raise InconsistentCheckpoint(
-            "mixed-saves", f"{root} holds both fp16 and bf16 copies of weights", file=root
+            "mixed-saves",
+            f"{root} has both fp16 and bf16 copies of weights, but one save has only one type",
+            file=root,
         )
     suffix = mixed.pop() if mixed else ""
     weight_names = _weights(models, suffix)
@@ -120,7 +121,7 @@ def _model(file: TorchFile) -> dict[str, Tensor]:
     ):
         raise CorruptCheckpoint(
             "file-damaged",
-            f"{file.path} is not a checkpoint of ONNX Runtime: it holds no dictionary of tensors",
+            f"{file.path} is not a checkpoint of ONNX Runtime: it has no dictionary of tensors",
             file=file.path,
         )
     for key in model:
@@ -129,7 +130,7 @@ def _model(file: TorchFile) -> dict[str, Tensor]:
                 "grid-unsupported",
                 f"{file.path} was saved with horizontal (Megatron) parallelism ({key}), which "
                 "zckpt does not read",
-                hint="zckpt reads ZeRO checkpoints with data parallelism alone",
+                hint="zckpt reads only ZeRO checkpoints of data-parallel runs",
                 file=file.path,
             )
     return model
@@ -142,8 +143,8 @@ def _is_half(key: str, tensor: Tensor, suffix: str) -> bool:
 def _weights(models: Sequence[Mapping[str, Tensor]], suffix: str) -> set[str]:
     """The names of all weights in the files.
 
-    These are keys that have a 16-bit copy, and keys that are neither such a copy nor a piece nor an
-    optimizer state.
+    These are the keys that have a 16-bit copy, and the keys that are none of these: a 16-bit copy,
+    a slice of a weight, an optimizer state. `suffix` ends the keys of 16-bit copies.
     """
     every = [(model, key, tensor) for model in models for key, tensor in model.items()]
     copied = {key.removesuffix(suffix) for _, key, each in every if _is_half(key, each, suffix)}
@@ -159,8 +160,8 @@ def _weights(models: Sequence[Mapping[str, Tensor]], suffix: str) -> set[str]:
 def _is_state(model: Mapping[str, Tensor], key: str, tensor: Tensor) -> bool:
     """Whether a key is an optimizer state: a moment, or a counter of updates.
 
-    A key counts as a moment of a weight only if the other moment is there too: `Moment_1_w` and
-    `Moment_2_w`.
+    A key counts as a moment of a weight only if the weight's other moment is there too:
+    `Moment_1_w` and `Moment_2_w`.
     """
     if key == SHARED or key.startswith(f"{COUNT}_"):
         return tensor.dtype == "I64" and tensor.numel == 1
@@ -174,11 +175,11 @@ def _is_state(model: Mapping[str, Tensor], key: str, tensor: Tensor) -> bool:
 def _rank(
     file: TorchFile, model: Mapping[str, Tensor], suffix: str, weight_names: set[str]
 ) -> RankStates:
-    """Sorts the tensors and counters of one file by the weight to which they belong."""
+    """Sorts the tensors and counters of one rank's file by the weight to which they belong."""
     rank = RankStates(file.path)
 
     def weight_of(name: str, key: str) -> str:
-        """The weight that `name` denotes: itself, or the weight of which it names a piece.
+        """The weight that `name` denotes: itself, or the weight that it names a slice of.
 
         Raises InconsistentCheckpoint if it denotes none.
         """
@@ -189,9 +190,9 @@ def _rank(
             return view[1]
         raise InconsistentCheckpoint(
             "layout-unknown",
-            f"{file.path} holds {key}, but no file states which weight it is a piece of",
-            hint="use a checkpoint with the 16-bit copies or the whole weights: only they "
-            "state shapes",
+            f"{file.path} has {key}, but no file states which weight it is a slice of",
+            hint="use a checkpoint with the 16-bit copies or the full weights: only they state "
+            "shapes",
             file=file.path,
         )
 
@@ -217,7 +218,7 @@ def _add_once(file: TorchFile, into: dict[str, Any], name: str, value: Any) -> N
     if name in into:
         raise InconsistentCheckpoint(
             "mixed-saves",
-            f"{file.path} holds two pieces of {name}: a rank owns at most one",
+            f"{file.path} has two slices of {name}, but a rank owns at most one",
             file=file.path,
             subject=name,
         )
@@ -229,7 +230,7 @@ def _located(file: TorchFile, tensor: Tensor) -> RankTensor:
         raise UnsupportedCheckpoint(
             "storage-unsupported",
             f"{file.path}: a tensor of shape {tensor.shape} is not contiguous",
-            hint="ONNX Runtime writes contiguous tensors; was the file made by another program?",
+            hint="ONNX Runtime writes contiguous tensors only: take the file that it wrote",
             file=file.path,
         )
     extent = file.extent(tensor)
@@ -252,7 +253,11 @@ def _optimizer(ranks: Sequence[RankStates]) -> str | None:
     adam = any(rank.counts for rank in ranks)
     lamb = any(rank.shared is not None for rank in ranks)
     if adam and lamb:
-        raise InconsistentCheckpoint("mixed-saves", "the files hold counters of both Adam and Lamb")
+        raise InconsistentCheckpoint(
+            "mixed-saves",
+            "the ranks' files have counters of both Adam and Lamb, but one save has only one "
+            "optimizer",
+        )
     if not adam and not lamb:
         return None
     return SHORT_NAMES["AdamOptimizer" if adam else "LambOptimizer"]
@@ -264,9 +269,9 @@ def _optimizer(ranks: Sequence[RankStates]) -> str | None:
 def _client_state(
     files: Sequence[TorchFile],
 ) -> tuple[dict[str, Any], dict[Key, Entry], list[Entry], list[Notice]]:
-    """The user's values in the files, from rank 0, and the tensors in them.
+    """The user's values in rank 0's file, and the tensors in them.
 
-    Also returns equal copies of these tensors on other ranks, and a note for each value in which
+    Also returns the replicas of these tensors on other ranks, and a note for each value in which
     another rank differs from rank 0.
     """
     kept: dict[Key, Entry] = {}
@@ -285,7 +290,7 @@ def _client_state(
                 differing.append(str(key))
     differing += sorted({str(key) for file in files for key in _user(file)} - set(map(str, state)))
     omitted = [
-        note("rank-state-omitted", f"client_state {key!r} of ranks other than 0", subject=key)
+        note("rank-state-omitted", f"client_state {key!r} of all ranks but rank 0", subject=key)
         for key in differing
     ]
     return state, kept, copies, omitted

@@ -5,7 +5,7 @@
 
 The trainable weights are sorted by name, as bytes, and follow each other without gaps. Frozen
 weights are not partitioned. The padding at the end is never stored. A weight with one owner keeps
-its shape. If a weight has several owners, each one holds a flat piece. ONNX Runtime 1.3 to 1.16,
+its shape. If a weight has several owners, each one stores a flat slice. ONNX Runtime 1.3 to 1.16,
 zero_optimizer_graph_builder.cc. This module opens no file.
 """
 
@@ -24,10 +24,10 @@ ALIGNMENT = 32  # elements per rank
 
 
 class Share(Struct, frozen=True):
-    """Elements [start, stop) of a weight, which `rank` owns.
+    """The elements [start, stop) of a weight, which `rank` owns.
 
-    `view` is the K in the name `_view_K` of a piece: 0 for a weight's first piece, 1 for all later
-    ones. None if the weight has one owner.
+    `view` is the K in the name `_view_K` of a stored slice: 0 for a weight's first slice, 1 for all
+    later ones. None if the weight has one owner.
     """
 
     rank: int
@@ -37,21 +37,22 @@ class Share(Struct, frozen=True):
 
 
 def by_name(names: Iterable[str]) -> list[str]:
-    """Names in ONNX Runtime's order, as bytes: `Emb` < `head` and `layer.10` < `layer.2`."""
+    """The names in ONNX Runtime's order, as bytes: `Emb` < `head` and `layer.10` < `layer.2`."""
     return sorted(names, key=lambda name: name.encode("utf-8", "surrogatepass"))
 
 
 def per_rank(total: int, dp: int) -> int:
     """The number of elements in each rank's partition, padding included.
 
-    It is a multiple of ALIGNMENT, and `total` is always padded: by a full block if it needs none.
+    It is a multiple of ALIGNMENT. `total` is always padded: by a full block if it is a multiple
+    already.
     """
     block = ALIGNMENT * dp
     return (total + block - total % block) // dp
 
 
 def shares(numels: Mapping[str, int], dp: int) -> dict[str, list[Share]]:
-    """Which ranks own which elements of each trainable weight, by the partition rule.
+    """The elements of each trainable weight that every rank owns, by the partition rule.
 
     `numels` has the number of elements of each weight.
     """
@@ -79,7 +80,7 @@ def shares(numels: Mapping[str, int], dp: int) -> dict[str, list[Share]]:
 
 
 def share_of(owned: Iterable[Share], rank: int) -> Share | None:
-    """The share of `rank` among the shares of one weight; None if it owns no part of it."""
+    """The share of `rank` among the shares of one weight; None if it owns no elements of it."""
     return next((share for share in owned if share.rank == rank), None)
 
 
@@ -89,15 +90,16 @@ def share_of(owned: Iterable[Share], rank: int) -> Share | None:
 Shapes = dict[str, tuple[int, ...]]
 Owned = Mapping[str, Sequence[Share]]
 WRONG_FILE = (
-    "keep the files of one save: one may be there twice, or be of another model or number of ranks"
+    "keep only the files of one save: a file may be there twice, or belong to another model or "
+    "another number of ranks"
 )
 
 
 def weights_apart(save: Save) -> set[str]:
-    """The names of weights whose fp32 values only their owners store.
+    """The names of the weights whose fp32 values only their owners store.
 
     These are the trained weights of a mixed-precision run. Sets `save.mixed` for such a run that
-    was saved without its 16-bit copies. Raises MissingData if such a save has pieces of weights:
+    was saved without its 16-bit copies. Raises MissingData if such a save has slices of weights:
     only the copies state the full shapes.
     """
     halves = {name for rank in save.ranks for name in rank.halves}
@@ -113,9 +115,9 @@ def weights_apart(save: Save) -> set[str]:
         if pieces:
             raise MissingData(
                 "layout-unknown",
-                f"{save.root} holds pieces of weights ({', '.join(pieces[:4])}) without the 16-bit "
-                "copies, and no other tensor has the shapes",
-                hint="take a checkpoint that was saved with them",
+                f"{save.root} has slices of weights ({', '.join(pieces[:4])}), but not the 16-bit "
+                "copies of these weights, which alone show their shapes",
+                hint="take a checkpoint that was saved with the 16-bit copies",
                 file=save.root,
             )
         save.mixed = "F16"
@@ -130,9 +132,9 @@ def weights_apart(save: Save) -> set[str]:
 def owners_of(save: Save, shapes: Shapes, apart: Collection[str]) -> tuple[Owned, set[str]]:
     """The owners of each weight by the partition rule, and the names of the trained weights.
 
-    `apart` is the result of `weights_apart`. Without moments in the files, the pieces of weights
+    `apart` is the result of `weights_apart`. Without moments in the files, the slices of weights
     show which weights are trained. Raises IncompleteCheckpoint if moments are missing,
-    InconsistentCheckpoint if they contradict the rule, and MissingData if pieces are in no file.
+    InconsistentCheckpoint if they contradict the rule, and MissingData if slices are in no file.
     """
     numels = {name: prod(shape) for name, shape in shapes.items()}
     trained = {name for rank in save.ranks for name in rank.moments}
@@ -140,7 +142,7 @@ def owners_of(save: Save, shapes: Shapes, apart: Collection[str]) -> tuple[Owned
         for name in by_name(set(apart) - trained):
             raise IncompleteCheckpoint(
                 "elements-missing",
-                f"{save.root}: no rank holds the moments of {name}",
+                f"{save.root}: no rank's file has the moments of {name}",
                 file=save.root,
                 subject=name,
             )
@@ -157,7 +159,7 @@ def owners_of(save: Save, shapes: Shapes, apart: Collection[str]) -> tuple[Owned
 
 
 def _fits(save: Save, name: str, owned: Sequence[Share]) -> bool:
-    """Whether the ranks hold exactly the pieces of a weight that `owned` assigns to them."""
+    """Whether the ranks' files have exactly the slices of a weight that `owned` assigns to them."""
     ranks = {share.rank for share in owned}
     pieces = {place for place, rank in enumerate(save.ranks) if name in rank.pieces}
     if not pieces <= ranks:
@@ -173,7 +175,7 @@ def _fits(save: Save, name: str, owned: Sequence[Share]) -> bool:
 
 
 def _check_moments(save: Save, owned: Owned) -> None:
-    """Compares the moments in each rank's file with those that the rank owns.
+    """Compares the moments in each rank's file with the elements that the rank owns.
 
     Raises InconsistentCheckpoint for moments of elements that it does not own, and
     IncompleteCheckpoint if a moment is missing.
@@ -203,24 +205,24 @@ def _check_moments(save: Save, owned: Owned) -> None:
                 if slot not in rank.moments.get(name, {}):
                     raise IncompleteCheckpoint(
                         "elements-missing",
-                        f"{rank.path} lacks the {moment} of {name}, which rank {place} owns or "
-                        "shares",
+                        f"{rank.path} lacks the {moment} of {name}, of which rank {place} owns "
+                        "elements",
                         file=rank.path,
                         subject=name,
                     )
 
 
 def _refuse_torch_names(save: Save) -> None:
-    """Raises MissingData for a mixed-precision run's files that have only names of torch's model.
+    """Raises MissingData for mixed-precision files that have only the names of torch's model.
 
-    No such file has the weights that ranks share, so they cannot be restored.
+    Such files lack the weights that several ranks share, so these cannot be restored.
     """
     if save.dialect == "hdf5" or any(rank.halves for rank in save.ranks):
         return
     raise MissingData(
         "weights-missing",
-        f"{save.root} was saved from a mixed-precision run with torch's names alone: no file holds "
-        "the weights that ranks share",
-        hint="these files cannot restore them; take a checkpoint with optimizer state",
+        f"{save.root} was saved from a mixed-precision run with only torch's names: no file has "
+        "the weights that several ranks share",
+        hint="these weights cannot be restored: take a checkpoint with optimizer state",
         file=save.root,
     )

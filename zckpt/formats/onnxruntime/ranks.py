@@ -1,4 +1,4 @@
-"""The contents of one save, rank by rank; legacy and HDF5 files are read into the same classes."""
+"""The contents of one save, rank by rank: the same classes for torch.save and HDF5 files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ SHORT_NAMES = {"AdamOptimizer": "Adam", "LambOptimizer": "Lamb", "SGDOptimizer":
 
 
 class RankTensor(Struct, frozen=True):
-    """One tensor of a rank's file; `crc` if the file states the CRC-32 of exactly these bytes."""
+    """One tensor of a rank's file: type, shape, byte range.
+
+    `crc` is the CRC-32 of exactly these bytes, if the file states it.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -32,9 +35,9 @@ class RankTensor(Struct, frozen=True):
 class RankStates(Struct, eq=False):
     """One rank's file: tensors and counters, by the weight to which they belong.
 
-    `weights` have the shape of the weight; `pieces` are flat parts of a weight. `halves` are the
-    16-bit copies of mixed-precision runs. `moments` are by weight and slot. `counts` and `shared`
-    are the counters as stored: one more than the completed updates.
+    `weights` are full weights; `pieces` are flat slices of weights. `halves` are the 16-bit copies
+    of mixed-precision runs. `moments` are by weight and then by optimizer state. `counts` and
+    `shared` are the counters as stored: one more than the completed updates.
     """
 
     path: str
@@ -50,9 +53,9 @@ class Save(Struct, eq=False):
     """One checkpoint: its ranks in order, and the facts that all of them state.
 
     `mixed` is the type of the 16-bit copies, None in an fp32 run. `optimizer` is the stated
-    optimizer. `shapes` are shapes that the files state without tensors. `state` is everything that
-    does not belong to a weight; `kept` are the tensors in it, and `copies` are other ranks' copies
-    of those tensors. `notes` are the manifest's.
+    optimizer. `shapes` are shapes that the files state without tensors. `state` are the values that
+    do not belong to a weight; `kept` are the tensors in them, and `copies` are the other ranks'
+    replicas of these tensors. `notes` are the manifest's.
     """
 
     root: str

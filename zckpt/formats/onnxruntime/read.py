@@ -1,10 +1,10 @@
 """Builds the manifest of an ONNX Runtime checkpoint; every weight comes from its owners.
 
-Other copies of a weight are not used if they may be stale (see legacy.py). They must be equal if
-ONNX Runtime keeps them current on every rank: the weights of fp32 runs, frozen weights, 16-bit
-copies. `read` compares the checksums that the files state. A conversion compares the bytes of
-tensors without checksums (`copies`). Because the engine casts each 16-bit copy from its
-master after each update, a conversion also compares all elements of masters and 16-bit copies
+Other ranks' copies of a weight are not used if they may be stale (see legacy.py). They must be
+equal if ONNX Runtime keeps them current on every rank: the weights of fp32 runs, frozen weights,
+16-bit copies. `read` compares the checksums that the files state. A conversion compares the bytes
+of tensors without checksums (`copies`). Because the engine casts each 16-bit copy from its master
+after each update, a conversion also compares all elements of masters and 16-bit copies
 (`Format.compares`).
 """
 
@@ -40,9 +40,9 @@ from .ranks import COUNT, SHARED, SLOTS, RankStates, RankTensor, Save
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
-    """The manifest of a directory of rank files, or of one file; there are no tags.
+    """The manifest of a directory of ranks' files, or of one file; there are no tags.
 
-    Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank, or a part that it
+    Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank, or a slice that it
     owned, is missing), InconsistentCheckpoint (ranks contradict each other or the partition rule),
     MissingData (split weights were not saved), CorruptCheckpoint, UnsupportedCheckpoint (horizontal
     parallelism), MissingExtra (h5py).
@@ -54,10 +54,10 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def copies(manifest: Manifest, replicas: str | None) -> list[Replicas]:
-    """The comparison of copies on several ranks that `read` could not compare by checksums.
+    """The comparison of ranks' replicas that `read` could not compare by checksums.
 
-    A conversion makes it; `inspect` reads no tensor. InconsistentCheckpoint is raised for ranks
-    that hold different copies, CorruptCheckpoint if a damaged file is the cause.
+    A conversion makes it; `inspect` reads no tensor. It raises InconsistentCheckpoint if ranks hold
+    replicas that differ, and CorruptCheckpoint if a damaged file is the cause.
     """
 
     def judge(differing: Sequence[Result]) -> list[Notice]:
@@ -136,8 +136,8 @@ def _shapes(save: Save) -> Shapes:
                 if shapes.setdefault(name, tensor.shape) != tensor.shape:
                     raise InconsistentCheckpoint(
                         "ranks-disagree",
-                        f"{rank.path} holds {name} with shape {list(tensor.shape)}, another file "
-                        f"states {list(shapes[name])}",
+                        f"{rank.path} has {name} with the shape {list(tensor.shape)}, but another "
+                        f"file states {list(shapes[name])}",
                         file=rank.path,
                         subject=name,
                     )
@@ -146,13 +146,13 @@ def _shapes(save: Save) -> Shapes:
             if name not in shapes:
                 raise IncompleteCheckpoint(
                     "elements-missing",
-                    f"{rank.path} holds a piece or a state of {name}, but no file holds the weight "
-                    "or states its shape",
+                    f"{rank.path} has a slice or an optimizer state of {name}, but no file has the "
+                    "weight or states its shape",
                     file=rank.path,
                     subject=name,
                 )
     if not shapes:
-        raise CorruptCheckpoint("weights-missing", f"{save.root} holds no weights", file=save.root)
+        raise CorruptCheckpoint("weights-missing", f"{save.root} has no weights", file=save.root)
     return shapes
 
 
@@ -171,10 +171,10 @@ class _Entries:
         self.lost: list[str] = []
 
     def add_sharded(self, name: str) -> None:
-        """Adds a mixed-precision weight: owners hold its master, all ranks a 16-bit copy.
+        """Adds a mixed-precision weight: its owners have the master, all ranks a 16-bit copy.
 
-        If an owner has no part of it, its name is added to `lost` instead. Raises
-        InconsistentCheckpoint if a piece has another length than the partition rule gives.
+        If an owner has no slice of it, its name is added to `lost` instead. Raises
+        InconsistentCheckpoint if a slice has another length than by the partition rule.
         """
         fragments = []
         is_cut = any(name in rank.pieces for rank in self.save.ranks)
@@ -206,7 +206,7 @@ class _Entries:
         self._add_moments(name)
 
     def add_whole(self, name: str) -> None:
-        """Adds a weight that every rank stores: frozen, or trained in fp32.
+        """Adds a weight that every rank stores completely: frozen, or trained in fp32.
 
         Raises IncompleteCheckpoint if a rank lacks it.
         """
@@ -216,10 +216,12 @@ class _Entries:
             if tensor is None:
                 raise IncompleteCheckpoint(
                     "elements-missing",
-                    f"{rank.path} lacks {name}, which every rank of an fp32 run holds"
+                    f"{rank.path} lacks {name}, which every rank of an fp32 run stores"
                     if not self.save.mixed
-                    else f"{rank.path} lacks {name}, which is frozen or kept in fp32",
-                    hint="is it a file of another save, or of another model?",
+                    else f"{rank.path} lacks {name}, which every rank stores, because it is frozen "
+                    "or kept in fp32",
+                    hint="the file may belong to another save or another model: copy the files of "
+                    "one save",
                     file=rank.path,
                     subject=name,
                 )
@@ -231,9 +233,9 @@ class _Entries:
         self._add_moments(name)
 
     def _add_copies(self, name: str, copies: Sequence[tuple[RankStates, RankTensor]]) -> None:
-        """Adds the first copy, and the others as its replicas.
+        """Adds the first rank's tensor as an entry, and the other ranks' as its replicas.
 
-        Raises if stated checksums differ.
+        Raises InconsistentCheckpoint if the checksums in the files differ.
         """
         if not copies:
             return
@@ -266,28 +268,28 @@ class _Entries:
         self.entries[entry.key] = entry
 
     def refuse_missing(self) -> None:
-        """Raises if an owner of a weight has stored no part of it.
+        """Raises if an owner of a weight has stored no slice of it.
 
-        IncompleteCheckpoint is raised for HDF5 files. Legacy files raise MissingData, because a
+        IncompleteCheckpoint is raised for HDF5 files. torch.save files raise MissingData, because a
         program can save them without the weights that ranks share.
         """
         names = ", ".join(self.lost[:8]) + (" ..." if len(self.lost) > 8 else "")
         if self.lost and self.save.dialect == "hdf5":
             raise IncompleteCheckpoint(
-                "elements-missing", f"{self.save.root} lacks pieces of {names}", file=self.save.root
+                "elements-missing", f"{self.save.root} lacks slices of {names}", file=self.save.root
             )
         if self.lost:
             raise MissingData(
                 "weights-missing",
-                f"{self.save.root} lacks the fp32 pieces of {names}: it was saved with torch's "
-                "names alone, which leaves out weights that ranks share",
-                hint="these files cannot restore them; take another checkpoint",
+                f"{self.save.root} lacks the fp32 slices of {names}: it was saved with only "
+                "torch's names, which leaves out weights that ranks share",
+                hint="these weights cannot be restored: take another checkpoint",
                 file=self.save.root,
             )
 
 
 def different_copies(name: str, first: str, other: str) -> InconsistentCheckpoint:
-    """The error for a tensor of which two files have different copies."""
+    """The error for a tensor whose replicas differ in two files."""
     return InconsistentCheckpoint(
         "copies-differ",
         f"{os.path.basename(first)} and {os.path.basename(other)} hold different values of "
@@ -299,7 +301,8 @@ def _check_dtype(rank: RankStates, name: str, tensor: RankTensor, allowed: Seque
     if tensor.dtype not in allowed:
         raise InconsistentCheckpoint(
             "ranks-disagree",
-            f"{rank.path} holds {name} or a state of it as {tensor.dtype}, not {allowed[0]}",
+            f"{rank.path} has {name} or an optimizer state of it as {tensor.dtype}, but zckpt "
+            f"expected {allowed[0]}",
             file=rank.path,
             subject=name,
         )
@@ -311,13 +314,13 @@ def _check_dtype(rank: RankStates, name: str, tensor: RankTensor, allowed: Seque
 def _sightings(save: Save, owned: Owned) -> Iterator[tuple[str, str, Sighting]]:
     """Yields every counter in the files as completed updates, with its weight and its file.
 
-    Lamb's counter is for all weights; then the weight is "".
+    Lamb has one counter for all weights; then the weight is "".
     """
     shared = any(rank.shared is not None for rank in save.ranks)
     if not shared and not any(rank.counts for rank in save.ranks):
         raise IncompleteCheckpoint(
             "state-missing",
-            f"{save.root} holds moments, but no {COUNT} or {SHARED}",
+            f"{save.root} has moments, but no counter of updates: neither {COUNT} nor {SHARED}",
             file=save.root,
         )
     if shared:
@@ -351,7 +354,7 @@ def _steps(
 ) -> dict[str, agreement.Step | None]:
     """The number of completed updates of each weight.
 
-    It is the same for all weights, unless the policy is `keep`.
+    It is the same for all weights, unless `policy` is `keep`.
     """
     steps_by_weight: dict[str, list[tuple[str, agreement.Step]]] = {}
     for name, file, line in sightings:

@@ -1,7 +1,8 @@
-"""Writes ONNX Runtime checkpoints of any data-parallel size: the files without their tensors.
+"""Lays out ONNX Runtime checkpoints of any data-parallel size: files without tensors' bytes.
 
-ORTTrainer.load_checkpoint merges HDF5 files and cuts them again, so any number of ranks can resume
-from them. Each rank loads its own legacy file (L2), with the names and sizes of its partition.
+ORTTrainer.load_checkpoint merges HDF5 files and divides them again, so any number of ranks can
+resume from them. Each rank loads its own torch.save file (L2), with its partition's names and
+sizes.
 
 Beside the weights' tensors, the files contain counters (one more than the updates). HDF5 files also
 contain ORTTrainer's own counters and the user's dictionary. `omitted` names everything else.
@@ -59,7 +60,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
     Raises before anything is written: WrongOption, MissingData (the optimizer is neither Adam nor
     Lamb, or a state is missing), InconsistentCheckpoint (Lamb has one step for all),
-    UnsupportedCheckpoint (a name that HDF5 files cannot hold), MissingExtra (h5py).
+    UnsupportedCheckpoint (a name that HDF5 files cannot store), MissingExtra (h5py).
     """
     writer = OnnxRuntimeWriter(source, options)
 
@@ -83,7 +84,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
-    """Writes the CRC-32 of every tensor's bytes into the zip directories of legacy files."""
+    """Writes the CRC-32 of every tensor's bytes into the zip directories of torch.save files."""
     if manifest.run.origin.dialect != "hdf5":  # HDF5 files have no checksums
         seal_records(root, manifest, outcome)
 
@@ -91,8 +92,8 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
 class TargetWeight(Struct, frozen=True):
     """A weight of the target, and how ranks store it.
 
-    `owned` are its shares; empty if it is frozen. `apart` is true if only its owners store it.
-    `moments` are the dtypes of its optimizer states, by moment. `updates` is its number of
+    `owned` are the ranks' shares of it; empty if it is frozen. `apart` is true if only its owners
+    store it. `moments` are the types of its optimizer states, by moment. `updates` is its number of
     completed updates; None if no state is written.
     """
 
@@ -106,7 +107,7 @@ class TargetWeight(Struct, frozen=True):
 
 
 class OnnxRuntimeWriter:
-    """Writes one target; the constructor decides weights, shares and types."""
+    """Writes one target; the constructor decides weights, the ranks' shares and types."""
 
     def __init__(self, source: Manifest, options: Options) -> None:
         self.source = source
@@ -147,7 +148,7 @@ class OnnxRuntimeWriter:
         return half if half in HALF_SUFFIXES else None
 
     def _optimizer(self) -> str:
-        """AdamOptimizer or LambOptimizer; raises if the source has another optimizer's states."""
+        """AdamOptimizer or LambOptimizer; raises WrongOption for another optimizer's states."""
         name = plain_name(self.source.optimizer or "")
         kept = {entry.slot for entry in self.source.entries.values() if is_optimizers(entry.slot)}
         families = {"adam": "Adam", "adamw": "Adam", "lamb": "Lamb", "": "Adam", "sgd": "SGD"}
@@ -155,9 +156,9 @@ class OnnxRuntimeWriter:
         if kept and not is_known and not self.options.weights_only:
             raise WrongOption(
                 "optimizer-unsupported",
-                f"ONNX Runtime keeps the states of Adam and Lamb; the source has those of "
-                f"{self.source.optimizer or 'an unknown optimizer'}: {', '.join(sorted(kept))}",
-                hint="to write the weights alone, add --weights-only",
+                "ONNX Runtime stores only the states of Adam and Lamb, but the source has states "
+                f"of {self.source.optimizer or 'an unknown optimizer'}: {', '.join(sorted(kept))}",
+                hint="to write only the weights, add --weights-only",
             )
         return ENGINE_NAMES[families.get(name, "Adam")]
 
@@ -173,7 +174,7 @@ class OnnxRuntimeWriter:
             if entry is None:
                 raise MissingData(
                     "state-missing",
-                    f"the source holds no {slot} of {name}, though it holds that of other weights",
+                    f"the source has no {slot} of {name}, but has it for other weights",
                     subject=name,
                 )
             moments[moment] = "F16" if entry.dtype == "F16" else "F32"
@@ -182,22 +183,22 @@ class OnnxRuntimeWriter:
         if self.states and (step is None or step != int(step) or step < 0):
             raise MissingData(
                 "step-missing",
-                f"the number of updates of {name} must be a whole number; the source has {step}",
+                f"the number of updates of {name} must be an integer, but the source has {step}",
                 subject=name,
             )
         updates = int(step) if self.states and step is not None else None
         return TargetWeight(name, "F32", parameter.shape, owned, apart, moments, updates)
 
     def _frozen(self, name: str) -> TargetWeight:
-        """The target's form of a frozen weight or buffer: fp32, and complete on every rank.
+        """A frozen weight or buffer as the target stores it: fp32, and complete on every rank.
 
-        Raises MissingData without its weights.
+        Raises MissingData if the source lacks it.
         """
         entry = self.source.entries.get((name, "param"))
         if entry is None:
             raise MissingData(
                 "weights-missing",
-                f"the source holds no weights of {name}, which is frozen",
+                f"the source has no tensor of {name}, a frozen weight or buffer",
                 subject=name,
             )
         dtype = "F32" if entry.dtype in FLOATS - {"F64"} else entry.dtype
@@ -214,8 +215,8 @@ class OnnxRuntimeWriter:
                 hint="choose one: --step-policy max|min|N",
             )
         message = (
-            f"weights have different numbers of updates ({numbers}): to read this target, zckpt "
-            "needs --step-policy keep"
+            f"weights have different numbers of updates ({numbers}): to read this target with "
+            "zckpt, add --step-policy keep"
         )
         self.warnings.append(warning("option-needed", message, subject="--step-policy"))
 
@@ -233,15 +234,15 @@ class OnnxRuntimeWriter:
             if "/" in name or "\0" in name or name in ("", "."):
                 raise UnsupportedCheckpoint(
                     "name-unsupported",
-                    f"an HDF5 file cannot hold the name {name!r}: ONNX Runtime takes it for "
-                    "several names and loads nothing",
+                    f"an HDF5 file cannot store a tensor with the name {name!r}: ONNX Runtime "
+                    "would not find it",
                     hint="add --dialect l2",
                     subject=name,
                 )
             if weight.dtype not in hdf5shell.NUMPY:
                 raise UnsupportedCheckpoint(
                     "type-unsupported",
-                    f"{name} has elements of type {weight.dtype}, which HDF5 files cannot hold",
+                    f"{name} has the type {weight.dtype}, which HDF5 files cannot store",
                     subject=name,
                 )
 
@@ -252,7 +253,7 @@ class OnnxRuntimeWriter:
         if source.groups and self.states:
             message = (
                 "hyper-parameters (learning rate, betas, weight decay, ...): ONNX Runtime does "
-                "not store them; set them in the program that resumes"
+                "not store them; set them in the program that will resume"
             )
             self.omitted.append(note("state-omitted", message, subject="param_groups"))
         if tied := [*source.owners]:
@@ -272,7 +273,7 @@ class OnnxRuntimeWriter:
                 and value not in (None, {}, [], "", False)
             ):
                 names = ", ".join(own_names(key, value))
-                message = f"{names}: ONNX Runtime's files cannot hold it"
+                message = f"{names}: ONNX Runtime's files cannot store it"
                 self.omitted.append(note("state-omitted", message, subject=key))
         self.omitted += [
             note("file-omitted", f"{item.name}: not part of the checkpoint", file=item.path)
@@ -290,15 +291,15 @@ class OnnxRuntimeWriter:
         lamb = self.optimizer == "LambOptimizer" and self.states
         if lamb and self.dp != source.dp:
             message = (
-                "Lamb on another number of ranks is exact in state, not in trajectory: ONNX "
-                "Runtime computes its norms from each rank's pieces"
+                "with Lamb on another number of ranks, the state is exact, but later updates "
+                "differ: ONNX Runtime computes Lamb's norms from each rank's slices"
             )
             self.warnings.append(warning("not-exact", message))
 
     # -- files
 
     def shells(self) -> Iterator[Shell]:
-        """Yields every rank's file."""
+        """Yields every rank's file, without the tensors' bytes."""
         make = self._hdf5 if self.dialect == "hdf5" else self._legacy
         for rank in range(self.dp):
             yield make(rank)
@@ -308,7 +309,7 @@ class OnnxRuntimeWriter:
     ) -> Iterator[tuple[TargetWeight, Share | None, tuple[int, ...] | None]]:
         """Yields every weight with the rank's share of it, and the shape that the rank stores.
 
-        The share is None if the rank owns no part, the shape None if it stores nothing.
+        The share is None if the rank owns no elements of it, the shape None if it stores nothing.
         """
         for weight in self.weights:
             share = share_of(weight.owned, rank)
@@ -400,7 +401,10 @@ class OnnxRuntimeWriter:
         return hdf5shell.shell(f"checkpoint{part}.ortcp", tree)
 
     def _step_info(self) -> dict[str, int]:
-        """ORTTrainer's counters: the source's; else as if every step of the run were an update."""
+        """ORTTrainer's counters: the source's, or else the number of updates for each counter.
+
+        Empty if the number of updates is unknown.
+        """
         kept = self.source.state.get("train_step_info")
         if isinstance(kept, dict) and kept:
             return kept

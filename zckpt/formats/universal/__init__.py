@@ -1,11 +1,10 @@
-"""zckpt's own format: full tensors as safetensors, by slot, with a manifest.
+"""zckpt's own format: full tensors in safetensors files, and a manifest.
 
-files.py      finds the checkpoint's files; the version that is written
-read.py       reads manifest.json, and finds tensors in the safetensors files
-agreement.py  checks that the parts of manifest.json agree
-flipped.py    finds the bit of a damaged manifest.json that was flipped
-write.py      writes the files for `convert --to universal`
-functions.py  the table of this format's functions
+files.py      finds the checkpoint's files; the version that is written read.py       reads
+manifest.json, and finds tensors in the safetensors files agreement.py  checks that the values in
+manifest.json do not contradict each other flipped.py    finds the bit of a damaged manifest.json
+that was flipped write.py      writes the files for `convert --to universal` functions.py  the table
+of this format's functions
 """
 
 from ...training.options import (
@@ -21,7 +20,7 @@ from .files import ROLES, detect
 
 FORMAT = Format(
     name="universal",
-    about="zckpt's own: whole tensors as safetensors",
+    about="zckpt's own: full tensors as safetensors",
     family="universal",
     detect=detect,
     roles=ROLES,

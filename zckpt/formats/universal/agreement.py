@@ -1,8 +1,8 @@
-"""Checks that the parts of manifest.json agree with each other.
+"""Checks that the values in manifest.json do not contradict each other.
 
-A checksum shows that bytes changed. It does not show contradictions that a program which edits the
-file, or an older zckpt, wrote. A parameter missing in one part would be lost silently in every
-target.
+A checksum shows that bytes changed. It does not show contradictions that an older zckpt, or a
+program that edits the file, wrote. If a parameter were missing in one list, it would be lost
+silently in every target.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...errors import brief, listed
 
 
 def checksum(document: Mapping[str, Any]) -> str:
-    """The CRC-32 of a manifest without its own key `crc32`: eight hex digits.
+    """The CRC-32 of a manifest's contents, without its key `crc32`, as eight hex digits.
 
     It is computed from the JSON with sorted keys, without spaces, in ASCII, so every program can
     compute it from the parsed document.
@@ -28,16 +28,16 @@ def checksum(document: Mapping[str, Any]) -> str:
 
 
 def canonical(document: Mapping[str, Any]) -> bytes:
-    """The contents of a manifest as the bytes over which its CRC-32 is computed."""
+    """The contents of a manifest as the bytes from which its CRC-32 is computed."""
     rest = {key: value for key, value in document.items() if key != "crc32"}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return text.encode("ascii")
 
 
 def contradictions(manifest: Manifest, step: Any) -> Iterator[str]:
-    """Sentences about parts of the manifest that contradict each other.
+    """Yields a sentence for each contradiction within the manifest.
 
-    `step` is its stated step.
+    `step` is the step that manifest.json states for the checkpoint.
     """
     parameters, buffers = manifest.parameters, {*manifest.buffers}
     entries = [entry for entry in manifest.entries.values() if entry.slot != "state"]
@@ -59,18 +59,20 @@ def contradictions(manifest: Manifest, step: Any) -> Iterator[str]:
         if has_groups and parameter.trainable and parameter.group is None
     ]
     claims: dict[str, Iterable[str]] = {
-        "it has tensors of no parameter and no buffer": (
+        "it has tensors that belong to no parameter or buffer": (
             entry.name
             for entry, parameter in pairs
             if parameter is None and not (entry.parameter in buffers and entry.slot == "param")
         ),
-        "tensors have other shapes than their parameters": (
+        "tensors have a different shape than their parameters": (
             entry.name for entry, own in pairs if own is not None and entry.shape != own.shape
         ),
-        "it has no weights of": (name for name in (*parameters, *buffers) if name not in weights),
-        "a parameter and a buffer have one name": sorted(buffers & parameters.keys()),
-        "second names of tied weights are names of others too": sorted(twice),
-        "frozen parameters have states of an optimizer": (
+        "it lacks the weights of": (
+            name for name in (*parameters, *buffers) if name not in weights
+        ),
+        "a parameter and a buffer have the same name": sorted(buffers & parameters.keys()),
+        "second names of tied weights belong to several weights": sorted(twice),
+        "frozen parameters have optimizer states": (
             entry.name
             for entry, parameter in pairs
             if parameter and not parameter.trainable and is_optimizers(entry.slot)
@@ -84,4 +86,4 @@ def contradictions(manifest: Manifest, step: Any) -> Iterator[str]:
     if step != manifest.step:
         steps = {item.step for item in parameters.values() if item.step is not None}
         of_each = listed(sorted(steps), 4) if steps else "none"
-        yield f"its step is {brief(step)}, and the steps of its parameters are {of_each}"
+        yield f"its step is {brief(step)}, but the steps of its parameters are {of_each}"

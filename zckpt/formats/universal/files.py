@@ -1,12 +1,12 @@
 """Finds the files of a universal checkpoint: safetensors files of full tensors, and a manifest.
 
     OUT/manifest.json             everything but tensors, as JSON (specified in docs/format-v1.md)
-    OUT/model.safetensors         slot `param`: the module's weights and buffers
+    OUT/model.safetensors         the module's weights and buffers
     OUT/master.safetensors        fp32 master weights
-    OUT/exp_avg.safetensors ...   one per optimizer state
+    OUT/exp_avg.safetensors ...   one file per optimizer state
     OUT/state.safetensors         tensors inside the rest of the state
     OUT/siblings/                 other files of a trainer's directory
-    OUT/around/                   other files of a numbered folder around it
+    OUT/around/                   other files in the directory that contains a numbered folder
 
 There is no pickle in it. The version of the format is 1; keys are added, never changed.
 """
@@ -40,7 +40,10 @@ KEYS = (b'"zckpt"', b'"source"', b'"step"', b'"optimizer"')
 
 
 def detect(path: str) -> list[str]:
-    """One empty tag if `path` has a manifest that zckpt wrote, or files whose manifest is lost."""
+    """One empty tag if `path` has a manifest that zckpt wrote, or files whose manifest is lost.
+
+    Otherwise an empty list.
+    """
     name = os.path.join(path, MANIFEST)
     if sources.is_file(name):
         with sources.opened(name) as file:

@@ -2,9 +2,10 @@
 
 The manifest states the CRC-32 of its contents (`agreement.checksum`), not of its bytes. So a bit is
 flipped back and the text is parsed again: if the contents then have the stated CRC-32, it was this
-bit. If the text is no JSON, the bits near the place of the error are tried. Otherwise these are
-tried: the bits of the stated CRC-32; the one bit of the contents that explains the difference to
-it; and bits of words and keys that occur only once in the text, as a damaged name does.
+bit. If the text is not valid JSON, the bits near the position of the error are tried. Otherwise
+these are tried: the bits of the stated CRC-32; the one bit of the contents that explains the
+difference from it; and bits of words and keys that occur only once in the text, as a damaged name
+does.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Bit = tuple[int, int]
 def flipped(text: bytes) -> list[Bit]:
     """The bits of a damaged manifest such that flipping one of them gives the stated CRC-32.
 
-    Empty if none is found: it may be in a place that would take too long to find.
+    Empty if no such bit is found: trying all bits would take too long.
     """
     left = LIMIT
     found: list[Bit] = []
@@ -83,9 +84,9 @@ def _bits(text: bytes, start: int, stop: int) -> Iterator[Bit]:
 def _in_contents(text: bytes, document: dict[str, Any]) -> Iterator[Bit]:
     """Yields the bits of the text whose flip may explain the wrong CRC-32.
 
-    From the difference of the two CRC-32s follows which bit of the canonical contents was flipped
-    (the sorted JSON over which the CRC-32 is computed). The text has its keys in another order, so
-    the bytes around this bit are searched in it.
+    The difference of the two CRC-32s shows which bit of the canonical contents was flipped (the
+    sorted JSON from which the CRC-32 is computed). The text has its keys in another order, so the
+    bytes around this bit are searched in it.
     """
     stated = document.get("crc32")
     if not isinstance(stated, str) or not re.fullmatch("[0-9a-f]{8}", stated):
@@ -104,7 +105,7 @@ def _in_contents(text: bytes, document: dict[str, Any]) -> Iterator[Bit]:
 def _in_names(text: bytes) -> Iterator[Bit]:
     """Yields bits whose flip turns a word that occurs once into another word of the text.
 
-    After these, it yields all bits of the keys that occur once.
+    Then it yields all bits of the keys that occur once.
     """
     words: dict[bytes, list[int]] = {}
     for match in WORD.finditer(text):

@@ -1,4 +1,4 @@
-"""Reads a universal checkpoint: manifest.json, and the places of tensors in safetensors files."""
+"""Reads a universal checkpoint: manifest.json, and byte ranges of tensors in safetensors files."""
 
 import json
 import os
@@ -68,8 +68,8 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     if not sources.is_file(name):
         raise IncompleteCheckpoint(
             "missing-file",
-            f"{path} lacks {MANIFEST}, which says what its tensors are",
-            hint="copy it from where the other files came from",
+            f"{path} lacks {MANIFEST}, which describes its tensors",
+            hint=f"copy {MANIFEST} from the checkpoint's original directory",
             file=path,
         )
     try:
@@ -114,15 +114,15 @@ def _is_of_optimizer(file: str) -> bool:
 
 
 def _slot_of(file: str) -> str:
-    """The slot to which a safetensors file's tensors belong, by the file's name."""
+    """The kind of a safetensors file's tensors, by its name: `param`, `master`, `exp_avg`, ..."""
     stem = os.path.basename(file).removesuffix(ENDING).split("-")[0]
     return "param" if stem == "model" else stem
 
 
 def shells_of(path: str, chosen: Manifest) -> Manifest:
-    """The manifest of files that were just laid out for `chosen`.
+    """The manifest of files that were just laid out for `chosen`, before their tensors are filled.
 
-    Their headers state the place of each tensor. Everything else comes from `chosen`, as in
+    The files' headers state each tensor's byte range. Everything else comes from `chosen`, as in
     manifest.json. Raises CorruptCheckpoint for facts that a manifest may not state.
     """
     stored, files = _stored(path, ())
@@ -155,7 +155,7 @@ def shells_of(path: str, chosen: Manifest) -> Manifest:
 
 
 def _laid_out(path: str, chosen: Manifest) -> tuple[Sibling, ...]:
-    """The trainer's files that were laid out with another content than the source's."""
+    """The trainer's files whose content in the target differs from the source's."""
     changed = [item.name for item in chosen.files.siblings if item.content is not None]
     paths = {name: os.path.join(path, SIBLINGS, name) for name in changed}
     return tuple(Sibling(name, file, sources.size(file)) for name, file in paths.items())
@@ -178,7 +178,7 @@ def _text_of(name: str) -> str:
                 "file-too-large",
                 f"{name} has {os.fstat(file.fileno()).st_size} bytes; zckpt reads up to "
                 f"{MAX_MANIFEST}",
-                hint="zckpt writes none so large: convert again",
+                hint="zckpt never writes such a large manifest: convert again",
                 file=name,
             )
         text: str = file.read().decode("utf-8", "surrogatepass")
@@ -246,7 +246,8 @@ class _Stated(Struct, frozen=True):
 def _notices(document: Mapping[str, Any], key: str) -> tuple[Notice, ...]:
     """The notices whose texts the manifest lists under a key, with their codes.
 
-    Texts without a code, or with a code list of another length, get the code `said-by-source`.
+    If the codes are missing, or are not as many as the texts, all texts get the code
+    `said-by-source`.
     """
     texts = texts_from_json(document.get(key, []))
     try:
@@ -264,7 +265,8 @@ def _check_checksum(path: str, document: Mapping[str, Any]) -> list[Notice]:
     """Raises CorruptCheckpoint for a damaged manifest; returns a warning if it has no checksum."""
     if "crc32" not in document:
         message = (
-            f"{MANIFEST} has no checksum (an older zckpt wrote none): damage to it may go unseen"
+            f"{MANIFEST} has no checksum (an older zckpt wrote none): damage to it cannot be "
+            "detected"
         )
         return [warning("checksum-missing", message, file=os.path.join(path, MANIFEST))]
     if document["crc32"] != checksum(document):
@@ -281,7 +283,7 @@ def _check_checksum(path: str, document: Mapping[str, Any]) -> list[Notice]:
 def _entries(
     path: str, listed: dict[str, Any], stored: Mapping[Key, safefile.SavedTensor]
 ) -> dict[Key, Entry]:
-    """The entries that the manifest lists, with the places of `stored` tensors.
+    """The entries that the manifest lists, with the byte ranges of the `stored` tensors.
 
     Removes the items from `listed` to reuse their memory for the entries.
     """
@@ -302,21 +304,21 @@ def _entries(
 def _stored_as(
     path: str, key: Key, dtype: Any, shape: Any, stored: Mapping[Key, safefile.SavedTensor]
 ) -> safefile.SavedTensor:
-    """The tensor in a file; raises CorruptCheckpoint unless it has this type and shape."""
+    """The tensor `key` in a file; raises CorruptCheckpoint unless it has this type and shape."""
     tensor = stored.get(key)
     if tensor is None:
         raise CorruptCheckpoint(
             "missing-file",
             f"{path} lacks {brief(name_of(key))}, which its manifest lists",
-            hint="a file of the checkpoint is missing",
+            hint="a file of the checkpoint is missing: copy all files again",
             file=os.path.join(path, f"{key[1]}{ENDING}"),
         )
     if tensor.dtype != dtype or [*tensor.shape] != shape:
         name = name_of(key)
         raise CorruptCheckpoint(
             "file-damaged",
-            f"{tensor.extent.file} holds {name} as {tensor.dtype} {list(tensor.shape)}, "
-            f"the manifest states {brief(dtype)} {brief(shape)}",
+            f"{tensor.extent.file} has {name} as {tensor.dtype} {list(tensor.shape)}, but the "
+            f"manifest states {brief(dtype)} {brief(shape)}",
             file=tensor.extent.file,
             subject=name,
         )
@@ -324,7 +326,7 @@ def _stored_as(
 
 
 def _records(path: str, listed: Mapping[str, Any]) -> tuple[Record, ...]:
-    """The bytes and CRC-32 of each listed file that has a checksum in the manifest.
+    """The byte range and CRC-32 of each listed file that has a checksum in the manifest.
 
     Raises CorruptCheckpoint if a listed file is missing or has another size.
     """
@@ -359,7 +361,7 @@ def _groups(document: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
 
 
 def _listed_files(entries: Mapping[Key, Entry]) -> set[str]:
-    """The files that contain fragments."""
+    """The files of entries whose byte ranges the manifest lists."""
     return {
         fragment.extent.file
         for entry in entries.values()
@@ -371,16 +373,16 @@ def _listed_files(entries: Mapping[Key, Entry]) -> set[str]:
 def _require_room(path: str, entries: Mapping[Key, Entry], files: Collection[str]) -> None:
     """Raises CorruptCheckpoint if the tensors have more bytes than the files that contain them.
 
-    Then some share bytes. A small manifest could list the same bytes as a million tensors, and
-    reading would never end.
+    Then some tensors share bytes. A small manifest could list the same bytes as a million tensors,
+    and reading would never end.
     """
     stated_bytes = sum([entry.length for entry in entries.values()])
     room = sum([sources.size(file) for file in {*files}])
     if stated_bytes > room:
         raise CorruptCheckpoint(
             "file-damaged",
-            f"{os.path.join(path, MANIFEST)} states tensors of {stated_bytes} bytes, but its "
-            f"files have {room}",
+            f"{os.path.join(path, MANIFEST)} lists tensors of {stated_bytes} bytes, but its files "
+            f"have only {room}",
             file=os.path.join(path, MANIFEST),
         )
 
@@ -388,7 +390,7 @@ def _require_room(path: str, entries: Mapping[Key, Entry], files: Collection[str
 def _origin(
     path: str, source_facts: Any, groups: Sequence[Any] | None, members: Iterable[Any]
 ) -> Origin:
-    """The origin that manifest.json states as `source`.
+    """The facts about the original checkpoint that manifest.json states as `source`.
 
     Raises CorruptCheckpoint for values that are impossible as names of folders or numbers of ranks.
     """
@@ -397,7 +399,7 @@ def _origin(
     except ValidationError as error:
         raise CorruptCheckpoint(
             "file-damaged",
-            f"{os.path.join(path, MANIFEST)} states a source that is not possible: {error}",
+            f"{os.path.join(path, MANIFEST)} has an invalid value in `source`: {error}",
             file=os.path.join(path, MANIFEST),
         ) from error
     stage, tag = origin.zero_stage, origin.tag
@@ -415,8 +417,7 @@ def _origin(
     if not valid:
         raise CorruptCheckpoint(
             "file-damaged",
-            f"{os.path.join(path, MANIFEST)} states a dp, ep, sp, stage, tag or group that is not "
-            "possible",
+            f"{os.path.join(path, MANIFEST)} has an invalid dp, ep, sp, stage, tag or group",
             file=os.path.join(path, MANIFEST),
         )
     return origin
@@ -425,9 +426,9 @@ def _origin(
 def _stored(
     path: str, listed: Collection[str]
 ) -> tuple[dict[Key, safefile.SavedTensor], list[str]]:
-    """The tensors of the listed safetensors files, by slot and name; and the paths of these files.
+    """The tensors of the listed safetensors files, by name and slot; and the files' paths.
 
-    If no file is listed, as while they are being written, all files are read.
+    If no file is listed, as while files are being written, all files are read.
     """
     tensors: dict[Key, safefile.SavedTensor] = {}
     files = []
@@ -443,7 +444,10 @@ def _stored(
 
 
 def _listed(path: str, name: str, entry: Mapping[str, Any]) -> Runs:
-    """Fragments as the manifest lists them; raises unless they cover the tensor exactly once."""
+    """The byte ranges that the manifest lists for a tensor.
+
+    Raises CorruptCheckpoint unless they cover the tensor exactly once.
+    """
     fragments, end, size = [], 0, SIZES[entry["dtype"]]
     for item in sorted(entry["fragments"], key=lambda item: item["start"]):
         start, stop = item["start"], item["stop"]
@@ -458,7 +462,8 @@ def _listed(path: str, name: str, entry: Mapping[str, Any]) -> Runs:
     if end != prod(entry["shape"]) or len(fragments) != len(entry["fragments"]):
         raise CorruptCheckpoint(
             "file-damaged",
-            f"{path}: the fragments of {name} do not cover it exactly once",
+            f"{path}: the byte ranges that the manifest lists for {name} do not cover it exactly "
+            "once",
             file=path,
             subject=name,
         )
@@ -466,10 +471,10 @@ def _listed(path: str, name: str, entry: Mapping[str, Any]) -> Runs:
 
 
 def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
-    """Compares every file that a target gets unread with the CRC-32 that the manifest states.
+    """Compares each file that a conversion copies unread with the CRC-32 that the manifest states.
 
-    These files have no tensors, so no copy of tensors would compare them. Called before a
-    conversion writes anything. Raises CorruptCheckpoint.
+    These files have no tensors, so no other check compares them. Called before a conversion writes
+    anything. Raises CorruptCheckpoint.
     """
     beside = (*manifest.files.siblings, *manifest.files.around)
     siblings = {sibling.path for sibling in beside}
@@ -485,7 +490,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
 
 
 def _below(path: str, folder: str) -> SiblingList:
-    """The files in a subfolder such as `siblings/`, which a target gets unchanged."""
+    """The files in a subfolder such as `siblings/`, which a conversion copies unchanged."""
     root = os.path.join(path, folder)
     files = SiblingList(path, OPEN_FOLDERS | OPEN_FILES)
     if sources.is_folder(root):

@@ -38,7 +38,7 @@ from .read import shells_of
 
 
 def select(source: Manifest, options: Options) -> Manifest:
-    """The manifest to write: the source's, with the entries and dtypes that the options choose.
+    """The manifest to write: the source's, with the tensors and types that the options choose.
 
     Raises MissingData with `--weights-only` for a source without weights.
     """
@@ -54,7 +54,7 @@ def select(source: Manifest, options: Options) -> Manifest:
     if options.weights_only:
         if not entries:
             raise MissingData(
-                "weights-missing", f"{source.root} holds no weights", file=source.root
+                "weights-missing", f"{source.root} has no weights", file=source.root
             )
         kept = ("module", "module_metadata", "module_extra")
         entries |= {
@@ -90,7 +90,7 @@ def _weight(source: Manifest, entry: Entry, options: Options) -> Entry:
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """The files without tensors and digests; `seal` adds the digests."""
+    """Lays out the files, without tensors' bytes and digests; `seal` adds the digests."""
     chosen = with_defaults(select(source, options), options)
     siblings = [(f"{SIBLINGS}/{item.name}", item) for item in source.files.siblings]
     siblings += [(f"{AROUND}/{item.name}", item) for item in source.files.around]
@@ -137,7 +137,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 def with_defaults(source: Manifest, options: Options) -> Manifest:
     """The source with the hyper-parameters of `--group-defaults`, if it stores none.
 
-    Elastic files of DeepSpeed, for example, store none.
+    For example, DeepSpeed's elastic files store none.
     """
     inferred = are_inferred(source)
     if not (source.groups is None or inferred) or not options[GROUP_DEFAULTS]:
@@ -189,7 +189,7 @@ def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
         raise UnsupportedCheckpoint(
             "file-too-large",
             f"{MANIFEST} would have {size + room} bytes; zckpt reads up to {MAX_MANIFEST}",
-            hint="save the checkpoint without what is neither a tensor nor a number",
+            hint="save the checkpoint with fewer values that are neither tensors nor numbers",
         )
     yield Shell(MANIFEST, size, ((0, text.ljust(size)),))
 
@@ -197,8 +197,8 @@ def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the manifest again, with the CRC-32 of every tensor and file.
 
-    It was also written before the copy. Without it readers would not recognize the files without
-    tensors as a checkpoint, and its size is part of the report.
+    It was also written before the copy: without it, readers would not recognize the files as a
+    checkpoint, and its size is part of the report.
     """
     document = describe(manifest, outcome.digests.get(0, {}).get)
     files = dict(outcome.files)
@@ -219,9 +219,9 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
 
 
 def describe(manifest: Manifest, digest_of: Callable[[Key], int | None]) -> dict[str, Any]:
-    """Makes the contents of manifest.json, as a dictionary.
+    """The contents of manifest.json, as a dictionary.
 
-    `digest_of` returns the digest of an entry, or None if it is unknown.
+    `digest_of` returns the CRC-32 of an entry's tensor, or None if it is unknown.
     """
     groups = manifest.groups or ()
     tuples = {key for group in groups for key, value in group.items() if type(value) is tuple}
@@ -265,7 +265,7 @@ def with_mended(path: str, mended: Sequence[Mended]) -> tuple[str, bytes]:
 
 
 def _without_text(notice: Notice) -> dict[str, Any]:
-    """A notice as JSON, without its text, and without a path that is valid only on this machine."""
+    """A notice as JSON, without its text, and without its path, which other machines lack."""
     fields = {"code": notice.code, "severity": notice.severity, "subject": notice.subject}
     return {**fields, "hint": notice.hint}
 
@@ -277,10 +277,10 @@ def _entry(entry: Entry, digest: int | None) -> dict[str, Any]:
 
 
 def _text(document: Mapping[str, Any]) -> bytes:
-    """The document as JSON, with each key, and each item of a dictionary in it, on a line.
+    """The document as JSON, with a line for each key, and for each item of a dictionary in it.
 
-    This form suits people and `diff`; json's own indent puts every number of a shape on its own
-    line.
+    So people can read it and `diff` can compare it; json's own indent would put every number of a
+    shape on a separate line.
     """
     text = bytearray()
     for piece in _pieces(document):
@@ -305,7 +305,7 @@ def _pieces(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _entry_line(entry: Mapping[str, Any]) -> str:
-    """An entry as one line of JSON, as `_line` gives it, in a third of the time.
+    """An entry as one line of JSON: the same text as from `_line`, in a third of the time.
 
     It works because entries have only ASCII texts and integers.
     """
