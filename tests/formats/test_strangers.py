@@ -553,7 +553,7 @@ def test_random_states_are_no_states_of_an_optimizer(key: str, tmp_path: Path) -
         zckpt.convert(tmp_path / "a.pt", tmp_path / str(number), **to)
         assert zckpt.verify(tmp_path / "a.pt", tmp_path / str(number))["equal"]
     report = zckpt.convert(tmp_path / "a.pt", tmp_path / "ort", to="onnxruntime")
-    assert "client_state: ONNX Runtime's files cannot hold it" in texts(report["left_out"])
+    assert "client_state: ONNX Runtime's files cannot store it" in texts(report["left_out"])
 
 
 def test_what_is_known_of_a_state_around_the_optimizer(tmp_path: Path) -> None:

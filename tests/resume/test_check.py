@@ -318,8 +318,8 @@ def test_a_run_that_names_no_iteration(tmp_path: Path, zckpt: Run) -> None:
     [
         ("4", "names iter_0000004: Megatron-LM loads iter_0000003 only with --ckpt-step 3"),
         ("9", "names iter_0000009: Megatron-LM loads iter_0000003 only with --ckpt-step 3"),
-        ("abc", "says 'abc': Megatron-LM loads iter_0000003 if it says 3"),
-        ("", "says '': Megatron-LM loads iter_0000003 if it says 3"),
+        ("abc", "contains 'abc': write 3 into it, and Megatron-LM loads iter_0000003"),
+        ("", "contains '': write 3 into it, and Megatron-LM loads iter_0000003"),
         (None, "is missing: Megatron-LM loads iter_0000003 only with --ckpt-step 3"),
         ("3", None),
     ],

@@ -205,7 +205,9 @@ def test_the_hint_of_an_optimizers_folder_leads_to_the_whole(run: Path, zckpt: P
     ended = zckpt("inspect", run / "optim")
     assert ended.code == 1
     (hint,) = (line for line in ended.err.splitlines() if line.startswith("Hint: "))
-    folder = hint.removeprefix("Hint: give ").removesuffix(", which has both")
+    folder = hint.removeprefix("Hint: give ").removesuffix(
+        ", which has the model and the optimizer"
+    )
     assert folder == str(run)
     assert zckpt("inspect", folder).code == 0
 

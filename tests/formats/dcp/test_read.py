@@ -277,7 +277,10 @@ class TestUnused:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda m: m.planner_data.update({"rng.1": ("rng", "1")}), "rng.1, of which no rank saved"),
+        (
+            lambda m: m.planner_data.update({"rng.1": ("rng", "1")}),
+            "lists rng.1, but no rank saved",
+        ),
         (lambda m: setattr(m, "versiom", "1"), "fields that zckpt does not know: versiom"),
         (lambda m: setattr(m, "version", "1.0.1"), "version '1.0.1'"),
     ],

@@ -31,7 +31,7 @@ def fsdp2(once: Once) -> Path:
 def test_are_joined_as_the_models(name: str, place: str, front: str, fsdp2: Path) -> None:
     manifest = zckpt.read(fsdp2 / name)
     assert any(
-        "joined as the model's DTensors are" in line for line in texts(manifest.notices.warnings)
+        "joined like the model's DTensors" in line for line in texts(manifest.notices.warnings)
     )
     assert not any(line.startswith("ema") for line in texts(manifest.notices.omitted))
     for weight, whole in torch.load(fsdp2 / "averages.pt").items():

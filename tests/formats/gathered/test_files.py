@@ -98,11 +98,11 @@ def test_verls_folder(tmp_path: Path, zckpt: Zckpt) -> None:
     (folder / "rollouts" / "big.bin").touch()
     refused = zckpt("reshard", folder, tmp_path / "out", "--dp", "4")
     assert refused.code == 2
-    assert "--dp does not apply to the files that are written of" in refused.err
+    assert "zckpt can only write it as complete files" in refused.err
     assert "any number of ranks" in refused.err
     done = zckpt("reshard", folder, tmp_path / "out")
     assert done.code == 0
-    assert "written: whole state dicts" in done.out
+    assert "written: full state dicts" in done.out
     assert "model.pt and optim.pt" in done.out
     assert "left out: rollouts/: a folder" in done.out
     assert (tmp_path / "out" / "huggingface" / "config.json").read_text() == "{}"
@@ -119,7 +119,7 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
         save_file(tensors, folder / name)
     index = {"weight_map": {key: name for name, tensors in parts.items() for key in tensors}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(errors.MissingData, match="does not show the order of the module"):
+    with pytest.raises(errors.MissingData, match="does not show the module's order"):
         zckpt.read(folder)
     names = names_by_group(pair)
     zckpt.convert(folder, tmp_path / "target", to="gathered", param_names=names)
@@ -279,5 +279,5 @@ def test_names_for_an_optimizer_that_is_not_there(tmp_path: Path) -> None:
     assert zckpt.verify(folder, param_names=names)["notes"] == []
     (folder / "optim.pt").unlink()
     (note,) = zckpt.verify(folder, param_names=names)["notes"]
-    assert note["message"] == "there is no optimizer: --param-names is not used"
+    assert note["message"] == "--param-names is not used, because the checkpoint has no optimizer"
     assert zckpt.verify(folder)["notes"] == []

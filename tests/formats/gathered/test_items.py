@@ -53,7 +53,7 @@ def test_parts_are_joined(items: Path, tmp_path: Path) -> None:
     assert_holds(tmp_path / "universal", torch.load(DATA / "oracle.pt", weights_only=False))
     assert texts(report["left_out"]) == [
         "dataloader.rank: the values differ between ranks; rank 0's are used",
-        "metadata.pkl: where the parts of the source's ranks are",
+        "metadata.pkl: the offsets of the source's shards",
     ]
     for words in ({}, {"against": tmp_path / "universal"}):
         assert zckpt.verify(items, **words)["equal"]
@@ -80,9 +80,9 @@ def test_a_file_stands_for_all_of_its_item(items: Path) -> None:
     manifest = zckpt.read(items / "model_1.pt")
     assert sorted(map(Path, manifest.files.paths)) == [items / "model_0.pt", items / "model_1.pt"]
     assert manifest.groups is None
-    with pytest.raises(errors.MissingData, match="no model's") as raised:
+    with pytest.raises(errors.MissingData, match="but not of a model") as raised:
         zckpt.read(items / "optimizer_1.pt")
-    assert raised.value.hint == f"give {items}, which has both"
+    assert raised.value.hint == f"give {items}, which has the model and the optimizer"
     with pytest.raises(errors.NotACheckpoint) as other:
         zckpt.read(items / "epoch_0.pt")
     assert str(items) in other.value.hint
@@ -112,7 +112,10 @@ def test_a_file_that_was_copied_over_another(
     shutil.copy(items / f"{item}_{rank}.pt", items / f"{item}_{1 - rank}.pt")
     for words in (("verify", items), ("convert", items, items.parent / "target")):
         ended = zckpt(*words)
-        said = f"{item}_{1 - rank}.pt is named as rank {1 - rank}'s, but was written by rank {rank}"
+        said = (
+            f"{item}_{1 - rank}.pt is named as the file of rank {1 - rank}, but was written by "
+            f"rank {rank} of 2"
+        )
         assert said in ended.out + ended.err
         assert ended.code == (3 if words[0] == "verify" else 1)
 
@@ -279,7 +282,7 @@ def test_slices_are_shown_and_not_used(name: str, slices: Path, zckpt: Zckpt) ->
 @pytest.mark.parametrize("name", [".", "model_1.safetensors"])
 def test_the_hint_reads_a_file_as_a_whole_model(name: str, slices: Path, zckpt: Zckpt) -> None:
     refused = zckpt("verify", slices / name if name != "." else slices)
-    words = re.search(r"say so: (.*? --from gathered)", refused.err)
+    words = re.search(r"of one epoch, give (.*? --from gathered)", refused.err)
     assert words is not None
     for command in ("inspect", "verify", "stats"):
         ended = zckpt(command, *shlex.split(words[1]))

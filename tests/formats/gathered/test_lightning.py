@@ -232,7 +232,7 @@ class TestSeveralOptimizers:
         report = zckpt.reshard(checkpoint, tmp_path / "out", root=root)
         assert f"optimizer_states.{1 - place}: " in report["left_out"][0]["message"]
         [warning] = [line for line in texts(report["warnings"]) if line.startswith("Lightning")]
-        assert f"a module that has optimizer_states.{1 - place}, too, does not resume" in warning
+        assert f"a module that also has optimizer_states.{1 - place} cannot resume" in warning
         states = ours(tmp_path / "out" / "gan.ckpt")["optimizer_states"]
         assert states[:place] == [None] * place
         expected = torch.load(checkpoint)["optimizer_states"][place]

@@ -255,9 +255,13 @@ class TestShardedTensors:
             (
                 [[((0, 0), WHOLE[:4])], [((3, 0), WHOLE[3:])]],
                 errors.InconsistentCheckpoint,
-                "pieces of w overlap",
+                "shards of w overlap",
             ),
-            ([[((5, 0), WHOLE[:4])], []], errors.InconsistentCheckpoint, "outside of its shape"),
+            (
+                [[((5, 0), WHOLE[:4])], []],
+                errors.InconsistentCheckpoint,
+                "exceeds the tensor's shape",
+            ),
             (
                 [[((0, 0), WHOLE)], [((0, 0), WHOLE + 1)]],
                 errors.InconsistentCheckpoint,
@@ -321,7 +325,7 @@ class TestRefused:
         saved = Saved()
         tensor = saved.dtensor(WHOLE, WHOLE.shape, today(saved.storages, (1,)), placed(kind, dim=0))
         file = saved.file(tmp_path / "model_rank_0.pt", {"w": tensor})
-        with pytest.raises(errors.UnsupportedCheckpoint, match=f"placed as {kind}"):
+        with pytest.raises(errors.UnsupportedCheckpoint, match=f"with the placement {kind}"):
             merge({0: file})
 
     @pytest.mark.parametrize("factor", [2, 3])
@@ -436,7 +440,7 @@ def test_schedulers_that_differ_are_of_several_saves(
         errors.InconsistentCheckpoint, match=f"ranks disagree on {place[0]}"
     ) as raised:
         merge(files)
-    assert "copy those of one save" in raised.value.hint
+    assert "copy the files of all ranks from one save" in raised.value.hint
     merged = merge(files, step_policy="max")
     first, second = texts(taken_of_rank_0(merged.different))
     assert first.startswith(place[0])
@@ -447,7 +451,7 @@ class TestOneRanksPart:
     """A file with the name of a whole one, in which one rank saved its parts of DTensors."""
 
     DATA = ROOT / "tests" / "data" / "accelerate-1.14.0-lora-w2"
-    SAID = "has 1/2 of the adapter, rank 0's part: the other ranks never wrote a file"
+    SAID = "has only 1/2 of the adapter, rank 0's shard: the other ranks wrote no file"
 
     @pytest.fixture
     def checkpoint(self, tmp_path: Path) -> Path:

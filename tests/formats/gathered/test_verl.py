@@ -49,7 +49,7 @@ def test_flat_parameters_are_named_as_the_reason(tmp_path: Path, zckpt: Zckpt) -
     for words in (("inspect",), ("verify",), ("verify", "--param-names", tmp_path / "names")):
         printed = zckpt(words[0], folder, *words[1:])
         assert printed.code != 0
-        assert "has an optimizer of FSDP1's flat parameters, cut over the ranks" in printed.err
+        assert "has states of FSDP1's flat parameters, sharded over the ranks" in printed.err
         assert f"zckpt convert {folder} DST --weights-only" in printed.err
         assert "--param-names names.txt" not in printed.err
 

@@ -72,7 +72,7 @@ class TestLocalStates:
     def test_names_tell_sizes_where_no_state_does(self, tmp_path: Path) -> None:
         pair = build()
         folder = save_local(tmp_path / "run", pair, 2)
-        with pytest.raises(errors.MissingData, match="deals parameters to ranks by size"):
+        with pytest.raises(errors.MissingData, match="assigns parameters to ranks by size"):
             zckpt.read(folder)
         names = names_by_group(pair)
         manifest = zckpt.read(folder, param_names=names)
@@ -83,7 +83,7 @@ class TestLocalStates:
     def test_a_missing_rank(self, tmp_path: Path) -> None:
         folder = save_local(tmp_path / "run", trained_pair(), 3)
         (folder / "optim_rank_1.pt").unlink()
-        said = r"lacks optim_rank_1\.pt .* own share of ZeroRedundancyOptimizer"
+        said = r"lacks optim_rank_1\.pt .* states of ZeroRedundancyOptimizer"
         with pytest.raises(errors.IncompleteCheckpoint, match=said) as raised:
             zckpt.read(folder)
         assert "--weights-only" in raised.value.hint
@@ -127,7 +127,9 @@ class TestLocalStates:
         folder = save_local(tmp_path / "run", pair, 2)
         state = torch.load(folder / "model.pt")
         torch.save({**state, "frozen": torch.ones(9, 9)}, folder / "model.pt")
-        with pytest.raises(errors.IncompleteCheckpoint, match="no rank holds a state of frozen"):
+        with pytest.raises(
+            errors.IncompleteCheckpoint, match="no rank's file has an optimizer state of frozen"
+        ):
             zckpt.read(folder)
         manifest = zckpt.read(folder, param_names=names_by_group(pair))
         assert not manifest.parameters["frozen"].trainable

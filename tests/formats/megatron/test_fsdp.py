@@ -125,15 +125,19 @@ def test_what_is_refused(tmp_path: Path) -> None:
     wrong = {
         "2 pipeline stages": saved(tmp_path / "pp", stages=2),
         "several model chunks": saved(tmp_path / "vpp", model="model0"),
-        "not both halves": saved(tmp_path / "half", **{f"{FC1}_v": None}),
-        "are not alike": saved(tmp_path / "unlike", **{f"{FC1}_v": torch.ones(2, 3)}),
-        "are not apart": saved(
+        "exactly the two halves": saved(tmp_path / "half", **{f"{FC1}_v": None}),
+        "differ in shape or type": saved(tmp_path / "unlike", **{f"{FC1}_v": torch.ones(2, 3)}),
+        "are one tensor": saved(
             tmp_path / "whole", **{f"{FC1}_w": None, f"{FC1}_v": None, FC1: torch.ones(8, 3)}
         ),
-        "the state of no weight": saved(tmp_path / "lost", **{FC2: None}),
-        "not the shape": saved(tmp_path / "shape", state={"exp_avg": torch.ones(4, 3)}),
-        "is of type F16": saved(tmp_path / "type", state={"exp_avg": torch.ones(3, 4).half()}),
-        "no state of a weight": saved(tmp_path / "deep", state={"exp_avg": {"scale": 1.0}}),
+        "lacks its weight": saved(tmp_path / "lost", **{FC2: None}),
+        "has the shape .*, its weight another": saved(
+            tmp_path / "shape", state={"exp_avg": torch.ones(4, 3)}
+        ),
+        "has the type F16": saved(tmp_path / "type", state={"exp_avg": torch.ones(3, 4).half()}),
+        "does not know the optimizer key": saved(
+            tmp_path / "deep", state={"exp_avg": {"scale": 1.0}}
+        ),
     }
     for message, path in wrong.items():
         with pytest.raises(errors.ZckptError, match=message):

@@ -174,7 +174,7 @@ def test_order_of_pieces(tp: int, dp: int) -> None:
 def test_pieces_that_are_not_understood_are_refused(name: str, parts: list[TensorPiece]) -> None:
     args = {"use_torch_fsdp2": True, "swiglu": True, "data_parallel_size": 2}
     with pytest.raises(
-        UnsupportedCheckpoint, match=r"in . pieces: Megatron-Core with torch's FSDP2"
+        UnsupportedCheckpoint, match=r"in . shards: Megatron-Core with torch's FSDP2"
     ):
         fsdp2.in_order("run", name, parts, args)
 
@@ -187,5 +187,7 @@ def test_a_universal_checkpoint_of_such_a_run_is_not_written_for_megatron() -> N
     assert isinstance(args.state, dict)
     assert not fsdp2.is_interleaved(args.state)
     fsdp2.refuse_target("run", args.state)
-    with pytest.raises(UnsupportedCheckpoint, match="zckpt writes no files of Megatron-Core"):
+    with pytest.raises(
+        UnsupportedCheckpoint, match="zckpt cannot write run as Megatron-Core files"
+    ):
         fsdp2.refuse_target("run", {**args.state, "use_torch_fsdp2": True, "swiglu": True})

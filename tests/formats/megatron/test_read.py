@@ -216,8 +216,8 @@ def test_other_types_are_refused(run: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("argument", "value", "message"),
     [
-        ("optimizer", "dist_muon", "state of Muon"),
-        ("use_layer_wise_distributed_optimizer", True, "state of Muon"),
+        ("optimizer", "dist_muon", "states of Muon"),
+        ("use_layer_wise_distributed_optimizer", True, "states of Muon"),
         ("num_query_groups", 1, "1 query group"),
     ],
 )
@@ -248,7 +248,7 @@ def test_items_without_their_marker(run: Path) -> None:
     """They are not taken for a state dict of another program."""
     (run / ITERATION / "metadata.json").unlink()
     for path in (run, run / ITERATION):
-        with pytest.raises(errors.IncompleteCheckpoint, match=r"no metadata\.json"):
+        with pytest.raises(errors.IncompleteCheckpoint, match=r"no readable metadata\.json"):
             package.read(path)
 
 

@@ -76,7 +76,7 @@ def test_bridges_files_go_along(bridge: Path, tmp_path: Path, zckpt: Callable[..
         assert "rng_state/shard_0.1_1.2" in written.state["megatron"]["objects"]
         assert package.verify(target, ITEMS)["differences"] == []
     omitted = package.read(bridge).notices.omitted
-    assert texts(omitted) == ["modelopt_state, a file of the directory"]
+    assert texts(omitted) == ["modelopt_state, an unknown file of the directory"]
 
 
 def test_bridges_sizes(bridge: Path, tmp_path: Path) -> None:
@@ -163,5 +163,5 @@ def test_like_a_run_of_another_program(
     assert not (tmp_path / "target" / "latest_train_state.pt").exists()
     assert "checkpoint.load_rng=false" in ended.out
     nemo = _nemo(tmp_path / "nemo")
-    with pytest.raises(errors.UnsupportedCheckpoint, match="is of NeMo"):
+    with pytest.raises(errors.UnsupportedCheckpoint, match="is a NeMo checkpoint"):
         package.convert(source, tmp_path / "other", to="megatron", like=str(nemo))

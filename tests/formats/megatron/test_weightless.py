@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_an_optimizer_alone_is_read_by_its_masters(tmp_path: Path, zckpt: Program) -> None:
     source = tmp_path / "states"
     manifest = copied(DATA / ITERATION, source, WEIGHTS)
-    assert any("masters stand for them" in line for line in texts(manifest.notices.warnings))
+    assert any("fp32 masters as its weights" in line for line in texts(manifest.notices.warnings))
     whole = package.read(DATA)
     known = {name: each.shape for name, each in whole.parameters.items()}
     assert {name: each.shape for name, each in manifest.parameters.items()} == known
@@ -60,7 +60,7 @@ def test_an_optimizer_alone_is_read_by_its_masters(tmp_path: Path, zckpt: Progra
     ("without", "what"),
     [
         (f"{WEIGHTS}|{MASTERS}", r"only exp_avg of an optimizer, exp_avg_sq of an optimizer, d"),
-        (f"{WEIGHTS}|optimizer.*", "neither weights of a model nor masters, only"),
+        (f"{WEIGHTS}|optimizer.*", "neither the weights of a model nor fp32 masters, only"),
     ],
 )
 def test_what_is_there_instead_is_said(without: str, what: str, tmp_path: Path) -> None:

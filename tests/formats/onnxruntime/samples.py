@@ -36,7 +36,7 @@ KINDS = [
     ("december", "fp16"),
 ]
 OPTIMIZERS = ("Adam", "Lamb")
-LAMB = "exact in state, not in trajectory"
+LAMB = "the state is exact, but later updates differ"
 
 
 def sizes(*usual: int) -> list[Any]:

@@ -31,7 +31,7 @@ class TestFound:
             zckpt.read(REAL)
         for name in ("checkpoint.ortcp", "checkpoint_weights_only.ortcp", "ORT_checkpoint.ort.pt"):
             assert name in caught.value.message
-        assert "name the file" in caught.value.hint
+        assert "give one file of a checkpoint" in caught.value.hint
 
     def test_of_any_name(self, tmp_path: Path) -> None:
         shutil.copy(REAL / "checkpoint.ortcp", tmp_path / "model")
@@ -110,7 +110,7 @@ class TestRefused:
     def test_two_saves_in_one_folder(self, refused: Any, tmp_path: Path) -> None:
         files.write(make("fp16"), tmp_path / "source", 2, "l2")
         files.write(make("fp16"), tmp_path / "source", 2, "l2", prefix="ORT_checkpoint2")
-        refused("AmbiguousCheckpoint", "ORT_checkpoint2", "name the file")
+        refused("AmbiguousCheckpoint", "ORT_checkpoint2", "give one file of a checkpoint")
         manifest = zckpt.read(tmp_path / "source" / "ORT_checkpoint2.ZeRO.1.1.ort.pt")
         assert all("ORT_checkpoint2." in path for path in manifest.files.paths)
 

@@ -82,7 +82,7 @@ def test_names_in_the_modules_order_fit_in_one_way(
         assert match(orders, names, in_order=False) == (forced[0], [])
         assert match(orders, names, in_order=True) == (forced[0], [])
     elif any(orders):
-        with pytest.raises(errors.MissingData, match="does not show the order") as raised:
+        with pytest.raises(errors.MissingData, match="does not show the module's order") as raised:
             match(orders, names, in_order=False)
         assert "names.txt" in raised.value.hint
         refused = ""
@@ -167,9 +167,9 @@ def test_as_many_names_as_numbers_are_the_order(data: Any, shapes_of_names: list
 def test_names_in_the_modules_order_are_refused() -> None:
     """Also if only one way fits: the list has one meaning."""
     names = [("a", A), ("b", C), ("c", B)]
-    with pytest.raises(errors.WrongOption, match=r"a of shape .2. in place 0, where .* .2, 3."):
+    with pytest.raises(errors.WrongOption, match=r"a of shape .2. as number 0, but .* .2, 3."):
         match([[C], [A, B]], names, False, param_names=["a", "b", "c"])
-    with pytest.raises(errors.WrongOption, match="names 3 parameters, and the optimizer has 2"):
+    with pytest.raises(errors.WrongOption, match="lists 3 parameters, but the optimizer has 2"):
         match([[C], [A]], names, True, param_names=["b", "a", "c"])
 
 
@@ -179,7 +179,7 @@ def test_names_of_the_optimizer_alone() -> None:
         match([[A, A], [C]], names, True)
     matched = match([[A, A], [C]], names, True, param_names=["a", "b", "c"])
     assert matched == ([["a", "b"], ["c"]], [])
-    with pytest.raises(errors.WrongOption, match="in place 2"):
+    with pytest.raises(errors.WrongOption, match="as number 2"):
         match([[A, A], [C]], names, True, param_names=["a", "frozen", "b"])
 
 
@@ -190,15 +190,17 @@ def test_states_of_no_parameters_shape_fit_any_name(shown: tuple[int, ...]) -> N
     stated = ["b", "d", "a", "c"]
     orders = [[shown, B], [shown, A]]
     assert match(orders, names, True, param_names=stated).names == [["b", "d"], ["a", "c"]]
-    with pytest.raises(errors.WrongOption, match=r"b of shape .2, 2. in place 1, where .* .3."):
+    with pytest.raises(errors.WrongOption, match=r"b of shape .2, 2. as number 1, but .* .3."):
         match(orders, names, True, param_names=["d", "b", "a", "c"])
-    with pytest.raises(errors.MissingData, match=r"states .* no(t fit|.* own shape)") as raised:
+    with pytest.raises(
+        errors.MissingData, match=r"states .* (not fit|none of .* another shape)"
+    ) as raised:
         match(orders, names, True)
     assert "--param-names" in raised.value.hint
 
 
 @pytest.mark.parametrize(
-    ("stated", "said"), [(["a", "x"], "names x, which"), (["a", "a"], "names a twice")]
+    ("stated", "said"), [(["a", "x"], "lists x, which"), (["a", "a"], "lists a twice")]
 )
 def test_names_that_cannot_be_are_refused(stated: list[str], said: str) -> None:
     with pytest.raises(errors.WrongOption, match=said):
@@ -208,10 +210,10 @@ def test_names_that_cannot_be_are_refused(stated: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("orders", "said"),
     [
-        ([[A, A]], "parameter 1, whose states have the shape .2., has no"),
+        ([[A, A]], "parameter 1, whose states have the shape .2., matches none"),
         ([[C]], "parameter 0, whose states have the shape .2, 3."),
-        ([[None] * 3], "knows 3 parameters"),
-        ([[A, B, A]], "knows 3 parameters by number, the model holds 2"),
+        ([[None] * 3], "lists 3 parameters"),
+        ([[A, B, A]], "lists 3 parameters by number, but the model has 2"),
     ],
 )
 def test_what_does_not_fit_is_named(orders: list[list[Any]], said: str) -> None:

@@ -136,7 +136,7 @@ def test_a_sorted_dictionary_shows_no_order_whoever_saved_it(tmp_path: Path) -> 
     source = save(tmp_path / "run", pair, "model.safetensors")
     torch.save(load_file(source / "model.safetensors"), source / "model.pt")
     (source / "model.safetensors").unlink()
-    with pytest.raises(errors.MissingData, match="does not show the order"):
+    with pytest.raises(errors.MissingData, match="does not show the module's order"):
         zckpt.read(source)
 
 
@@ -181,7 +181,7 @@ def test_names_that_are_given_prove_what_was_inferred(tmp_path: Path, zckpt: Pro
     verified = zckpt("verify", source, "--against", tmp_path / "u", "--param-names", names)
     assert verified.code == 0
     assert verified.err.endswith(
-        "names are those of --param-names [names-inferred]\n"
+        "--param-names gave their names [names-inferred]\n"
     )  # and nothing is inferred
     assert verified.err.count("Warning") == 1
     assert " equals " in verified.out
@@ -282,7 +282,7 @@ def test_what_needs_no_names_works(tmp_path: Path, zckpt: Program) -> None:
     ):
         said = zckpt(*command)
         assert said.code == 0, said.err
-        assert "optimizer_states.0 is read as the program's own state: the optimizer knows" in (
+        assert "optimizer_states.0 is kept as the program's own state: the optimizer lists" in (
             said.err
         )
         assert "--param-names FILE" in said.err
@@ -308,8 +308,8 @@ def test_what_needs_names_asks_for_them(tmp_path: Path, zckpt: Program) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda names: names[::-1], r"has 2.bias of shape \[3\] in place 0, where the optimizer"),
-        (lambda names: names[:4], "names 4 parameters, and the optimizer has 6"),
+        (lambda names: names[::-1], r"lists 2.bias of shape \[3\] as number 0, but the optimizer"),
+        (lambda names: names[:4], "lists 4 parameters, but the optimizer has 6"),
     ],
     ids=["another order", "too few"],
 )
@@ -319,7 +319,7 @@ def test_wrong_names_are_not_asked_for_again(
     path, names = two_groups(tmp_path)
     with pytest.raises(errors.WrongOption, match=f"--param-names {message}") as raised:
         zckpt.convert(path, tmp_path / "out", to="dcp", param_names=change(names))
-    assert "in its own order, group after group" in raised.value.hint
+    assert "in its order, group after group" in raised.value.hint
 
 
 @pytest.mark.parametrize("kept", [torch.tensor(0.5), torch.ones(4, 1)])

@@ -66,4 +66,4 @@ def test_an_optimizer_alone_has_no_model(tmp_path: Path, zckpt: Program) -> None
     dcp.save(state, checkpoint_id=tmp_path / "run")
     refused = zckpt("inspect", tmp_path / "run")
     assert refused.code == 1
-    assert "an optimizer's state, but no model's" in refused.err
+    assert "the state dict of an optimizer, but not of a model" in refused.err

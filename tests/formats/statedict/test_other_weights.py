@@ -48,8 +48,8 @@ def test_weights_alone(name: str, tmp_path: Path, zckpt: Program) -> None:
     torch.save(content, tmp_path / "x.pt")
     said = zckpt("convert", tmp_path / "x.pt", tmp_path / "a", "--weights-only")
     assert (
-        f"left out: {root}: tensors beside the model; --root {root} takes them [weights-omitted]\n"
-        in said.out
+        f"left out: {root}: tensors beside the model; to read them instead, add --root {root} "
+        "[weights-omitted]\n" in said.out
     )
     zckpt("convert", tmp_path / "x.pt", tmp_path / "b", "--weights-only", "--root", root)
     for folder, weights in (("a", WEIGHTS), ("b", AVERAGES)):
@@ -108,7 +108,8 @@ def test_an_exported_model(tmp_path: Path, zckpt: Program) -> None:
     config = ("--config", tmp_path / "config.json")
     said = zckpt("export", tmp_path / "x.pt", tmp_path / "a", *config).out
     assert (
-        "left out: ema: tensors beside the model; --root ema takes them [weights-omitted]\n" in said
+        "left out: ema: tensors beside the model; to read them instead, add --root ema "
+        "[weights-omitted]\n" in said
     )
     zckpt("export", tmp_path / "x.pt", tmp_path / "b", "--root", "ema", *config)
     written = load_file(tmp_path / "b" / "model.safetensors")
@@ -183,7 +184,10 @@ def test_what_lightning_saves_is_said(averaged: Path, zckpt: Program) -> None:
     for command in (("inspect",), ("verify",)):
         said = zckpt(*command, averaged)
         assert said.code == 0
-        assert "state_dict has averages of the weights; current_model_state has those" in said.err
+        assert (
+            "state_dict has averages of the weights, and current_model_state has the weights"
+            in said.err
+        )
 
 
 def test_lightning_resumes_with_both(averaged: Path, tmp_path: Path, zckpt: Program) -> None:
@@ -221,7 +225,7 @@ def test_averages_are_not_trained_on(
     out = tmp_path / "chosen"
     said = zckpt("convert", averaged, out, *way, "--root", "current_model_state")
     assert said.code == 0
-    assert "left out: state_dict, averaging_state: --root takes current_model_state" in said.out
+    assert "left out: state_dict, averaging_state: --root selects current_model_state" in said.out
     saved = torch.load(averaged, weights_only=False)["current_model_state"]
     slot = "master" if to.startswith("deepspeed") else "param"
     weight = torch.as_tensor(load(out, f"body.weight/{slot}"))

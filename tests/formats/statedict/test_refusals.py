@@ -21,7 +21,7 @@ BOTH = ("ranks", "kinds", "dcp", "accelerate", "lightning", "hf")
 WEIGHTS = ("safetensors", "lightning_file", "whole_file")
 REFUSALS = {
     "flat_weights": ("LOCAL_STATE_DICT", (*BOTH, *WEIGHTS)),
-    "flat_states": ("has an optimizer of FSDP1's flat parameters", BOTH),
+    "flat_states": ("has states of FSDP1's flat parameters", BOTH),
 }
 CASES = [
     (name, container, said)
@@ -68,7 +68,7 @@ def test_torchs_own_directory_loads_only_weights(container: str, fsdp1: Path) ->
     size = stored[f"{optimizer}.state.0.exp_avg"].size
     state = {"state": {0: {"exp_avg": torch.zeros(size)}}}
     for keys in ({optimizer: state}, {**weights, optimizer: state}):
-        with pytest.raises(CheckpointException, match="an optimizer of FSDP1's flat parameters"):
+        with pytest.raises(CheckpointException, match="has states of FSDP1's flat parameters"):
             dcp.load(keys, storage_reader=StorageReader(run))
 
 

@@ -155,7 +155,8 @@ def test_the_hint_leads_to_one_that_resumes(
     chosen = ("--root", root, "--dp", "2")
     written = zckpt("convert", source, tmp_path / "t", "--to", "dcp", *chosen)
     assert written.code == 0
-    assert f"taken for its optimizer, by its name; --root {root}=OPTIMIZER" in written.err
+    assert "because of its name; to choose another" in written.err
+    assert f"--root {root}=OPTIMIZER" in written.err
     assert "left out: " in written.out
     resumed = trained(9)
     key = f"optimizer_{root[0]}"
@@ -279,7 +280,10 @@ def test_an_optimizer_of_an_unknown_model(tmp_path: Path, zckpt: Program) -> Non
     torch.save(state, path)
     shown = zckpt("inspect", path)
     assert shown.code == 0
-    assert "first is read as the program's own state: nothing shows which model" in shown.err
+    assert (
+        "first is kept as the program's own state, not as optimizer state: nothing shows which model"
+        in shown.err
+    )
     assert zckpt("verify", path).code == 0
     state["second"]["state"][0]["exp_avg"][0] += 1
     torch.save(state, tmp_path / "other.pt")
@@ -323,7 +327,7 @@ def test_two_optimizers_of_one_model(tmp_path: Path, zckpt: Program) -> None:
     assert "--root model=optimizers.0" in refused.err
     chosen = zckpt("convert", path, tmp_path / "t", "--root", "model=optimizers.0")
     assert chosen.code == 0
-    assert "left out: optimizers.1: --root takes model (optimizers.0)" in chosen.out
+    assert "left out: optimizers.1: --root selects model (optimizers.0)" in chosen.out
     assert zckpt("convert", path, tmp_path / "w", "--weights-only").code == 0
 
 
@@ -538,7 +542,7 @@ def test_one_of_two_models_gets_its_own_scheduler(
     ):
         written = zckpt("convert", folder, tmp_path / root, *to, "--root", root)
         assert written.code == 0
-        assert f"left out: {other}: --root takes {root}" in written.out
+        assert f"left out: {other}: --root selects {root}" in written.out
         assert (tmp_path / root / "scheduler.bin").read_bytes() == (folder / name).read_bytes()
         assert not (tmp_path / root / "scheduler_1.bin").exists()
     (tmp_path / "both" / "scheduler_1.bin").unlink()
@@ -655,14 +659,14 @@ def test_an_optimizer_that_fits_another_model_too(tmp_path: Path, zckpt: Program
     accelerator.save_state(str(run), safe_serialization=False)
     way = "--root model_1=optim"
     said = zckpt("inspect", run)
-    assert f"it fits model_1 too, which has none; {way} takes it for that" in said.err
+    assert f"also fits model_1, which has no optimizer; if it belongs there, add {way}" in said.err
     chosen = ("convert", run, tmp_path / "out", "--root", "model_1")
     refused = zckpt(*chosen, "--to", "deepspeed")
     assert refused.code == 1
     assert "holds no optimizer state" not in refused.err
     assert f"name it: {way}; or write --weights-only" in refused.err
     alone = zckpt(*chosen, "--to", "gathered")
-    assert f"nothing shows that optim trains it; {way} says so" in alone.err
+    assert f"nothing shows that optim trains it; if it does, add {way}" in alone.err
     right = zckpt("convert", run, tmp_path / "right", *way.split(), "--to", "deepspeed")
     assert right.code == 0
     assert_is_root(tmp_path / "right", (student, optimizer), "")

@@ -21,7 +21,7 @@ from ...conftest import Once, Result, texts
 from ...engines import slices
 
 Program = Callable[..., Result]
-SLICE = "each file holds one rank's slice"
+SLICE = "each file seems to hold one rank's slice"
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +110,8 @@ def test_averages_beside_whole_weights(fsdp2: Path) -> None:
     """No rank has a part of the model, so that nothing states where parts of averages belong."""
     manifest = zckpt.read(fsdp2 / "whole_ema")
     assert texts(manifest.notices.warnings) == [
-        "ema is left out: each rank's tensors in it are slices of the model's weights, and nothing "
-        "shows how to join them",
+        "ema is left out: its tensors are one rank's slices of the model's weights, and nothing shows "
+        "how to join the ranks' slices",
     ]
     assert not manifest.notices.omitted
     assert {*manifest.parameters} == {"emb.weight", "fc.weight", "fc.bias"}

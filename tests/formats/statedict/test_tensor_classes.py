@@ -65,7 +65,7 @@ def test_pieces_of_fsdp2_are_named_and_not_read(tmp_path: Path, zckpt: Program) 
     source = DATA / "adamw8bit_fsdp2"
     shown = zckpt("inspect", source)
     assert shown.code == 0
-    assert f"not read: tensors of the class {CLASS}, saved in pieces" in shown.out
+    assert f"not read: sharded tensors of the class {CLASS}" in shown.out
     assert zckpt("verify", source).code == 0
     assert zckpt("convert", source, tmp_path / "u", "--weights-only").code == 0
     for words in (("reshard",), ("convert", "--to", "deepspeed", "--stage", 2)):
@@ -73,7 +73,7 @@ def test_pieces_of_fsdp2_are_named_and_not_read(tmp_path: Path, zckpt: Program) 
         refused = zckpt(command, source, tmp_path / "t", "--dp", 3, *options)
         assert refused.code == 1
         assert "the target cannot store the optimizer's exp_avg and exp_avg_sq of" in refused.err
-        assert f"(tensors of the class {CLASS}, saved in pieces)" in refused.err
+        assert f"(sharded tensors of the class {CLASS})" in refused.err
         assert not (tmp_path / "t").exists()
 
 

@@ -252,9 +252,7 @@ class _FolderReader:
         table, saved = self.table, self.saved
         name = os.path.join(table.folder, METADATA)
         if table.unsaved:
-            message = (
-                f"{name} lists {listed(table.unsaved, 4)}, but no rank saved a value for it"
-            )
+            message = f"{name} lists {listed(table.unsaved, 4)}, but no rank saved a value for it"
             saved.warnings.append(warning("elements-missing", message, file=name))
         if unknown := [str(key)[:80] for key in table.others if key not in FIELDS]:
             message = f"{name} has fields that zckpt does not know: {listed(unknown)}"

@@ -456,8 +456,7 @@ def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]
         raise AmbiguousCheckpoint(
             "several-checkpoints",
             f"{folder} has ranks' files of {len(by_stem)} checkpoints: {listed(stems)}",
-            hint="give one of the files, such as "
-            f"{by_stem[stems[0]][min(by_stem[stems[0]])]}",
+            hint=f"give one of the files, such as {by_stem[stems[0]][min(by_stem[stems[0]])]}",
             file=folder,
         )
     for stem, paths in by_stem.items():

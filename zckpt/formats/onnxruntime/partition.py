@@ -90,7 +90,7 @@ def share_of(owned: Iterable[Share], rank: int) -> Share | None:
 Shapes = dict[str, tuple[int, ...]]
 Owned = Mapping[str, Sequence[Share]]
 WRONG_FILE = (
-    "keep only the files of one save: a file may be there twice, or belong to another model or "
+    "keep the files of one save only: a file may be there twice, or belong to another model or "
     "another number of ranks"
 )
 

@@ -97,7 +97,7 @@ class ManifestBuilder:
             ExtraState(
                 key,
                 [*pieces.values()],
-                f"tensors of the class {kind}, saved in pieces",
+                f"sharded tensors of the class {kind}",
                 tuple(pieces),
             )
             for (key, kind), pieces in self.in_pieces.items()

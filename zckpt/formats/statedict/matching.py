@@ -73,7 +73,7 @@ def match(
     if not in_order:
         raise MissingData(
             "names-needed",
-            f"the optimizer numbers its {sum(map(len, orders))} parameters instead of naming them, "
+            f"the optimizer lists its {sum(map(len, orders))} parameters by number, not by name, "
             "several weights have the same shape, and the file does not show the module's order",
             hint=_hint(sum(map(len, orders)), names),
         )
@@ -224,7 +224,7 @@ def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list
     if owned_before < total:
         raise MissingData(
             "names-needed",
-            f"the optimizer numbers its {total} parameters instead of naming them, and their "
+            f"the optimizer lists its {total} parameters by number, not by name, and their "
             f"shapes fit the model's {len(names)} weights in several ways, or in none",
             hint=_hint(total, names),
         )
@@ -256,7 +256,7 @@ def _why_not(
     """The reason why the parameter `orders[place][position]` matches none of the model's names."""
     total = sum(map(len, orders))
     if total > len(names):
-        return f"the optimizer numbers {total} parameters, but the model has {len(names)}"
+        return f"the optimizer lists {total} parameters by number, but the model has {len(names)}"
     shape = orders[place][position]
     states = "show no shape" if shape is None else f"have the shape {list(shape)}"
     return (

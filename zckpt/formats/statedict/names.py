@@ -92,11 +92,11 @@ def _names_of_numbers(
     )
     saved.inferred += [name for name in inferred if name not in saved.inferred]
     if param_names is not None:
-        message = "the optimizer numbers its parameters: their names are taken from --param-names"
+        message = "the optimizer lists its parameters by number: --param-names gave their names"
         saved.warnings.append(warning("names-inferred", message, subject="--param-names"))
     elif inferred:
         message = (
-            "the optimizer numbers its parameters instead of naming them: the names "
+            "the optimizer lists its parameters by number, not by name: the names "
             f"{listed(inferred, 4)} are inferred from the order of the model's state dict"
         )
         saved.warnings.append(warning("names-inferred", message, subject=inferred[0]))

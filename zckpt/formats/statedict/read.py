@@ -90,8 +90,8 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
         saved.warnings += [
             warning(
                 "root-inferred",
-                f"{name} is read without an optimizer, because nothing shows that {key} trains it; "
-                f"if it does, add --root {name}={key}",
+                f"{name} is read without an optimizer: nothing shows that {key} trains it; if it "
+                f"does, add --root {name}={key}",
                 subject=key,
             )
             for key in saved.likely

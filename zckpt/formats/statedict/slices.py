@@ -122,12 +122,12 @@ def refuse_states(
 def _slices(name: str, item: Difference, more: int, hint: str) -> InconsistentCheckpoint:
     a, b = item.files
     shapes = item.shapes or ((), ())
-    what = f"shapes ({list(shapes[0])}, {list(shapes[1])})"
+    what = f"shapes of it ({list(shapes[0])}, {list(shapes[1])})"
     other_tensors = f" (as do {counted(more, 'other tensor')})" if more else ""
     return InconsistentCheckpoint(
         "rank-slices",
-        f"{name} has different {what if shapes[0] != shapes[1] else 'values'} in {a} and {b}, "
-        "but is not a DTensor or ShardedTensor: each file seems to hold one rank's slice"
+        f"{name}: {a} and {b} hold different {what if shapes[0] != shapes[1] else 'values of it'}, "
+        "but it is not a DTensor or ShardedTensor: each file seems to hold one rank's slice"
         f"{other_tensors}",
         hint=hint,
         subject=name,

@@ -53,9 +53,7 @@ def select(source: Manifest, options: Options) -> Manifest:
             entries.setdefault(weight.key, _weight(source, weight, options))
     if options.weights_only:
         if not entries:
-            raise MissingData(
-                "weights-missing", f"{source.root} has no weights", file=source.root
-            )
+            raise MissingData("weights-missing", f"{source.root} has no weights", file=source.root)
         kept = ("module", "module_metadata", "module_extra")
         entries |= {
             key: entry

@@ -72,7 +72,7 @@ def test_names_of_the_user_are_those_of_rank_0(run: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (NAMES[:-1], "names 5 parameters, and the optimizer has 6"),
+        (NAMES[:-1], "lists 5 parameters, but the optimizer has 6"),
         ([*NAMES[:3], NAMES[3], NAMES[3], NAMES[5]], "twice"),
         ([*NAMES[:2], *NAMES[:1:-1]], "of shape"),
         ([*NAMES[:2], LOCAL[1], LOCAL[0], *LOCAL[2:]], "is that of"),
