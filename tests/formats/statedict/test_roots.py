@@ -281,8 +281,8 @@ def test_an_optimizer_of_an_unknown_model(tmp_path: Path, zckpt: Program) -> Non
     shown = zckpt("inspect", path)
     assert shown.code == 0
     assert (
-        "first is kept as the program's own state, not as optimizer state: nothing shows which model"
-        in shown.err
+        "first is kept as the program's own state, not as optimizer state: nothing shows which "
+        "model" in shown.err
     )
     assert zckpt("verify", path).code == 0
     state["second"]["state"][0]["exp_avg"][0] += 1

@@ -110,8 +110,8 @@ def test_averages_beside_whole_weights(fsdp2: Path) -> None:
     """No rank has a part of the model, so that nothing states where parts of averages belong."""
     manifest = zckpt.read(fsdp2 / "whole_ema")
     assert texts(manifest.notices.warnings) == [
-        "ema is left out: its tensors are one rank's slices of the model's weights, and nothing shows "
-        "how to join the ranks' slices",
+        "ema is left out: its tensors are one rank's slices of the model's weights, and nothing "
+        "shows how to join the ranks' slices",
     ]
     assert not manifest.notices.omitted
     assert {*manifest.parameters} == {"emb.weight", "fc.weight", "fc.bias"}

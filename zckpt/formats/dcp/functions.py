@@ -1,4 +1,4 @@
-"""The functions of the format dcp."""
+"""The table of functions of the format dcp: reading, laying out files, checks."""
 
 from ..format import Functions
 from ..groups import in_torch, with_trainers_groups

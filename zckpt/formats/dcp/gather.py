@@ -82,7 +82,7 @@ def _is_state(path: tuple[Any, ...]) -> bool:
 
 
 def _put(tree: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    """Sets the value at a path of a nested dictionary; lists are dictionaries by position."""
+    """Sets the value at a path of a nested dictionary; a list is a dictionary of its indices."""
     *above, last = path
     for key in above:
         tree = tree.setdefault(key, {})

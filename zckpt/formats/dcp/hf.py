@@ -49,7 +49,7 @@ INFO, VERSION = "DCP_SHARDING_INFO", "1.0"
 
 
 def files(folder: str) -> list[str]:
-    """The files of all ranks, sorted."""
+    """The paths of all ranks' safetensors files in a folder, sorted."""
     with os.scandir(folder) as entries:
         return sorted(entry.path for entry in entries if known((SHARD,), entry.name))
 
@@ -192,8 +192,8 @@ def shells(
 ) -> Iterator[Shell]:
     """Lays out the safetensors files of all ranks, of about `most` bytes each, without elements.
 
-    `box_of` gives a rank's rows of a tensor. The values of `scalars` are written. All other
-    elements are holes, which the copy fills.
+    `box_of` returns a rank's rows of a tensor; `world` is the number of ranks. The values of
+    `scalars` are written. All other elements are left empty; the copy fills them in.
     """
 
     def length(name: str) -> int:
@@ -221,7 +221,7 @@ def _by_numbers(paths: Sequence[str]) -> dict[Numbers, str]:
 
 
 def _require_complete(paths: Sequence[str]) -> None:
-    """Raises IncompleteCheckpoint if a shard between the first and the last one is missing.
+    """Raises IncompleteCheckpoint if a file between the first and the last shard is missing.
 
     Without it, tensors would seem to have smaller shapes.
     """

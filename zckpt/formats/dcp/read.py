@@ -86,11 +86,11 @@ FIELDS = {"planner_data", "storage_meta", "version", "zckpt"}  # these describe 
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
-    """The manifest of a directory, or of a trainer's directory around one.
+    """The manifest of a directory, or of a trainer's directory that contains one.
 
     Raises NotACheckpoint, IncompleteCheckpoint (no `.metadata`, a missing file or element),
     InconsistentCheckpoint, CorruptCheckpoint, UnsupportedCheckpoint (Megatron-Core, compressed or
-    encrypted items).
+    encrypted files).
     """
     root, parts = locate(path, reading.tag)
     try:
@@ -109,7 +109,7 @@ def _around(path: str) -> tuple[str, str]:
 
 
 def _read(path: str, root: str, parts: list[str], reading: Reading) -> Manifest:
-    """The manifest of the items in these folders of a checkpoint."""
+    """The manifest of everything saved in the folders `parts` of the checkpoint at `root`."""
     shards = hf.files(root) if sources.is_folder(root) and not parts else []
     if not parts and not shards:
         raise NotACheckpoint("unfinished-save", f"{root} has no {METADATA}", file=root)
@@ -158,7 +158,7 @@ def _read(path: str, root: str, parts: list[str], reading: Reading) -> Manifest:
 
 
 def _weights(folder: str, saved: SavedTree) -> dict[str, Leaf]:
-    """The weights of a folder without items: Hugging Face's storage, or PEFT's file."""
+    """The weights of a folder without .distcp files: Hugging Face's storage, or PEFT's file."""
     if shards := hf.files(folder):
         saved.storage = RANKS
         return hf.read(shards, saved)
@@ -217,7 +217,7 @@ class _FolderReader:
             if is_pair(saved.folders) and (earlier_value := nested(saved.tree, *path)) is not None:
                 if not _are_equal(value, earlier_value):
                     name = os.path.relpath(table.folder, saved.root)
-                    message = f"{name}: {dotted(path)}, whose value in {MODEL}/ differs"
+                    message = f"{name}: {dotted(path)}, because {MODEL}/ has another value for it"
                     saved.omitted.append(note("state-omitted", message, subject=dotted(path)))
                 continue
             room = put(saved.tree, path, value, room)

@@ -79,7 +79,7 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
     """
     writer = DcpWriter(source, options, number)
     siblings = [(item.name, item) for item in writer.siblings]
-    about = "a directory of torch.distributed.checkpoint, which any number of ranks loads"
+    about = "a directory of torch.distributed.checkpoint, which any number of ranks can load"
 
     def loading(path: str) -> str:
         folder_name = MODEL if MODEL in writer.parts else next(iter(writer.parts))

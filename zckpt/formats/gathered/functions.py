@@ -1,4 +1,4 @@
-"""The functions of the format gathered."""
+"""The table of functions of the format gathered: reading, laying out files, checks."""
 
 from ...core.checkpoint.manifest import Manifest
 from ...core.passes.layout import Layout

@@ -354,7 +354,7 @@ def _states_crc(file: TorchFile, tensor: Tensor) -> bool:
 
 
 def _view(tensor: Tensor) -> tuple[Any, ...]:
-    """The start, offset and strides of a tensor within its storage."""
+    """Where a tensor lies in its storage: the storage's start, then offset and strides."""
     return tensor.storage.start, tensor.offset, tensor.strides
 
 
@@ -363,13 +363,13 @@ def _is_scheduler(key: Any) -> bool:
 
 
 def _differ(values: Sequence[Any]) -> bool:
-    """Whether ranks list different parameter names, as the stages of a pipeline do."""
+    """Whether ranks list different parameter names, as pipeline stages do."""
     are_names = all(isinstance(value, list) and types_in(value) <= {str} for value in values)
     return are_names and any(value != values[0] for value in values)
 
 
 def joined(name: str, whole: DistributedTensor, parts: Sequence[LocalPart]) -> Leaf:
-    """Makes one leaf of a tensor's parts; together, the parts have each element once."""
+    """Joins a tensor's shards into one `Leaf`; each element must be in exactly one shard."""
     pieces = [piece_of(part.file, part.tensor, part.offsets) for part in parts]
 
     def number() -> Scalar:

@@ -69,7 +69,7 @@ class FileNames(Struct, frozen=True):
     extra: str = "extra.pt"
 
     def of_model(self, number: int) -> FileNames:
-        """The file names of a further model."""
+        """The names of another model's files: these names with the model's number."""
         return replace(
             self,
             weights=numbered(self.weights, number),

@@ -1,4 +1,4 @@
-"""The functions of the format hf."""
+"""The table of functions of the format hf: reading and laying out files."""
 
 from ..format import Functions
 from .read import read

@@ -148,7 +148,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         return list(files.values())
 
     def _config(self) -> dict[str, Any]:
-        """The model's (or adapter's) configuration; raises MissingData."""
+        """The content of config.json, or of an adapter's; raises MissingData without it."""
         config = json_of(self.files, self._config_name)
         if config is None:
             is_linked = any(each.subject == FOLLOW for each in self.source.notices.omitted)

@@ -1,7 +1,7 @@
 """Reads the state that all ranks of a Megatron-Core run share: arguments, groups, counters.
 
-up to 0.18    common.pt
-since 0.19    the item common_state/shard_0_1: a list of one dictionary
+up to 0.18    the file common.pt
+since 0.19    the key common_state/shard_0_1: a list of one dictionary
 """
 
 from __future__ import annotations

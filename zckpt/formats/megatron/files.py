@@ -4,8 +4,8 @@
     RUN/iter_0000006/, RUN/release/           one checkpoint each
     NAME/weights/                             one checkpoint of NeMo; RUN/NAME/weights/ in its run
         metadata.json                         {"sharded_backend": "torch_dist", ...}
-        .metadata, __R_I.distcp               the items of torch.distributed.checkpoint
-        common.pt                             what ranks share; since 0.19 an item of its own
+        .metadata, __R_I.distcp               tensors, saved by torch.distributed.checkpoint
+        common.pt                             what all ranks share; since 0.19 under a key instead
         mp_rank_TT[_PPP][_EEE]/               the older kind: a folder for each model-parallel rank
 
 Megatron-FSDP writes only `.metadata` and `__R_I.distcp`; the keys identify its directories.

@@ -2,8 +2,8 @@
 
 fully_reshardable, fully_sharded_model_space, no distributed optimizer     any sizes can load it
 dp_reshardable, dp_zero_gather_scatter: flat buffers                       any dp can load it
-mp_rank_*: a folder for each model rank                                    any dp can load it gated
-layers saved with torch's FSDP2                                      only the same dp and tp
+mp_rank_*: a folder for each model rank                                    any dp can load it
+gated layers saved with torch's FSDP2                                      only the same dp and tp
 """
 
 from ...core.checkpoint.manifest import Manifest

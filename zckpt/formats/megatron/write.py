@@ -177,7 +177,7 @@ class MegatronWriter:
         everything = source.whole_state.items()
         other_keys = {key for key, value in everything if key != "megatron" and value}
         self.omitted += [
-            note("state-omitted", f"{key}: Megatron-Core has no place for it", subject=key)
+            note("state-omitted", f"{key}: Megatron-Core's files cannot store it", subject=key)
             for key in sorted(other_keys)
         ]
 
@@ -367,7 +367,7 @@ class MegatronWriter:
         if is_iteration(tag):
             return tag
         if type(iteration) is not int or iteration < 0:
-            hint = "add --step-policy N to the command that reads the files of Megatron-Core"
+            hint = "add --step-policy N to the command that reads the Megatron-Core files"
             raise MissingData("step-missing", "the source does not state its iteration", hint=hint)
         return f"iter_{iteration:07d}"
 

@@ -180,7 +180,11 @@ def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[C
 
 
 def _complete(path: str, checkpoint: CheckpointFiles) -> CheckpointFiles:
-    """Returns `checkpoint` if each rank has exactly one file; raises otherwise."""
+    """Returns `checkpoint` if each rank has exactly one file; raises otherwise.
+
+    Raises InconsistentCheckpoint for two files of a rank, and IncompleteCheckpoint for a missing
+    one.
+    """
     by_rank: dict[int, str] = {}
     for rank, file in checkpoint.files:
         if by_rank.setdefault(rank, file) != file:

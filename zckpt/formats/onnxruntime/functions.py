@@ -1,4 +1,4 @@
-"""The functions of the format onnxruntime."""
+"""The table of functions of the format onnxruntime: reading, laying out files, checks."""
 
 from ..format import Functions, other_dp
 from .gather import partitions

@@ -225,7 +225,7 @@ class OnnxRuntimeWriter:
         misread = [name for name in names if MISREAD.search(name)]
         if misread and self.dialect == "l2":
             message = (
-                f"ONNX Runtime misreads names such as {misread[0]} when it aggregates legacy "
+                f"ONNX Runtime misreads names such as {misread[0]} when it aggregates the ranks' "
                 "files; ranks that load their own files read them correctly"
             )
             self.warnings.append(warning("engine-fault", message, subject=misread[0]))

@@ -184,9 +184,9 @@ def _optimizer(
 
 
 def _flat(state_dict: Mapping[Any, Any]) -> dict[str, dict[Any, Any]]:
-    """The states in a flat state dict, by parameter name.
+    """The states in a flat state dict, by parameter name and then by the state's name.
 
-    Names may have dots; options and slots have none.
+    Parameter names may contain dots; the names of states and options do not.
     """
     groups, state = "param_groups.", "state."
     keys = [key for key in state_dict if isinstance(key, str)]
@@ -224,7 +224,7 @@ def _model(
 
 
 def whole(file: TorchFile, tensor: Tensor) -> Whole:
-    """A tensor that one file contains completely, as a piece for the all-gather."""
+    """A tensor that one file contains completely, as input for the all-gather."""
     box = box_of(file, tensor, (0,) * len(tensor.shape))
     return Whole(UNNAMED, tensor.dtype, tensor.shape, box.extent, box.strides)
 

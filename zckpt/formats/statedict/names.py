@@ -1,4 +1,4 @@
-"""Finds the model's name of every parameter in an optimizer, by name or by number."""
+"""Finds the model's name for every parameter that an optimizer lists, by name or by number."""
 
 from __future__ import annotations
 

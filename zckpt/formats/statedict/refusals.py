@@ -84,10 +84,10 @@ def refuse_parts(
 ) -> None:
     """Raises InconsistentCheckpoint if a weight or a moment is only one rank's slice.
 
-    The shapes show it: a moment has the shape of one rank's shard of its weight, or a weight has
-    that of its moment. `optimizer` has the names of `model`. If a program saves a plain tensor that
-    is a slice, a directory of torch.distributed.checkpoint contains only one rank's slice, and no
-    trace of the others.
+    The shapes show it: the moment has the shape of one rank's shard of the weight, or the weight
+    has the shape of one rank's shard of the moment. `optimizer` has the names of `model`. If a
+    program saves a plain tensor that is a slice, a directory of torch.distributed.checkpoint
+    contains only one rank's slice, and no trace of the others.
     """
     for name, state in optimizer.state.items():
         weight = model.get(name)

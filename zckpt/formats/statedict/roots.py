@@ -120,7 +120,7 @@ class Roots(Struct, frozen=True):
 
     @property
     def paths(self) -> set[TreePath]:
-        """The paths of all state dicts."""
+        """The paths of the state dicts of all models and optimizers."""
         paths_of_roots = {path for root in self.roots for path in (root.model, *root.optimizers)}
         return paths_of_roots | {*self.unclear}
 

@@ -252,7 +252,7 @@ def choose_models(
 def beside(
     models: Mapping[TreePath, Mapping[Any, Any]], chosen: Sequence[TreePath]
 ) -> dict[TreePath, Mapping[Any, Any]]:
-    """Dictionaries of weights beside the chosen models, for example an EMA's weights."""
+    """Dictionaries of weights beside the chosen models, for example an average (EMA), by path."""
     chosen_paths = [path for path in chosen if path]
     return {
         path: model

@@ -165,27 +165,31 @@ def leads_to_step(path: TreePath) -> bool:
 class SavedTree(Struct, eq=False):
     """All state dicts of a checkpoint as one tree, with facts about the files they came from.
 
-    `root` is the path of the checkpoint, `origin` becomes the manifest's `source`. `files` are the
-    paths of its files, `records` the byte ranges with the checksums that files state. `siblings`
-    are other files in the directory; `omitted_files` are those that are only compared. `omitted`
-    and `warnings` are notices for the manifest. `orders` is for an optimizer that numbers
-    parameters: lists of numbers, each in the order of the model's parameters; by default one list
-    per group. `models` are the keys of several models, if separate files show that these are
-    models. `beside` is the key invented for optimizer entries that were mixed with the model's.
+    `root` is the path of the checkpoint, `origin` becomes the manifest's `source`.
+    `files` are the paths of its files, `records` the byte ranges with the files' checksums.
+    `siblings` are other files in the directory; `omitted_files` are those that are only compared.
+    `omitted` and `warnings` are notices for the manifest.
+    `orders` is for an optimizer that numbers parameters: lists of numbers, each in the order of the
+    model's parameters; by default one list per group.
+    `models` are the keys of several models, if separate files show that these are models.
+    `beside` is the key invented for optimizer entries that were mixed with the model's.
     `record` are the facts that zckpt wrote beside the state dicts (own_facts.py); `stated_of` has
-    them for each model, by its path in the tree. `folders` are the folders of model and optimizer,
-    if these are separate. `in_order` states whether the model's names are in the program's order
-    (safetensors sorts them). `unused` are byte ranges of the files that belong to no value.
-    `inferred` are names of parameters that no file states. `adapter` states whether the model's
-    state has PEFT's names (see peft.py). `steps` are all steps that the ranks' files state; steps
-    at the same path may differ. `storage`, `bare` and `file` are as in `StateDictEngine`: how
-    weights are stored if not in the state dict itself, whether the optimizer's names lack PEFT's
-    prefixes, and the one file that holds everything. `extra_states` are the optimizers' values
-    beside the states of parameters. `likely` are optimizers that fit the only model that is read.
-    `different` are values that differ between ranks; `of_ranks` has the other ranks' values, by
-    file; `uncompared` counts tensors that were not compared. `buffers_named` states whether
-    `--buffers` matched some of its tensors. `share` is the reason why an optimizer seems to be only
-    one rank's share. `is_numbered` states whether an optimizer numbers its parameters.
+    them for each model, by its path in the tree.
+    `folders` are the folders of model and optimizer, if these are separate.
+    `in_order` states whether the model's names are in the program's order (safetensors sorts them).
+    `unused` are byte ranges of the files that belong to no value.
+    `inferred` are names of parameters that no file states.
+    `adapter` states whether the model's state has PEFT's names (see peft.py).
+    `steps` are all steps that the ranks' files state; steps at the same path may differ.
+    `storage`, `bare` and `file` are as in `StateDictEngine`: how weights are stored outside of the
+    state dict, whether the optimizer's names lack PEFT's prefixes, and the file with everything.
+    `extra_states` are the optimizers' values beside the states of parameters.
+    `likely` are optimizers that fit the only model that is read.
+    `different` are values that differ between ranks, `of_ranks` the other ranks' values, by file;
+    `uncompared` counts tensors that were not compared.
+    `buffers_named` states whether `--buffers` matched some of its tensors.
+    `share` is the reason why an optimizer seems to be only one rank's share.
+    `is_numbered` states whether an optimizer numbers its parameters.
     """
 
     root: str
@@ -247,7 +251,7 @@ class InPieces(Struct, frozen=True):
 
 
 def leaf(file: TorchFile, tensor: Tensor) -> Leaf:
-    """A tensor that is complete in one file."""
+    """The `Leaf` of a tensor that one file contains completely."""
     part = (0,) * len(tensor.shape), tensor, file
     return Leaf(
         tensor.dtype,

@@ -304,7 +304,7 @@ class StateDicts:
 def _kept_key(key: Any) -> Any:
     """The key unchanged if it is a text or a number, else as text.
 
-    torch.distributed.checkpoint has no other keys.
+    torch.distributed.checkpoint allows no other keys.
     """
     return key if isinstance(key, (str, int)) else str(key)
 

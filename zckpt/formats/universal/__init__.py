@@ -1,10 +1,11 @@
 """zckpt's own format: full tensors in safetensors files, and a manifest.
 
-files.py      finds the checkpoint's files; the version that is written read.py       reads
-manifest.json, and finds tensors in the safetensors files agreement.py  checks that the values in
-manifest.json do not contradict each other flipped.py    finds the bit of a damaged manifest.json
-that was flipped write.py      writes the files for `convert --to universal` functions.py  the table
-of this format's functions
+files.py      finds the checkpoint's files; the version that is written
+read.py       reads manifest.json, and finds tensors in the safetensors files
+agreement.py  checks that the values in manifest.json do not contradict each other
+flipped.py    finds the bit of a damaged manifest.json that was flipped
+write.py      writes the files for `convert --to universal`
+functions.py  the table of this format's functions
 """
 
 from ...training.options import (

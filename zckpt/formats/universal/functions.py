@@ -1,4 +1,4 @@
-"""The functions of the format universal."""
+"""The table of functions of the format universal: reading, laying out files, checks."""
 
 from ...core.checkpoint.manifest import Manifest
 from ...errors import Notice, problem

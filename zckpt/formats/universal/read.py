@@ -89,7 +89,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def _read(path: str, name: str, kept: Container[str] | None = None) -> Manifest:
-    """The manifest in the file `name`; `kept` restricts it to the tensors in these slots.
+    """The manifest in the file `name`; `kept` restricts it to these slots, such as `param`.
 
     Raises CorruptCheckpoint if a weight has no tensor in these slots, and UnsupportedCheckpoint for
     another version of the format.
@@ -200,7 +200,7 @@ def _manifest(path: str, document: Mapping[str, Any], kept: Container[str] | Non
     facts = facts_of(from_json(document["state"]))
     values = [facts.state, *(row.value for row in facts.states)]
     if lost := [name for name in tensors_in(values) if (name, "state") not in entries]:
-        raise ValueError(f"its state has tensors that it does not list: {listed(lost, 4)}")
+        raise ValueError(f"its `state` names tensors that `entries` lacks: {listed(lost, 4)}")
     siblings, around = _siblings(path), _below(path, AROUND)
     parameters, numbers = parameters_from_json(document["parameters"])
     facts = facts._replace(states=States((*numbers, *facts.states)))

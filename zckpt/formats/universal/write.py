@@ -80,7 +80,7 @@ def select(source: Manifest, options: Options) -> Manifest:
 
 
 def _weight(source: Manifest, entry: Entry, options: Options) -> Entry:
-    """The entry with the dtype of `--dtype`, if it is a weight; buffers keep theirs."""
+    """The entry with the type of `--dtype`, if it is a weight; buffers keep their type."""
     is_weight = entry.parameter in source.parameters and entry.dtype in FLOATS
     if not options.module_dtype or not is_weight or entry.dtype == options.module_dtype:
         return entry
@@ -263,7 +263,10 @@ def with_mended(path: str, mended: Sequence[Mended]) -> tuple[str, bytes]:
 
 
 def _without_text(notice: Notice) -> dict[str, Any]:
-    """A notice as JSON, without its text, and without its path, which other machines lack."""
+    """A notice as JSON, without its text and without its path.
+
+    The path is valid on this machine only.
+    """
     fields = {"code": notice.code, "severity": notice.severity, "subject": notice.subject}
     return {**fields, "hint": notice.hint}
 

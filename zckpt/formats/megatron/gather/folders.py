@@ -85,9 +85,10 @@ class Folders:
         yield from rule.joined(filled, whole, gated)
 
     def _weights(self, place: tuple[int, int, int], chunk: str, first: int) -> dict[str, Local]:
-        """The weights in a rank's model chunk, in the file's order, by their full names.
+        """The weights in one model chunk of a rank, in the file's order, by their full names.
 
-        The chunk's first layer has the number `first` in the full model.
+        `place` is (stage, expert rank, tensor rank), `chunk` the chunk's key in the file. The
+        chunk's first layer has the number `first` in the full model.
         """
         unties = self.args.get("untie_embeddings_and_output_weights") is not False
         stage, number, _ = place
@@ -112,14 +113,15 @@ class Folders:
     def _buffers(
         self, place: tuple[int, int, int], chunk: int, weights: Mapping[str, Local]
     ) -> Iterator[Filled]:
-        """Yields a rank's flat buffers of one model chunk, with the places of their parameters.
+        """Yields a rank's flat buffers of one model chunk, divided among their parameters.
 
-        There is one for each type of weights; experts that are spread over ranks have their own.
+        There is one for each type of weights; experts that are spread over ranks have separate
+        ones.
         """
         stage, expert, rank = place
         path = os.path.join(self.ranks[place][0], "distrib_optim.pt")
         if not sources.is_file(path):
-            raise rule.refusal(self.path, "optimizers that know parameters by number")
+            raise rule.refusal(self.path, "an optimizer that lists its parameters by number")
         file = TorchFile(path, self.parsed)
         for optimizer in range(1 + self.spread):
             if self.spread and expert and not optimizer:

@@ -58,7 +58,7 @@ def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
 
 
 class _Items:
-    """The items of a torch_dist directory."""
+    """The keys of a torch_dist directory, and the tensors that are saved under them."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -100,7 +100,7 @@ class LegacyReader:
                 self._states()
         content.omitted = extra_states(self.folder, self.ranks)
         if self.ep > 1 and "rng_state" in self.common:
-            message = "random states (rng_state), which every data-parallel rank has"
+            message = "rng_state: the random states of the data-parallel ranks"
             content.omitted.append(note("rank-state-omitted", message, subject="rng_state"))
         grouped = filter(OF_GROUPED.fullmatch, self.modules)
         content.omitted += [note("state-unsupported", name, subject=name) for name in grouped]
