@@ -181,7 +181,9 @@ class TestHomeMade:
         dcp.save({"optim": optimizer_of(), "time": 2.5}, checkpoint_id=run / "optim")
         manifest = zckpt.read(run)
         assert manifest.state["client_state"] == {"time": 1.5}
-        assert "optim: time, because model/ has another value for it" in texts(manifest.notices.omitted)
+        assert "optim: time, because model/ has another value for it" in texts(
+            manifest.notices.omitted
+        )
 
     def test_a_dialect_has_folders_of_its_own(self, tmp_path: Path) -> None:
         zckpt.convert(AUTOMODEL, tmp_path / "target", to="dcp", dialect="accelerate")

@@ -280,7 +280,7 @@ def test_state_of_very_many_values_is_left_out(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(3)}, **state}, tmp_path / "checkpoint.pt")
     report = zckpt.convert(tmp_path / "checkpoint.pt", tmp_path / "target", to="dcp")
     (line,) = texts(report["left_out"])
-    assert line.startswith("client_state seen: 10,001 values, of which")
+    assert line.startswith("client_state seen: 10,001 values, each of which")
     assert whole(tmp_path / "target")["few"] == {"1": 2}
 
 

@@ -251,7 +251,11 @@ class TestShardedTensors:
     @pytest.mark.parametrize(
         ("parts", "kind", "said"),
         [
-            ([[((0, 0), WHOLE[:3])], []], errors.IncompleteCheckpoint, "35 elements, .* hold 15"),
+            (
+                [[((0, 0), WHOLE[:3])], []],
+                errors.IncompleteCheckpoint,
+                "35 elements, .* hold only 15",
+            ),
             (
                 [[((0, 0), WHOLE[:4])], [((3, 0), WHOLE[3:])]],
                 errors.InconsistentCheckpoint,
@@ -278,7 +282,9 @@ class TestShardedTensors:
 
     def test_a_file_of_another_rank(self, tmp_path: Path) -> None:
         files = sharded_files(tmp_path, [[((0, 0), WHOLE[:3])], [((3, 0), WHOLE[3:])]], WHOLE.shape)
-        with pytest.raises(errors.InconsistentCheckpoint, match="named as rank 0's, but was"):
+        with pytest.raises(
+            errors.InconsistentCheckpoint, match="named as the file of rank 0, but was"
+        ):
             merge({0: files[1], 1: files[0]})
 
 
@@ -345,7 +351,7 @@ class TestRefused:
             against = tmp_path.parent / f"{tmp_path.name}-whole"
             assert package.verify(tmp_path, against=against, gather=True)["equal"]
             return
-        with pytest.raises(errors.UnsupportedCheckpoint, match="placed as _StridedShard"):
+        with pytest.raises(errors.UnsupportedCheckpoint, match="with the placement _StridedShard"):
             package.read(tmp_path)
 
     @pytest.mark.parametrize("name", ["_flat_param", "trunk._flat_param", "layers.0.flat_param_0"])
@@ -497,7 +503,7 @@ class TestOneRanksPart:
             path = tmp_path / str(rank) / "weights.pt"
             (folder / f"model_world_size_3_rank_{rank}.pt").rename(path)
             with pytest.raises(
-                errors.IncompleteCheckpoint, match=rf"1/3 .*rank {rank}'s part"
+                errors.IncompleteCheckpoint, match=rf"1/3 .*rank {rank}'s shards"
             ) as raised:
                 package.read(path)
             assert "model_rank_0.pt to model_rank_2.pt" in raised.value.hint

@@ -167,7 +167,7 @@ class TestRanks(FormatContract):
 
     def test_files_of_two_world_sizes(self, checkpoint: Path) -> None:
         shutil.copy(self.file(checkpoint, "model", 0), checkpoint / "model_world_size_4_rank_0.pt")
-        with pytest.raises(errors.AmbiguousCheckpoint, match="saves by 2, 4 ranks"):
+        with pytest.raises(errors.AmbiguousCheckpoint, match="several saves, by 2 and 4 ranks"):
             zckpt.read(checkpoint)
 
     def test_two_saves(self, checkpoint: Path, torch_trained: Trained, tmp_path: Path) -> None:

@@ -60,10 +60,13 @@ def test_dealing_again_gives_the_order_back(groups: list[list[int]], world: int)
         ([[[4, 1]], [[3, 2]]], None),
         ([[[5]], [[]]], None),
         ([[[1], [7]], [[], [7, 7]]], None),
-        ([[[1], [7, 7]], [[], [7]]], "rank0.pt has 2 parameters of group 1, .* rank 0 of 2 has 1"),
-        ([[[4, 1]], [[3]]], "rank0.pt has 2 parameters of group 0, .* has 1$"),
-        ([[[]], [[5]]], "rank0.pt has 0 parameters of group 0, .* has 1$"),
-        ([[[1]], [[5]]], "rank0.pt has 1 parameter of group 0, .* has 1 of other sizes"),
+        (
+            [[[1], [7, 7]], [[], [7]]],
+            "rank0.pt has 2 parameters of group 1, .* rank 0 of 2 should have 1",
+        ),
+        ([[[4, 1]], [[3]]], "rank0.pt has 2 parameters of group 0, .* should have 1$"),
+        ([[[]], [[5]]], "rank0.pt has 0 parameters of group 0, .* should have 1$"),
+        ([[[1]], [[5]]], "rank0.pt has 1 parameter of group 0, .* should have 1 of other sizes"),
     ],
 )
 def test_what_the_rule_never_makes_is_refused(ranks: list[list[list[int]]], said: str) -> None:

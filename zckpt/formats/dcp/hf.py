@@ -121,7 +121,7 @@ def _stated_shapes(
         try:
             whole_weights = safefile.read(item.path) if item.name.endswith(".safetensors") else ()
         except CorruptCheckpoint as error:
-            message = f"{item.path} is not compared with the weights: {error}"
+            message = f"not compared with the weights: {error}"
             saved.warnings.append(warning("not-compared", message, file=item.path))
             continue
         for stored in whole_weights:

@@ -26,7 +26,7 @@ CONTEXT = "context_parallel_size"
 
 
 def is_interleaved(args: Mapping[str, Any]) -> bool:
-    """Whether a run with these arguments saves gated layers in the order that this module fixes."""
+    """Whether a run with these arguments saves gated layers in an order that must be corrected."""
     gated = args.get("swiglu") or args.get("quick_geglu")
     return bool(args.get("use_torch_fsdp2") and gated)
 

@@ -123,7 +123,7 @@ def candidates(names: Sequence[NamedShape]) -> list[NamedShape]:
 
 
 def _by_shape(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list[str]] | None:
-    """The names of all numbers, if shapes alone determine them; else None."""
+    """The name of every numbered parameter, if shapes alone decide it; None if they do not."""
     by_shape: dict[Shape | None, list[str]] = {**by_key((shape, name) for name, shape in names)}
     numbers = Counter(shape for order in orders for shape in order)
     if None in numbers:  # it gets a name that no other number can have

@@ -30,7 +30,7 @@ def names_of(
     optimizer: OptimizerState,
     param_names: Sequence[str] | None,
 ) -> dict[Any, str]:
-    """Maps an optimizer's names or numbers of its parameters to the model's names.
+    """Maps the names or numbers in an optimizer's groups to the model's parameter names.
 
     Adds inferred names to `saved`, with a warning. Raises MissingData and WrongOption like
     `matching.match`, and InconsistentCheckpoint if states have the shapes of other weights.

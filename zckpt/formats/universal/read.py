@@ -89,10 +89,10 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def _read(path: str, name: str, kept: Container[str] | None = None) -> Manifest:
-    """The manifest in the file `name`; `kept` restricts it to these slots, such as `param`.
+    """The manifest in the file `name`; `kept` restricts it to these kinds of tensors.
 
-    Raises CorruptCheckpoint if a weight has no tensor in these slots, and UnsupportedCheckpoint for
-    another version of the format.
+    The kinds are `param`, `master` and `state`. Raises CorruptCheckpoint if a weight has no tensor
+    of these kinds, and UnsupportedCheckpoint for another version of the format.
     """
     document = json.loads(_text_of(name))
     version = document["zckpt"]

@@ -124,7 +124,7 @@ class _Optimizer(Struct, eq=False):
 
 
 class FlatItems:
-    """The flat buffers and groups of a torch_dist directory, read item by item.
+    """The flat buffers and groups of a torch_dist directory, read key by key.
 
     Raises UnsupportedCheckpoint for an optimizer key that zckpt does not know.
     """
@@ -245,7 +245,7 @@ class FlatItems:
         ]
 
     def _value(self, key: str) -> tuple[TorchFile, Any]:
-        """Reads an item that stores a list of one value; returns its file and that value."""
+        """Reads a key under which a list of one value is saved; returns its file and that value."""
         file = self.files.torch_file(self.table.location(key))
         value = file.value
         if not isinstance(value, list) or len(value) != 1:
@@ -256,7 +256,7 @@ class FlatItems:
 
 
 def buffers_of(file: TorchFile, value: Any) -> Iterator[tuple[int, Flat]]:
-    """Yields (number, flat buffer) for each buffer in `distrib_optim.pt` or a `param_state` item.
+    """Yields (number, flat buffer) for each buffer in `distrib_optim.pt` or a `param_state` object.
 
     Raises UnsupportedCheckpoint for files from before March 2024, and CorruptCheckpoint if a buffer
     is not a 1-d float32 tensor.
@@ -355,7 +355,7 @@ def param_groups(file: TorchFile, value: Any) -> list[Any]:
 
 
 class FlatFragments:
-    """The flat shards of one item, sorted by the slice of a parameter that they belong to.
+    """The flat shards saved under one key, sorted by the slice of a parameter that they belong to.
 
     `fully_sharded_model_space` was the default of Megatron-Core up to 0.13. It stores states like
     this:
@@ -420,7 +420,7 @@ class FlatFragments:
     def runs(self, place: tuple[int, ...]) -> Runs:
         """The file ranges with the elements of one slice, in element order.
 
-        `place` is the slice's index in the item: the numbers of its layer and expert, then its
+        `place` is the slice's index under the key: the numbers of its layer and expert, then its
         number along each axis of the parameter. Raises InconsistentCheckpoint if shards overlap or
         leave gaps.
         """
