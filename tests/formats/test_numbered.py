@@ -181,7 +181,7 @@ def test_two_models_of_one_step(tmp_path: Path, zckpt: Callable[..., Result]) ->
     target = tmp_path / "out_5"
     report = json.loads(zckpt("reshard", step, target, "--root", "critic", "--json").out)
     assert sorted(path.name for path in target.iterdir()) == ["critic", "data.pt"]
-    assert "actor/: --root selects critic" in texts(report["left_out"])
+    assert "actor/: --root takes critic" in texts(report["left_out"])
     assert are_equal(target, step / "critic")
 
 
