@@ -394,7 +394,10 @@ def test_engines_without_such_groups(tmp_path: Path, zckpt: Zckpt) -> None:
     for option, value in (("--set-group", "lr=1e-5"), ("--groups-from", MEGATRON)):
         refused = zckpt("reshard", MEGATRON, tmp_path / "out", option, value)
         assert refused.code == 2
-        assert "Megatron-Core assigns parameters to groups" in refused.err or "--group-defaults" in refused.err
+        assert (
+            "Megatron-Core assigns parameters to groups" in refused.err
+            or "--group-defaults" in refused.err
+        )
     kept = zckpt("convert", MEGATRON, tmp_path / "kept", "--set-group", "lr=1e-5")
     assert "will have no effect if you convert this target to Megatron-Core later" in kept.err
 
