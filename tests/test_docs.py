@@ -273,7 +273,7 @@ def test_reference_has_every_option(name: str) -> None:
             else [parameter.human_readable_name]
         )
         for word in words:
-            assert re.search(rf"(?<![\w-]){word}(?![\w-])", section), word
+            assert re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", section), word
 
 
 def test_version_is_the_same_everywhere() -> None:

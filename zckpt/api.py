@@ -30,7 +30,6 @@ from .formats.reading import NamedKeywords as NamedKeywords
 from .formats.reading import Reading, SourceKeywords
 from .judging import verdict
 from .judging.contents import check_to_load
-from .judging.damaged_source import Found
 from .reading import read as read_manifest
 from .reading import read_both
 from .remote.url_arguments import local as local
@@ -326,20 +325,35 @@ def export(
     return write("export", manifest, os.fspath(target), "hf", reading, options, running)
 
 
-def rebuild_options(found: Found) -> list[str]:
-    """What `mend` takes as `rebuild` so that all that lost files had is made up.
+@takes_urls("path", "older")
+def mend_step(path: Path, *, older: Path | None = None, tag: str | None = None) -> Report | None:
+    """What `mend` would give for a checkpoint that cannot be opened, and the command to type.
 
-    Nothing if no file is lost, or if some of it cannot be made up. "model" needs `older` too.
+    `older` is an earlier checkpoint of the run that may be given as `--older`. `makes_up` tells
+    whether any value would not be the value that was lost. None if mend would give nothing.
     """
-    from .mending.rebuilding import options_for
+    from .mending.prospect import prospect
 
-    return options_for(found)
+    source = os.fspath(path)
+    reading = _reading({"tag": tag}, nameless=True, opens_items=True)
+    given = prospect(source, reading, None if older is None else os.fspath(older))
+    if given is None:
+        return None
+    command = given.command(source, tag)
+    return {"what": given.what, "command": command, "makes_up": given.makes_up}
+
+
+def restorable(file: Path) -> str | None:
+    """A phrase for what `mend` would restore in the headers of a file; None if nothing."""
+    from .mending.prospect import restorable as phrase_of
+
+    return phrase_of(os.fspath(file))
 
 
 @takes_urls("source", "older", target="target")
 def mend(
     source: Path,
-    target: Path,
+    target: Path | None = None,
     *,
     older: Path | None = None,
     accept_chance: bool = False,
@@ -364,15 +378,16 @@ def mend(
     masters and moments and the weights are left, `rebuild` chooses replacements: "masters" from the
     weights, and "moments=zero" or "moments=older". "model" writes a lost model file: its weights
     are the rounded masters, and all else is that of `older`, advanced where possible. `tell` is
-    called with the damaged places and the losses, before anything is written. `words` are the
-    arguments of `read`; the other arguments are those of `convert`. Raises a ZckptError if
-    something that is needed stays lost, or if nothing is damaged; then `target` does not exist.
+    called with the damaged places and the losses, before anything is written. With `dry_run`
+    nothing is, and `target` may be None. `words` are the arguments of `read`; the other arguments
+    are those of `convert`. Raises a ZckptError if something that is needed stays lost, or if
+    nothing is damaged; then `target` does not exist.
     """
     from .mending.mend import mend as write_mended
 
     return write_mended(
         os.fspath(source),
-        os.fspath(target),
+        None if target is None else os.fspath(target),
         None if older is None else os.fspath(older),
         accept_chance,
         tuple(rebuild),

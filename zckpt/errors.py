@@ -28,9 +28,7 @@ MALFORMED = (
 )
 """The exceptions that Python raises for files whose values have unexpected types or sizes."""
 MAX_MESSAGE = 2000  # characters
-RESTORABLE = (
-    "use another copy of this file, or see what can be restored: zckpt mend SRC DST --dry-run"
-)
+RESTORABLE = "use another copy of this file, or see what can be restored: zckpt mend SRC --dry-run"
 """The hint for damaged bytes that have a checksum in the file."""
 _REPR = Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 100, 100, 100

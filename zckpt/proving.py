@@ -161,9 +161,9 @@ def _with_next_step(line: Report, path: Path) -> Report:
     """Adds to a damaged record a `zckpt mend` command: to restore it, or to see what can be."""
     if line["code"] != "record-damaged":
         return line
-    command = f"zckpt mend {quote(os.fspath(path))} DST"
+    command = f"zckpt mend {quote(os.fspath(path))}"
     if "flipped" in line or "element" in line:
-        return line | {"hint": f"to restore this bit: {command}"}
+        return line | {"hint": f"to restore this bit: {command} DST"}
     return line | {"hint": f"to see what can be restored: {command} --dry-run"}
 
 

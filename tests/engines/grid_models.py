@@ -315,10 +315,13 @@ def build_llama(seed: int) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def batch(step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """This data rank's rows of the global batch of one step: tokens and targets."""
+def batch(step: int, rank: int, ranks: int, learns: bool = False) -> tuple[Tensor, Tensor]:
+    """This data rank's rows of the global batch of one step: tokens and targets.
+
+    Targets are random. If the model `learns`, they are the largest token of each row.
+    """
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
     targets = torch.randint(VOCABULARY, (ROWS,), generator=generator)
     rows = slice(rank * ROWS // ranks, (rank + 1) * ROWS // ranks)
-    return tokens[rows], targets[rows]
+    return tokens[rows], (tokens.amax(1) if learns else targets)[rows]

@@ -120,7 +120,7 @@ def set_the_rest(module: torch.nn.Module, expected: dict[str, Any]) -> None:
 def finish(engine: Any, case: GridCase, axes: Axes, output: Path) -> None:
     """Writes what all ranks hold now, with the losses of the steps that follow."""
     held = record(engine, case, axes)
-    losses = [train_step(engine, case, axes, case.steps + more) for more in range(3)]
+    losses = [train_step(engine, case, axes, case.steps + more) for more in range(case.more)]
     if held is not None:
         torch.save({**held, "losses": losses}, output)
 
@@ -231,7 +231,7 @@ def parameter_groups(
 
 def train_step(engine: Any, case: GridCase, axes: Axes, step: int) -> float:
     """Trains on the batch of this step; the mean loss of the global batch."""
-    tokens, targets = models.batch(step, axes.dp, case.dp)
+    tokens, targets = models.batch(step, axes.dp, case.dp, case.learns)
     if case.model == "pipe":
         return float(engine.train_batch(data_iter=iter([(tokens, targets)])))
     if case.model == "llama":

@@ -36,6 +36,8 @@ class GridCase:
     seed: int = 7
     lists_frozen: bool = True  # the program gives its optimizer frozen parameters too
     fused: bool = False  # DeepSpeed's FusedAdam, which without ZeRO gets FP16_Optimizer
+    more: int = 3  # steps after the save, or after loading, whose losses are recorded
+    learns: bool = False  # targets that depend on the tokens, and not random ones
 
     @property
     def extension(self) -> str | None:

@@ -81,7 +81,7 @@ def test_a_lost_rank(
         "go on from global_step6",
         "export the weights",
         f"put {path.name} back, if there is a copy",
-        "make up what is lost (masters that are the 16-bit weights and zeros as moments)",
+        f"make up what is lost (masters that are the 16-bit weights and the moments of {older})",
     ]
     said = advice(found)
     assert said.startswith("Masters and optimizer state of fc2 lost (")

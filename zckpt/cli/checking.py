@@ -135,11 +135,13 @@ def verify(
         if report is None or report["rank"]:  # rank 0 reports the findings of all ranks
             return {}, 0
         if report["problems"] and against is None:
-            from ..reporting.next_steps import made_up
+            from ..reporting.next_steps import mending
             from ..resume.runs import instead_of
 
-            report["rebuild"] = made_up(path, words.get("tag"))
-            report["instead"] = instead_of(path, words.get("tag"))
+            report["instead"] = instead = instead_of(path, words.get("tag"))
+            step = mending(path, words.get("tag"), instead)
+            makes_up = step is not None and step["makes_up"]
+            report["mend"], report["rebuild"] = (None, step) if makes_up else (step, None)
         return report, 0 if report["equal"] else 3
 
     def look_and_save(path: str) -> tuple[Report, int]:

@@ -273,7 +273,8 @@ class Mend(Document, kw_only=True):
 
     source: Json
     format: str | None
-    target: str
+    target: str | None
+    """null with --dry-run and without DST."""
     step: Step
     places: list[Restored]
     lost: list[LostPart]
@@ -339,6 +340,8 @@ class Verify(Comparison, kw_only=True):
     warnings: list[Notice] | UnsetType = UNSET
     instead: str | UnsetType | None = UNSET
     """If this checkpoint is not complete: the newest complete one of the same run."""
+    mend: Json | UnsetType | None = UNSET
+    """What `mend` restores exactly, and its command; null if it does not make the copy whole so."""
     rebuild: Json | UnsetType | None = UNSET
     """The `--rebuild` that makes up all lost values, and its command; null if nothing does."""
     held: Json | UnsetType = UNSET

@@ -69,6 +69,22 @@ def failure_of(error: Exception) -> Failure:
     return Failure("InternalError", ended("internal-error", what, hint), 1)
 
 
+UNREADABLE = ("file-damaged", "file-cut-short", "file-not-understood", "record-damaged")
+"""The codes of files that cannot be opened, perhaps because of one flipped bit."""
+
+
+def with_mend(error: Exception) -> Exception:
+    """Adds to the error about a file that cannot be opened what `mend` would restore of it."""
+    if not isinstance(error, CorruptCheckpoint) or error.code not in UNREADABLE:
+        return error
+    from .. import api
+
+    with suppress(ZckptError, OSError):
+        if error.file is not None and (what := api.restorable(error.file)):
+            return error.with_way(f"to {what}: zckpt mend SRC DST")
+    return error
+
+
 def ended(code: str, message: str, hint: str) -> Notice:
     """Returns the notice for a command that ended with another exception than a ZckptError."""
     return Notice(code=code, severity="error", message=message, hint=hint)

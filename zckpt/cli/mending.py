@@ -13,7 +13,7 @@ from ..errors import CorruptCheckpoint, IncompleteCheckpoint
 from ..remote.url_arguments import jobs_for
 from . import signals
 from .help import ExplainedCommand
-from .options import by_rank_0, common, copying_alone, grouped, source_and_target
+from .options import by_rank_0, common, copying_alone, grouped
 from .parameters import PATH
 
 WHOLE = "which is whole by its metadata"
@@ -22,12 +22,13 @@ WHOLE = "which is whole by its metadata"
 @click.command(
     cls=ExplainedCommand,
     examples=(
-        "zckpt mend run/checkpoint-500 mended --dry-run",
+        "zckpt mend run/checkpoint-500 --dry-run",
         "zckpt mend run/checkpoint-500 mended",
         "zckpt mend run/checkpoint-500 mended --older run/checkpoint-400",
     ),
 )
-@source_and_target
+@click.argument("source", metavar="SRC", type=PATH)
+@click.argument("target", metavar="[DST]", type=PATH, required=False)
 @grouped(
     "Source",
     "--older",
@@ -53,7 +54,7 @@ WHOLE = "which is whole by its metadata"
 @common
 def mend(
     source: str,
-    target: str,
+    target: str | None,
     older: str | None,
     accept_chance: bool,
     rebuild: tuple[str, ...],
@@ -92,7 +93,7 @@ def mend(
     def tell(places: Sequence[dict[str, Any]]) -> None:
         display.damaged(places, quiet or as_json)
 
-    about = f"{source} to {target}"
+    about = source if target is None else f"{source} to {target}"
     with display.progress("mend", about, quiet, as_json=as_json, asked=asked) as begin:
         try:
             report = api.mend(

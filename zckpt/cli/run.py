@@ -20,7 +20,7 @@ from ..core.passes.resources import own_rank
 from ..errors import Interrupted, ProcessFailed, WrongOption, meant
 from . import output, signals
 from .commands import cli
-from .failures import Failure, ended, failure_of, trace
+from .failures import Failure, ended, failure_of, trace, with_mend
 
 OBJECTS = 200_000  # how many new objects start Python's search for reference cycles
 
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except Exception as error:
         if isinstance(error, ProcessFailed) and error.exit_code is not None:
             sys.exit(error.exit_code)  # another process prints the error
-        fail(words, failure_of(error))
+        fail(words, failure_of(error if "mend" in words else with_mend(error)))
     output.flush()
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -43,7 +43,7 @@ def verified(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
     if not quiet:
         if instead := report.get("instead"):
             print(f"next: go on from {safe(instead)}, which is whole by its metadata")
-        if step := report.get("rebuild"):
+        if step := report.get("mend") or report.get("rebuild"):
             print(f"next: {step['what']}: {safe(step['command'])}")
         _one_sided(report, path, other)
         _remarks(report)

@@ -41,7 +41,7 @@ def damaged(places: Sequence[dict[str, Any]], quiet: bool) -> None:
 def mended(report: dict[str, Any], quiet: bool) -> None:
     """Prints what `mend` has written or would write. `damaged` has printed the places before."""
     warn(report["warnings"], quiet)
-    where, source = safe(report["target"]), safe(report["source"]["path"])
+    source = safe(report["source"]["path"])
     for line in report["problems"]:
         print(f"cannot be restored: {spoken(line)}")
         if line["hint"]:
@@ -55,6 +55,7 @@ def mended(report: dict[str, Any], quiet: bool) -> None:
         if instead := report.get("instead"):
             print(f"next: go on from {safe(instead)}, which is whole by its metadata")
         return
+    where = safe(report["target"])
     if report.get("already_complete"):
         print(f"{where} is complete already; nothing was written")
         return

@@ -9,6 +9,7 @@ stated.py       files whose checksum must be checked before a reader can open th
 losses.py       which elements lost files had, and which of them other files still have
 alike.py        lost files whose bytes are those of all other ranks' files
 rebuilding.py   what may take the place of lost values, if the user types `--rebuild`
+prospect.py     what `mend` would give, for the last line of `verify`, `report` and errors
 mend.py         the report, and the copy
 
 Nothing here searches for damage by rules of its own: damage is what a reader refuses, and what a

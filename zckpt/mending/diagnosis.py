@@ -90,35 +90,13 @@ def diagnose(
     the UnsupportedCheckpoint of the reader if no damage of a file explains it, and every error of
     the reader that is not in `REFUSED`.
     """
-    early: list[Place] = []
     with ExitStack() as stack:
-        while True:
-            judged: Verdict | None = None
-            error: ZckptError | None = None
-            try:
-                judged = verdict.of(read(path, reading))
-                blamed = [_blamed(judged)]
-            except REFUSED as caught:
-                error, blamed = caught, [[caught.file or path], _below(caught.file or path)]
-            known = {place.extent for place in early}
-            found = list[Place]()
-            for files in blamed:
-                found = found or [
-                    place
-                    for file in dict.fromkeys(filter(os.path.isfile, files))
-                    for place in _in_file(file)
-                    if place.extent not in known
-                ]
-            early += found
-            corrections = corrections_of(found)
-            if not corrections:
-                break
-            stack.enter_context(corrected(corrections))
-        if isinstance(error, UnsupportedCheckpoint) and not early:
-            raise error
-        if judged is None or judged.manifest is None:
-            return Diagnosis(early, error=error)
-        manifest = judged.manifest
+        opened = what_opens(path, reading, stack)
+        early, judged, manifest = opened.places, opened.judged, opened.manifest
+        if isinstance(opened.error, UnsupportedCheckpoint) and not early:
+            raise opened.error
+        if judged is None or manifest is None:
+            return opened
         outcome = compare(
             own_matches(manifest), manifest, manifest, copying, everything=True, begin=begin
         )
@@ -131,6 +109,37 @@ def diagnose(
             stack.enter_context(corrected(corrections_of(places)))
             judged = verdict.of(read(path, reading))
         return Diagnosis(sorted([*early, *places], key=_place), judged)
+
+
+def what_opens(path: str, reading: Reading, stack: ExitStack) -> Diagnosis:
+    """Reads the checkpoint at `path`; its places are those in files that cannot be opened.
+
+    Their corrections stay in effect until `stack` is closed. Reads no tensor, except the members of
+    such files. Raises every error of the reader that is not in `REFUSED`.
+    """
+    early: list[Place] = []
+    while True:
+        judged: Verdict | None = None
+        error: ZckptError | None = None
+        try:
+            judged = verdict.of(read(path, reading))
+            blamed = [_blamed(judged)]
+        except REFUSED as caught:
+            error, blamed = caught, [[caught.file or path], _below(caught.file or path)]
+        known = {place.extent for place in early}
+        found = list[Place]()
+        for files in blamed:
+            found = found or [
+                place
+                for file in dict.fromkeys(filter(os.path.isfile, files))
+                for place in _in_file(file)
+                if place.extent not in known
+            ]
+        early += found
+        corrections = corrections_of(found)
+        if not corrections:
+            return Diagnosis(early, judged, error)
+        stack.enter_context(corrected(corrections))
 
 
 def _place(place: Place) -> tuple[str, int]:
@@ -152,10 +161,19 @@ def _below(path: str) -> list[str]:
 
 def _in_file(path: str) -> list[Place]:
     """Returns what is damaged in a file without a manifest: its structure, else its zip members."""
+    return structure_of(path) or [*map(_in_container, damage_in(path))]
+
+
+def structure_of(path: str) -> list[Place]:
+    """Returns what is damaged in a file's headers, or in a file that states a checksum of itself.
+
+    Empty for a file in which these are right, or that has none. Tensors are read only of a file
+    with one checksum for all of it.
+    """
     structure = [*map(_of_structure, flipped_in(path))]
     if (stated := place_in(path)) is not None:
         structure.append(stated)
-    return structure or [*map(_in_container, damage_in(path))]
+    return structure
 
 
 def _of_structure(correction: Correction) -> Place:

@@ -13,7 +13,8 @@ as counters; the format says what they were as far as other files tell (`Functio
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Literal
 
@@ -38,6 +39,9 @@ from .alike import Alike
 
 State = Literal["elsewhere", "made-up", "gone"]
 MOST = 4  # names in a sentence
+DIFFERING = "other ranks differ in it, or only one is left"
+OF_BUFFER = "a copy on another rank may have other values"
+OF_COPY = "a copy on another rank has them"
 WORDS = {"param": "weights", "master": "masters"}
 """What a sentence calls the tensors of a slot; those of other slots by the slot's name."""
 
@@ -78,8 +82,12 @@ class Losses(Struct, frozen=True):
     """What a lost model file had besides tensors, as far as an older one and other files tell."""
     borrowed: Sequence[str] = ()
     """Lost files for which one of an older checkpoint stands in, by their paths in the manifest."""
+    copies: Mapping[Key, tuple[Entry, str]] = {}
+    """For each tensor of which only a copy was in a lost file: the entry with all its elements."""
     lacks_older: bool = False
     """Whether the one model file is lost, and an older checkpoint could show what was in it."""
+    lacks_layer: bool = False
+    """Whether files of a pipeline's layers are lost, and an older checkpoint could stand in."""
     unfit: ZckptError | None = None
     """Why the older checkpoint does not show what was in the lost model file."""
 
@@ -96,15 +104,16 @@ class Losses(Struct, frozen=True):
     def slots(self) -> set[str]:
         """The slots of the tensors of which elements would have to be made up.
 
-        A model file that is borrowed counts as `param`, since its counters are made up.
+        A lost model file counts as `param`, since what is in no tensor is made up, as counters.
         """
         slots = {each.entry.slot for each in self.lost if each.state == "made-up"}
-        return slots | ({"param"} if self.borrowed else set())
+        return slots | ({"param"} if self.borrowed or self.values else set())
 
     @property
     def others(self) -> dict[Key, tuple[Entry, str]]:
         """For each lost tensor: the entry that has the same elements, and why it has them."""
-        return {each.entry.key: (each.other, each.why) for each in self.lost if each.other}
+        lost = {each.entry.key: (each.other, each.why) for each in self.lost if each.other}
+        return {**self.copies, **lost}
 
     @property
     def made_up_keys(self) -> set[Key]:
@@ -131,9 +140,11 @@ class Losses(Struct, frozen=True):
             return self.unfit
         if self.lacks_older:
             return error.with_way(NEEDS_OLDER)
+        if self.lacks_layer:
+            return error.with_way(NEEDS_LAYER)
         if self.can_be_made_up and self.differing:
             names = listed(self.differing, MOST)
-            return error.with_way(f"nothing says what this rank had of {names}: ranks differ in it")
+            return error.with_way(f"nothing says what this rank had of {names}: {DIFFERING}")
         if self.can_be_made_up and lacking:
             typed = " ".join(f"--rebuild {each}" for each in lacking)
             return error.with_way(f"`{typed}` makes up what is lost, see --dry-run")
@@ -150,6 +161,10 @@ NEEDS_OLDER = (
     "an older checkpoint of the run (--older PATH) shows the names and shapes of this model; "
     "`--rebuild model` then rounds the masters to weights, see --dry-run"
 )
+NEEDS_LAYER = (
+    "an older checkpoint of the run (--older PATH) shows the names and shapes of this layer; its "
+    "weights are the rounded masters"
+)
 
 
 def whatever_is_there(
@@ -158,13 +173,13 @@ def whatever_is_there(
     """Opens what can be read of the checkpoint at `path`, some of whose files are lost.
 
     The model file of `older` stands in for the only one of the checkpoint, if its format can say
-    what else was in that.
+    what else was in that, and its file of a pipeline's layer for the lost one.
     """
     paths = older.files.paths if older is not None and continues(older.format) else ()
     models = {os.path.basename(path): path for path in paths}
 
     def of_older(lost: str) -> str | None:
-        return models.get(os.path.basename(lost)) if is_model(lost) else None
+        return models.get(os.path.basename(lost)) if is_model(lost) or is_layer(lost) else None
 
     def read_again(where: str, **words: object) -> Manifest:
         return read(where, replace(reading, **words))
@@ -189,6 +204,12 @@ def is_of_optimizer(path: str) -> bool:
     return file is not None and file.role.name == "optimizer"
 
 
+def is_layer(path: str) -> bool:
+    """Whether a file's name is that of a file with the weights of one layer of a pipeline."""
+    file = known_name(ALL_ROLES, path)
+    return file is not None and file.role.name == "layer"
+
+
 def lacks_model(found: Found) -> bool:
     """Whether nothing could be read because the one model file is lost, beside an optimizer's."""
     if found.manifest is not None:
@@ -196,10 +217,10 @@ def lacks_model(found: Found) -> bool:
     with suppress(ZckptError, OSError):
         if not continues(formats.recognize(found.path, tag=found.tag).name):
             return False
-    files = (line["file"] for line in found.faults if line["fault"])
-    return any(map(is_of_optimizer, files_below(found.path))) and any(
-        file is not None and is_model(file) for file in files
-    )
+    lost = {line["file"] for line in found.faults if line["fault"] and line["file"] is not None}
+    left = [path for path in files_below(found.path) if path not in lost]
+    is_only_one = any(map(is_model, lost)) and not any(map(is_model, left))
+    return is_only_one and any(map(is_of_optimizer, left))
 
 
 def losses_of(found: Found, older: Manifest | None, known: Mapping[str, Alike]) -> Losses:
@@ -214,7 +235,11 @@ def losses_of(found: Found, older: Manifest | None, known: Mapping[str, Alike]) 
         faults += said(unfit.notices if unfit is not None else ())
         return Losses(None, faults, lacks_older=older is None, unfit=unfit)
     if found.manifest is None or not found.lost:
-        return Losses(found.manifest, faults)
+        files = [line["file"] for line in faults]
+        is_layers = bool(files) and all(file is not None and is_layer(file) for file in files)
+        if is_layers and older is not None:
+            return Losses(None, faults, unfit=_unfit_layer(older))
+        return Losses(found.manifest, faults, lacks_layer=is_layers)
     lines = [_restored(path, copied, found) for path, copied in known.items()]
     if known.keys() == found.lost.keys():
         return Losses(
@@ -222,7 +247,36 @@ def losses_of(found: Found, older: Manifest | None, known: Mapping[str, Alike]) 
         )
     lost = [each for each in _losses(found, older) if not known.keys() >= {*each.files}]
     losses = Losses(found.manifest, faults, [*lines, *_lines(found, lost)], lost)
-    return _continued(losses, found, older) if found.borrowed and older is not None else losses
+    losses = replace(losses, copies=dict(_copies(found, older)))
+    if older is not None and any(map(is_model, found.borrowed)):
+        return _continued(losses, found, older)
+    values = [*_of_other_ranks(found, found.lost.keys() - known.keys() - found.borrowed.keys())]
+    lines = [*losses.lines, *(_line_of(value, file) for file, value in values)]
+    return replace(losses, lines=lines, values=[value for _, value in values])
+
+
+def _copies(found: Found, older: Manifest | None) -> Iterator[tuple[Key, tuple[Entry, str]]]:
+    """Yields each tensor of which a lost file had a copy, with the entry that has its elements.
+
+    Copies of buffers are left out: running means differ from rank to rank.
+    """
+    for manifest in found.known.each:
+        source_of = _sources(manifest, found.lost, older)
+        lost = (copy for copy in manifest.replicas if not _is_whole(copy, found.lost))
+        for key in dict.fromkeys(copy.key for copy in lost):
+            if key[0] not in manifest.buffers and (source := source_of(key)) is not None:
+                yield key, (source[0], OF_COPY)
+
+
+def _of_other_ranks(found: Found, lost: Iterable[str]) -> Iterator[tuple[str, MadeValue]]:
+    """Yields what lost model files of tensor ranks had besides tensors, each with its file.
+
+    The file of another tensor rank stands in for each. Its counters are the same, but a program may
+    have saved other random states with it.
+    """
+    for path in filter(is_model, lost):
+        how = f"as in {os.path.basename(os.path.realpath(path))}, the file of another rank"
+        yield found.real(path), MadeValue("all that is no tensor", None, how)
 
 
 NO_FILE = "has no model file of this name, as runs of ZeRO stage 1 and 2 have it"
@@ -243,6 +297,15 @@ def _unfit(found: Found, older: Manifest) -> ZckptError | None:
 def _error(older: Manifest, why: str) -> ZckptError:
     hint = "give another one of the same run, as the engine saved it"
     return MissingData("state-missing", f"the older {older.where} {why}", hint=hint)
+
+
+def _unfit_layer(older: Manifest) -> ZckptError:
+    return MissingData(
+        "state-missing",
+        f"the older {older.where} has no file of the lost layer, or one of another model",
+        hint="give another one of the same run, as the engine saved it",
+        file=older.where,
+    )
 
 
 def _continued(losses: Losses, found: Found, older: Manifest) -> Losses:
@@ -334,7 +397,39 @@ def _losses(found: Found, older: Manifest | None) -> Iterator[Loss]:
                 )
                 if loss.state == "gone" and found.borrowed.keys() >= {*lost}:
                     loss = _of_older(loss, manifest, older)
+                elif loss.state == "gone" and entry.parameter in manifest.buffers:
+                    loss = _of_other_rank(loss, manifest, found)
                 yield loss
+        yield from _of_buffers(manifest, found)
+
+
+def _of_buffers(manifest: Manifest, found: Found) -> Iterator[Loss]:
+    """Yields copies of buffers in lost model files of tensor ranks, if one other copy is left."""
+    whole = Counter(
+        each.key
+        for each in (*manifest.entries.values(), *manifest.replicas)
+        if _is_whole(each, found.lost)
+    )
+    for copy in manifest.replicas:
+        files = {fragment.extent.file for fragment in copy.fragments} & found.lost.keys()
+        entry = manifest.entries[copy.key]
+        if (
+            files
+            and copy.parameter in manifest.buffers
+            and all(map(is_model, files))
+            and whole[copy.key] == 1
+            and _is_whole(entry, found.lost)
+        ):
+            yield Loss(copy, tuple(sorted(files)), copy.numel, "made-up", OF_BUFFER, entry)
+
+
+def _of_other_rank(loss: Loss, manifest: Manifest, found: Found) -> Loss:
+    """Changes the loss of a buffer that another tensor rank has, perhaps with other values."""
+    copies = (copy for copy in manifest.replicas if copy.key == loss.entry.key)
+    other = next((copy for copy in copies if _is_whole(copy, found.lost)), None)
+    if other is None or not all(map(is_model, loss.files)):
+        return loss
+    return replace(loss, state="made-up", why=OF_BUFFER, other=other)
 
 
 def _of_older(loss: Loss, manifest: Manifest, older: Manifest | None) -> Loss:
@@ -370,7 +465,7 @@ def _sources(manifest: Manifest, lost: dict[str, str], older: Manifest | None) -
         if entry.parameter not in manifest.buffers:
             for copy in copies.get(key, ()):
                 if _is_whole(copy, lost):
-                    return copy, "a copy on another rank has them"
+                    return copy, OF_COPY
         parameter = manifest.parameters.get(entry.parameter)
         is_frozen = parameter is not None and not parameter.trainable and entry.slot == "param"
         other = older.entries.get(key) if older is not None and is_frozen else None

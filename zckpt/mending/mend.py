@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from shlex import quote
 
 from msgspec.structs import asdict, replace
 
@@ -34,6 +35,7 @@ from ..errors import (
     IncompleteCheckpoint,
     MissingData,
     Notice,
+    WrongOption,
     ZckptError,
     again,
     counted,
@@ -54,7 +56,7 @@ UNUSED = "option-without-effect"
 
 def mend(
     source: str,
-    target: str,
+    target: str | None,
     older: str | None,
     accept_chance: bool,
     rebuild: Sequence[str],
@@ -69,8 +71,16 @@ def mend(
 ) -> Report:
     """Writes a mended copy of `source` to `target`, and returns the report; see `zckpt.mend`."""
     started = time.monotonic()
-    targets.refuse_inside(source, target)
-    if not (dry_run or resume):
+    if target is not None:
+        targets.refuse_inside(source, target)
+    elif not dry_run:
+        raise WrongOption(
+            "option-needed",
+            "mend writes a copy, and DST is missing",
+            hint=f"name a new directory: zckpt mend {quote(source)} DST; or only see what can be "
+            "restored, with --dry-run",
+        )
+    if target is not None and not (dry_run or resume):
         targets.refuse_existing(target)
     other = None if older is None else read(older, Reading(nameless=True, opens_items=True))
     rebuilding = Rebuilding.of(rebuild, other)
@@ -85,6 +95,8 @@ def mend(
             is_hidden = not reading.follow_links and has_links(found)
             known = {} if is_hidden else alike(found)
             losses = losses_of(found, other, known)
+            if losses.lacks_older:
+                rebuilding.need_older()
             lacking = rebuilding.lacking(losses.slots)
             is_all = bool(known) and known.keys() == found.lost.keys()
             made = None
@@ -101,7 +113,7 @@ def mend(
         base = os.path.abspath(seen if os.path.isdir(seen) else os.path.dirname(seen))
         report = _found(source, target, diagnosis, losses, accept_chance, base)
         manifest = diagnosis.manifest
-        if manifest is not None:
+        if manifest is not None and target is not None:
             report["next"] = about.resuming(manifest, *_moved(manifest, base, target)) or ""
         if rebuild and not losses.lost:
             message = "--rebuild is not used: nothing is lost that could be made up"
@@ -110,8 +122,8 @@ def mend(
         if tell:
             tell([*report["places"], *report["lost"]])
         if dry_run:
-            free = targets.free_for(target, resume)
-            return report | {"dry_run": True, "free": free, "seconds": _since(started)}
+            free = {} if target is None else {"free": targets.free_for(target, resume)}
+            return report | {"dry_run": True, **free, "seconds": _since(started)}
         try:
             _refuse(source, diagnosis, losses, lacking, accept_chance)
         except ZckptError as error:
@@ -122,6 +134,7 @@ def mend(
                 )
             raise of_source from error
         assert manifest is not None
+        assert target is not None
         written = [place for place in diagnosis.places if place.is_written(accept_chance)]
         stack.enter_context(corrected(corrections_of(written)))
         places = (place.mended(base) for place in diagnosis.places)
@@ -170,7 +183,7 @@ def _is_of_links(line: Report) -> bool:
 
 def _found(
     source: str,
-    target: str,
+    target: str | None,
     diagnosis: Diagnosis,
     losses: Losses,
     accept_chance: bool,

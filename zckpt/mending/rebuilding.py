@@ -27,7 +27,8 @@ from ..core.checkpoint.dtypes import SIZES
 from ..core.checkpoint.entries import Entry, Key
 from ..core.checkpoint.manifest import Manifest
 from ..core.checkpoint.mended import Mended
-from ..core.checkpoint.weights import is_optimizers
+from ..core.checkpoint.weights import WEIGHTS, is_optimizers
+from ..core.grouping import by_key
 from ..core.passes.layout import Shell
 from ..core.passes.pieces import ElementReader, ReadRequest
 from ..core.passes.streaming import reading
@@ -38,7 +39,7 @@ from ..errors import MissingData, WrongOption, ZckptError, listed
 from ..files.torchshell import state_checksums
 from ..judging.damaged_source import Found, kept
 from .alike import FEWEST
-from .losses import Losses, is_model, is_of_optimizer, losses_of
+from .losses import Losses, is_model, is_of_optimizer
 
 MASTERS, ZERO, OLDER, MODEL = "masters", "moments=zero", "moments=older", "model"
 CHOICES = (MASTERS, ZERO, OLDER, MODEL)
@@ -83,13 +84,16 @@ class Rebuilding(Struct, frozen=True):
                 f"--rebuild {OLDER} needs an older checkpoint",
                 hint="give it: --older PATH",
             )
-        if MODEL in typed and older is None:
+        return cls(MASTERS in typed, moments[0] if moments else None, older, MODEL in typed)
+
+    def need_older(self) -> None:
+        """Raises WrongOption if the user typed "model" without the older checkpoint it needs."""
+        if self.model and self.older is None:
             raise WrongOption(
                 "options-conflict",
                 f"--rebuild {MODEL} needs an older checkpoint",
                 hint="give it: --older PATH",
             )
-        return cls(MASTERS in typed, moments[0] if moments else None, older, MODEL in typed)
 
     def lacking(self, slots: Iterable[str]) -> list[str]:
         """The values of `--rebuild` that tensors of these slots need and the user did not type."""
@@ -138,17 +142,6 @@ class Rebuilding(Struct, frozen=True):
         return AS_OLDER
 
 
-def options_for(found: Found) -> list[str]:
-    """The values of `--rebuild` that would make up all that was lost; empty if that cannot be.
-
-    "model" needs an older checkpoint too. Reads no tensor.
-    """
-    losses = losses_of(found, None, {})
-    if losses.lacks_older:
-        return [MODEL]
-    return Rebuilding().lacking(losses.slots) if losses.can_be_made_up else []
-
-
 def rebuild(
     found: Found, losses: Losses, paths: Collection[str], rebuilding: Rebuilding
 ) -> list[Mended] | None:
@@ -164,8 +157,6 @@ def rebuild(
     if source.states.of_form("partition", "estimate"):
         return None
     alone = [path for path in paths if path not in found.borrowed]
-    if any(map(is_model, alone)):
-        return None  # of a tensor rank or pipeline stage: it may have had counters of its own
     has_extra = any(each.state.get("module_extra") for each in (source, *source.with_models))
     if has_extra and not all(map(is_of_optimizer, alone)):
         return None  # modules may have kept other values there than on the rank that stands in
@@ -198,7 +189,7 @@ def rebuild(
             _fill(made[name], shells, source, parts, rebuilding)
             below = os.path.relpath(found.real(path), found.path)
             records += (_mended(below, *part, source, rebuilding) for part in parts)
-            if path in found.borrowed:
+            if is_model(path):
                 records += (
                     Mended(below, 0, 0, "made-up", 1.0, after=v.value, witness=v.how, value=v.name)
                     for v in losses.values
@@ -231,22 +222,30 @@ def _mended(
 def differing_copies(found: Found, others: Collection[Key]) -> list[str]:
     """The tensors of which a lost file had a copy whose values are not known.
 
-    They are known if the tensor is in `others`, which other tensors supply. They are also known if
-    at least two other ranks have a copy, and all of these are equal. Copies of running means differ
+    They are known if the tensor is in `others`, which other tensors supply, unless the weights or
+    masters of the parameter show that its copies have drifted apart. They are also known if at
+    least two other ranks have a copy, and all of these are equal. Copies of running means differ
     from rank to rank.
     """
     names = []
     for manifest in found.known.each:
-        lost = [copy for copy in manifest.replicas if kept(copy, found.lost)[0] is not copy]
-        for key in dict.fromkeys(copy.key for copy in lost if copy.key not in others):
-            every = [
-                manifest.entries[key],
-                *(copy for copy in manifest.replicas if copy.key == key),
-            ]
-            left = [entry for entry in every if kept(entry, found.lost)[0] is entry]
-            if len(left) < FEWEST or len(set(map(_crc, left))) > 1:
-                names.append(left[0].name if left else every[0].name)
+        by_name = by_key((copy.key, copy) for copy in manifest.replicas)
+        groups = {key: [manifest.entries[key], *own] for key, own in by_name.items()}
+        left = {key: [each for each in own if _is_left(each, found)] for key, own in groups.items()}
+        for key in (key for key, own in groups.items() if len(left[key]) < len(own)):
+            of_weights = [left.get((key[0], slot), []) for slot in WEIGHTS] if key in others else []
+            is_alone = key not in others and len(left[key]) < FEWEST
+            if is_alone or not all(map(_are_equal, (left[key], *of_weights))):
+                names.append(groups[key][0].name)
     return names
+
+
+def _is_left(entry: Entry, found: Found) -> bool:
+    return kept(entry, found.lost)[0] is entry
+
+
+def _are_equal(copies: Iterable[Entry]) -> bool:
+    return len(set(map(_crc, copies))) < 2
 
 
 def _crc(entry: Entry) -> int:

@@ -23,9 +23,13 @@ from ..core.storage.checksum import flipped_bit
 from ..core.storage.fileio import Reader
 from ..core.storage.fragments import Extent, Fragment, Fragments, Runs, boxes_of
 from ..core.storage.records import Damage, RecordChecker
-from ..errors import CorruptCheckpoint, Notice, listed, note, problem
+from ..errors import RESTORABLE, Notice, listed, note, problem
 
 PADDING = ", in padding: harmless, no tensor lies there"
+OF_TENSOR = (
+    "use another copy of the checkpoint, or see what can be restored: zckpt mend SRC --dry-run"
+)
+"""The hint for a tensor whose bytes do not have the CRC-32 that the manifest states."""
 # bytes; in longer records, damage of many bits looks like one bit more often than 1 in 100
 SURE = 4 << 20
 
@@ -85,7 +89,7 @@ def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
             subject=tensors[0] if len(tensors) == 1 else None,
             file=extent.file,
             message=message,
-            hint="" if harmless else CorruptCheckpoint.usual_hint,
+            hint="" if harmless else RESTORABLE,
         )
         return line_of(notice, **line)
 
@@ -253,7 +257,6 @@ def digest(result: Result, manifest: Manifest) -> list[Report]:
         if flipped:
             line["element"] = flipped[0] // SIZES[entry.dtype]
             what = f"{entry.name} is damaged, as if a bit of element {line['element']} were flipped"
-        hint = CorruptCheckpoint.usual_hint.replace("this file", "the checkpoint")
-        damaged = problem("record-damaged", what, subject=entry.name, hint=hint)
+        damaged = problem("record-damaged", what, subject=entry.name, hint=OF_TENSOR)
         problems.append(line_of(damaged, **line))
     return problems

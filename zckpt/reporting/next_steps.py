@@ -19,7 +19,7 @@ from ..core.checkpoint.entries import Entry
 from ..core.passes.description import Report
 from ..errors import ZckptError, joined, listed
 from ..judging import about
-from ..judging.damaged_source import Found, kept, what_is_there
+from ..judging.damaged_source import Found, kept
 from ..resume.runs import Candidate, candidates, folder_of, instead_of, judged
 
 DAMAGED = ("checksum", "NaN", "infinite")
@@ -48,9 +48,9 @@ def section(checkpoint: Found, candidate: Candidate, faults: Sequence[Report]) -
     }
     manifest = checkpoint.manifest
     if manifest is None:
-        step = rebuilding(checkpoint, path)
+        older = instead_of(path)
         lost = ["nothing could be read but the names of files"]
-        return report | {"lost": lost, "do": [] if step is None else [step]}
+        return report | {"lost": lost, "do": [*filter(None, [mending(path, None, older)])]}
     wrong = any(line["fault"] for line in faults)
     if not wrong and not checkpoint.judged.obstacles:
         return report | {
@@ -66,51 +66,28 @@ def section(checkpoint: Found, candidate: Candidate, faults: Sequence[Report]) -
         command = f"zckpt convert {quote(path)} DST --weights-only{more}"
         steps.append(_step("export the weights", command))
     if any(line["kind"] == "checksum" for line in faults):
-        command = f"zckpt mend {quote(path)} DST --dry-run"
+        command = f"zckpt mend {quote(path)} --dry-run"
         steps.append(_step("see what can be restored", command))
     missing = [os.path.basename(checkpoint.real(each)) for each in checkpoint.lost]
     if missing:
         steps.append(_step(f"put {listed(missing, MOST)} back, if there is a copy", None))
-    if (step := rebuilding(checkpoint, path)) is not None:
+    if (step := mending(path, None, instead_of(path))) is not None:
         steps.append(step)
     if not wrong and checkpoint.judged.alone:
         left = ALONE
     return report | {"lost": lost, "left": left, "do": steps}
 
 
-def made_up(path: str, tag: str | None) -> Report | None:
-    """Returns what `rebuilding` does, for the checkpoint at `path`; reads no tensor."""
-    with suppress(ZckptError, OSError), what_is_there(path, {"tag": tag}, api.read) as found:
-        return rebuilding(found, path, tag)
+def mending(path: str, tag: str | None = None, older: str | None = None) -> Report | None:
+    """Returns the step with the command of `mend`; None if it would give nothing.
+
+    `older` is an earlier complete checkpoint of the run.
+    """
+    with suppress(ZckptError, OSError):
+        return api.mend_step(path, older=older, tag=tag)
     return None
 
 
-def rebuilding(found: Found, path: str, tag: str | None = None) -> Report | None:
-    """Returns the step with the command that makes up the lost values; None if there is none.
-
-    The step names the values that it gives.
-    """
-    options = api.rebuild_options(found)
-    if not options:
-        return None
-    given = joined([GIVES[each] for each in options])
-    flags = [f"--tag {quote(tag)}"] if tag else []
-    if "model" in options:
-        older = instead_of(path, tag)
-        flags.append(f"--older {'PATH' if older is None else quote(older)}")
-    flags += [f"--rebuild {option}" for option in options]
-    step = _step(
-        f"make up what is lost ({given})", f"zckpt mend {quote(path)} DST {' '.join(flags)}"
-    )
-    return step | {"makes_up": True}
-
-
-GIVES = {
-    "masters": "masters that are the 16-bit weights",
-    "moments=zero": "zeros as moments",
-    "model": "weights that are the rounded masters, and all else of an older checkpoint",
-}
-"""What a sentence calls the values that `--rebuild` makes up."""
 COMPLETE, ALONE = "weights complete", "weights without an optimizer: no run goes on from them"
 
 

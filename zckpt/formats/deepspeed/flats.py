@@ -19,6 +19,7 @@ from ...core.checkpoint.dtypes import SIZES
 from ...core.checkpoint.facts import StepPlace
 from ...core.checkpoint.inert import Scalar
 from ...core.checkpoint.manifest import Sighting, slot_name
+from ...core.storage import sources
 from ...core.storage.fragments import Fragments, Slices, solid
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, Notice, listed
 from ...files.torchfile import Tensor
@@ -116,9 +117,11 @@ class _RankedBuffer(Struct, dict=True):
     def __post_init__(self) -> None:
         dp, partitioned = self.ranks.dp, self.ranks.partitioned
         self.states = self.ranks.flat_states(self.place)
-        held, numels = [own.numel for own in self.masters], [*map(prod, self.shapes.values())]
-        parts = dp if partitioned else 1
+        numels, parts = [*map(prod, self.shapes.values())], dp if partitioned else 1
         *starts, total = zero.offsets([-(-numel // parts) for numel in numels], self.paddings)
+        if not partitioned:
+            self.masters = self._as_lost(total)
+        held = [own.numel for own in self.masters]
         self.spans = dict(zip(self.shapes, zip(starts, numels, strict=True), strict=True))
         if partitioned and total and not any(held):
             refuse(self.ranks.directory, "optimizer states offloaded to NVMe")
@@ -133,6 +136,26 @@ class _RankedBuffer(Struct, dict=True):
                 f"fit its {len(self.shapes)} parameters",
                 "rank files of different runs or world sizes seem to be mixed",
             )
+
+    def _as_lost(self, total: int) -> Sequence[Tensor]:
+        """The masters, where those of files that stand in for lost ones get the lost ones' lengths.
+
+        The last rank's masters are saved without padding, so they are shorter than those of a lost
+        rank in whose place they are read. `total` is the number of elements without padding.
+        """
+        files, dp = self.ranks.optimizers, self.ranks.dp
+        lost = {rank for rank in range(dp) if sources.is_stand_in(files[rank].path)}
+        lengths = [own.numel for own in self.masters]
+        if not lost or zero.fits(total, sum(lengths), dp):
+            return self.masters
+        for size in zero.partition_sizes(total, dp):
+            owned = [min(max(total - rank * size, 0), size) for rank in range(dp)]
+            if all(owned[rank] == lengths[rank] for rank in range(dp) if rank not in lost):
+                return [
+                    own.part(0, owned[rank]) if rank in lost else own
+                    for rank, own in enumerate(self.masters)
+                ]
+        return self.masters
 
     def _is_of_more_ranks(self, numels: Sequence[int], held: Sequence[int]) -> bool:
         """Whether partitions are as short as in a run of two, three or more times as many ranks.

@@ -8,6 +8,8 @@ from itertools import combinations, zip_longest
 from typing import Any
 
 from ...core.grouping import by_key
+from ...core.storage import sources
+from ...core.storage.fragments import Record
 from ...core.storage.inventory import (
     Known,
     Numbers,
@@ -184,7 +186,7 @@ def _refuse_copied_ranks(names: Sequence[SavedName], files: Mapping[str, TorchFi
     )
     contents = {  # files without a checksum never count as equal
         number: [
-            [(k, r.crc or file.path) for k, r in sorted(file.records.items())]
+            [(k, _crc(file, r) or file.path) for k, r in sorted(file.records.items())]
             for file in files_of_rank
         ]
         for number, files_of_rank in optimizers.items()
@@ -199,6 +201,11 @@ def _refuse_copied_ranks(names: Sequence[SavedName], files: Mapping[str, TorchFi
                 "all files again",
                 file=path,
             )
+
+
+def _crc(file: TorchFile, record: Record) -> int | None:
+    """The CRC-32 of a record; None for files that stand in for lost ones, which are copies."""
+    return None if sources.is_stand_in(file.path) else record.crc
 
 
 def _has_optimizer(model: Any) -> bool:

@@ -13,8 +13,11 @@ own. Each stage that uses a tied layer has its own copy of weights, masters and 
 
 from __future__ import annotations
 
+import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from msgspec.structs import replace
 
@@ -25,6 +28,7 @@ from ....core.checkpoint.placement import STAGE, Table
 from ....core.comparison.masters import begins_as
 from ....core.grouping import by_key
 from ....core.ranks.merge import in_order, merge
+from ....core.storage import sources
 from ....errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
@@ -46,6 +50,7 @@ from ..layer_names import (
     spans_with,
 )
 
+NUMBER = re.compile(r"layer_\d+", re.ASCII)
 SAMPLE = 1 << 14  # elements that are compared with masters to recognize a tied layer
 
 
@@ -144,19 +149,24 @@ class _Layers:
     def _tied(self) -> dict[int, str]:
         """Maps the numbers of layer files to the key of the tied layer that they store.
 
-        The masters of a tied layer, rounded, equal the weights in its files. Raises
+        The masters of a tied layer, rounded, equal the weights in its files. A file that stands in
+        for a lost one has other values, so only the shapes count there. Raises
         UnsupportedCheckpoint if several keys fit a file.
         """
-        every = (entry for stage in self.stages[::-1] for entry in stage.entries.values())
-        masters = {entry.parameter: entry for entry in every if entry.slot == "master"}
         names = of_tied({name: name for name in self.shapes})
+        masters: dict[str, Entry] = {}
+        for name in chain.from_iterable(own.values() for own in names.values()):
+            copies = [
+                s.entries[name, "master"] for s in self.stages if (name, "master") in s.entries
+            ]
+            masters[name] = next((own for own in copies if not _stands_in(own)), copies[0])
         tied: dict[int, str] = {}
         for number, alike in self.alike.items():
             keys = [
                 key
                 for key in alike
                 if all(
-                    begins_as(self._weight(number, inner, name), masters[name], SAMPLE)
+                    _begins_as(self._weight(number, inner, name), masters[name])
                     for inner, name in names[key].items()
                 )
             ]
@@ -265,14 +275,23 @@ class _Layers:
             return name in self.buffers
         return entry.dtype not in ("F64", "F32", "F16", "BF16") or bool(BUFFERS.fullmatch(name))
 
+    def _path_of(self, number: str) -> str | None:
+        """The path that the file of a layer must have; None without another one beside it."""
+        for file in self.files.values():
+            folder, name = os.path.split(file.path)
+            return os.path.join(folder, NUMBER.sub(f"layer_{number:0>2}", name, count=1))
+        return None
+
     def _check_weight(self, name: str, shape: tuple[int, ...], weight: Entry | None) -> None:
         if weight is None:
             number, _, inner = name.partition(".")
             is_there = number.isdecimal() and int(number) in self.files
+            path = None if is_there else self._path_of(number)
             raise IncompleteCheckpoint(
                 "missing-file",
                 f"{self.root} lacks the {'weight' if is_there else 'file of the layer'} of {name}",
                 hint=f"expected {inner} in layer_{number:0>2}-*model_states.pt",
+                paths=() if path is None else (path,),
                 file=self.root,
                 subject=name,
             )
@@ -284,6 +303,15 @@ class _Layers:
                 file=self.root,
                 subject=name,
             )
+
+
+def _begins_as(weight: Entry, master: Entry) -> bool:
+    return _stands_in(weight) or _stands_in(master) or begins_as(weight, master, SAMPLE)
+
+
+def _stands_in(entry: Entry) -> bool:
+    """Whether a part of the tensor is read from a file that stands in for a lost one."""
+    return any(sources.is_stand_in(fragment.extent.file) for fragment in entry.fragments)
 
 
 def _in_order(stage: Manifest) -> Iterator[list[str]]:

@@ -1,0 +1,160 @@
+"""Says what `mend` would give for a checkpoint that cannot be opened or has lost files.
+
+`verify`, `report` and errors name the command of `mend` only if it would give something. They ask
+here, and the answer comes from the functions that `mend` itself calls. All bytes are read only if a
+flipped bit kept a file from being opened: `verify` has read no tensor then, and others may be lost.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from shlex import quote
+
+from msgspec import Struct
+
+from ..core.checkpoint.manifest import Manifest
+from ..core.grouping import by_key
+from ..core.passes.resources import DEFAULT_COPYING
+from ..errors import MissingData, counted, joined, listed
+from ..formats.reading import Reading
+from ..judging.damaged_source import Found
+from ..reading import read
+from .alike import alike, has_links
+from .diagnosis import Diagnosis, diagnose, structure_of, what_opens
+from .explaining import Place
+from .losses import Losses, losses_of, whatever_is_there
+from .rebuilding import MODEL, OLDER, ZERO, Rebuilding, differing_copies
+
+GIVES = {
+    "masters": "masters that are the 16-bit weights",
+    ZERO: "zeros as moments",
+    OLDER: "the moments of {}",
+    MODEL: "weights that are the rounded masters, and all else of {}",
+}
+"""What a sentence calls the values that `--rebuild` makes up; their source is filled in."""
+ELSEWHERE = "with values that are left elsewhere"
+AN_OLDER_ONE, ANOTHER_RANK = "an older checkpoint", "another rank"
+MOST = 3  # names in a sentence
+
+
+class Prospect(Struct, frozen=True):
+    """What `mend` would give, as a phrase, and the options that it needs for that.
+
+    `makes_up` tells whether any value would be another one than the value that was lost.
+    """
+
+    what: str
+    options: tuple[str, ...] = ()
+    makes_up: bool = False
+
+    def command(self, path: str, tag: str | None) -> str:
+        """The line to type. `path` is the damaged checkpoint; the user chooses DST."""
+        words = [f"--tag {quote(tag)}"] if tag else []
+        return " ".join(["zckpt mend", quote(path), "DST", *words, *self.options])
+
+
+def prospect(path: str, reading: Reading, older: str | None = None) -> Prospect | None:
+    """Returns what `mend` would give for the checkpoint at `path`; None if it would give nothing.
+
+    None also if all files can be opened. `older` is an earlier checkpoint of the same run that
+    could be given as `--older`.
+    """
+    with ExitStack() as stack:
+        opened = what_opens(path, reading, stack)
+        if _is_lost(opened):
+            return None
+        if opened.error is not None:
+            given = _of_losses(path, reading, opened, None)
+            if older is not None and (given is None or given.makes_up):
+                given = _of_losses(path, reading, opened, older) or given
+            return given
+    if not opened.places:
+        return None
+    diagnosis = diagnose(path, reading, None, DEFAULT_COPYING, None)
+    is_whole = diagnosis.judged is not None and not diagnosis.judged.whole
+    return _of_places(diagnosis) if is_whole and not _is_lost(diagnosis) else None
+
+
+def _is_lost(diagnosis: Diagnosis) -> bool:
+    """Whether something that a program needs to resume is damaged and cannot be restored."""
+    return any(place.by is None and diagnosis.is_needed(place) for place in diagnosis.places)
+
+
+def restorable(path: str) -> str | None:
+    """A phrase for what `mend` would restore in the headers of a file; None if nothing."""
+    places = structure_of(path) if os.path.isfile(path) else []
+    if not places or any(place.by in (None, "chance") for place in places):
+        return None
+    return joined([*_phrases(places)])
+
+
+def _of_places(opened: Diagnosis) -> Prospect:
+    options = ("--accept-chance",) if any(each.by == "chance" for each in opened.places) else ()
+    return Prospect(joined([*_phrases(opened.places)]), options)
+
+
+def _phrases(places: Sequence[Place]) -> Iterator[str]:
+    """Yields what is restored in each file: a bit, or several places."""
+    restored = (place.mended(os.path.dirname(place.extent.file)) for place in places)
+    for file, own in by_key((each.file, each) for each in restored if each is not None).items():
+        if len(own) == 1 and own[0].bit is not None:
+            yield f"restore bit {own[0].bit} of byte {own[0].offset} of {file}"
+        else:
+            yield f"restore {counted(len(own), 'place')} of {file}"
+
+
+def _of_losses(
+    path: str, reading: Reading, opened: Diagnosis, older: str | None
+) -> Prospect | None:
+    """What `mend` would give for lost files; None if something would stay lost."""
+    other = None if older is None else read(older, Reading(nameless=True, opens_items=True))
+    with whatever_is_there(path, reading, other) as found:
+        known = alike(found)
+        losses = losses_of(found, other, known)
+        if losses.lacks_older and not opened.places:
+            what, options = _made_up([MODEL], AN_OLDER_ONE), ("--older PATH", f"--rebuild {MODEL}")
+            return Prospect(what, options, makes_up=True)
+        if losses.lacks_layer and not opened.places:
+            names = [os.path.basename(line["file"]) for line in losses.faults]
+            return Prospect(f"write {listed(names, MOST)} again, {ELSEWHERE}", ("--older PATH",))
+        if not found.lost or found.manifest is None:
+            return None
+        is_hidden = has_links(found) and not reading.follow_links
+        links = ("--follow-links",) if is_hidden else ()
+        names = [os.path.basename(found.real(lost)) for lost in found.lost]
+        phrases = joined([*_phrases(opened.places), f"write {listed(names, MOST)} again"])
+        if known.keys() == found.lost.keys():
+            return Prospect(f"{phrases}, as all other ranks have the same", links)
+        is_left = losses.can_be_made_up and not differing_copies(found, losses.others)
+        if opened.places or not is_left:
+            return None
+        lacking = Rebuilding().lacking(losses.slots)
+        of_older = () if older is None else (f"--older {quote(older)}",)
+        if not lacking:
+            return Prospect(f"{phrases}, {ELSEWHERE}", (*of_older, *links))
+        if other is not None and ZERO in lacking and _has_all(other, losses, found):
+            lacking = [OLDER if each == ZERO else each for each in lacking]
+        elif not found.borrowed:
+            of_older = ()
+        flags = tuple(f"--rebuild {each}" for each in lacking)
+        where = (AN_OLDER_ONE if found.borrowed else ANOTHER_RANK) if MODEL in lacking else older
+        return Prospect(_made_up(lacking, where), (*of_older, *flags, *links), makes_up=True)
+
+
+def _made_up(options: Sequence[str], source: str | None) -> str:
+    given = joined([GIVES[each].format(source) for each in options])
+    return f"make up what is lost ({given})"
+
+
+def _has_all(older: Manifest, losses: Losses, found: Found) -> bool:
+    """Whether the older checkpoint has every tensor that would have to be made up."""
+    rebuilding = Rebuilding(True, OLDER, older)
+    try:
+        for each in losses.lost:
+            if each.state == "made-up":
+                rebuilding.source(each.entry, found.known)
+    except MissingData:
+        return False
+    return True
