@@ -1,7 +1,7 @@
 """The functions of the package `zckpt`, such as read, load, convert, reshard, verify and diff.
 
-They return the reports that `--json` prints. The rooms that compare tensors are imported when they
-are used.
+They return the reports that `--json` prints. The modules that compare tensors are imported only
+when they are needed.
 """
 
 from __future__ import annotations
@@ -70,10 +70,13 @@ class Export(SourceKeywords, RunningKeywords, hf.Keywords, total=False):
 
 
 def _reading(source: Mapping[str, Any], **more: Any) -> Reading:
-    """The options for reading a checkpoint; raises TypeError for an unknown argument."""
+    """Collects the keyword arguments about the source in a `Reading`.
+
+    `more` are fields of `Reading` that users do not give. Raises TypeError for an unknown argument.
+    """
     keywords = NamedKeywords.__annotations__
     if unknown := sorted(source.keys() - keywords.keys()):
-        raise TypeError(f"there is no argument {unknown[0]!r}; there are {', '.join(keywords)}")
+        raise TypeError(f"unknown argument {unknown[0]!r}; the arguments are {', '.join(keywords)}")
     rules, globs = source.get("tp_rules"), source.get("buffers") or ()
     taken = {
         **source,
@@ -84,7 +87,10 @@ def _reading(source: Mapping[str, Any], **more: Any) -> Reading:
 
 
 def _split(words: Mapping[str, Any], **more: Any) -> tuple[Reading, Running, TargetOptions]:
-    """Splits the arguments of a conversion: those of the source, of the run, and of the target."""
+    """Splits the arguments of a conversion into options for the source, the run and the target.
+
+    `more` are further fields of the source's options (`Reading`).
+    """
     rest = dict(words)
 
     def taken(kind: type) -> dict[str, Any]:
@@ -100,11 +106,12 @@ def _split(words: Mapping[str, Any], **more: Any) -> tuple[Reading, Running, Tar
 
 
 def _of_ranks(words: Mapping[str, Any], is_resharded: bool = True) -> dict[str, bool]:
-    """Options for reading a source, by which `reshard` may leave its model ranks as they are.
+    """Two options for reading a source, which tell what `reshard` does with its model ranks.
 
-    `ranks_apart`: the ranks' manifests are not joined, because neither --tp nor --groups-from is
-    given. `with_slicings`: the reader must say how tensor ranks slice parameters, because --tp
-    makes new ones. Both are False for `convert`.
+    `ranks_apart`: each model-parallel rank keeps its slices, because neither --tp nor --groups-from
+    is given, so the manifests of the ranks are not joined. `with_slicings`: the reader must tell
+    how tensor-parallel ranks slice parameters, because --tp asks for other slices. Both are False
+    for `convert`.
     """
     tp = words.get("tp")
     cuts = tp is not None and (tp > 1 or words.get("vocab_size") is not None)
@@ -136,11 +143,12 @@ def read(
         buffers         globs: buffers of which each rank stores its own values
         param_names     the names of the parameters, if the optimizer only numbers them
 
-    With `weights_only`, such an optimizer needs no names and may be left unread. With `nameless`,
-    it is read as the program's own state if no file has the names. With `by_checksums`, no tensor
-    is read in any file, and `uncompared` counts the replicas whose bytes would have to be compared.
-    With `opens_items`, every item of torch.distributed.checkpoint is opened, also an item whose
-    form is known from others. Callers that read tensors need this. Raises a ZckptError.
+    An optimizer that only numbers its parameters may be left unread with `weights_only`. With
+    `nameless`, its state is read without names if no file has them. With `by_checksums`, replicas
+    in files without checksums are not compared either: `uncompared` counts them. `opens_items` is
+    for callers that read tensors of torch.distributed.checkpoint. It opens every item of the
+    `.distcp` files. Without it, zckpt infers the byte layout of most items from similar ones.
+    Raises a ZckptError.
     """
     more = {"weights_only": weights_only, "nameless": nameless, "by_checksums": by_checksums}
     return read_manifest(path, _reading(source, opens_items=opens_items, **more))
@@ -211,7 +219,7 @@ def convert(
         copying         a `zckpt.Copying`: the number of threads, and the memory
         dry_run         reports what would be written, without writing
         begin           is called with the number of bytes to come, and returns a function that is
-                        called with the number of bytes of every piece
+                        called with the number of bytes after every write
         tell            is called with the warnings, before the first byte is written
         resume          continues an interrupted run of the same source and options
         before_rename   is called before the last check
@@ -268,10 +276,10 @@ def try_out(
     to: str | None = None,
     **words: Unpack[Conversion],
 ) -> Decision:
-    """What `reshard`, or `convert` to the format `to`, would write.
+    """Tells what `reshard`, or `convert` to the format `to`, would write, without writing.
 
-    Raises the ZckptError with which the conversion would refuse. `manifest` is the source's
-    manifest, if it was read with the same options as the conversion would.
+    Raises the ZckptError that the conversion would raise. `manifest` is the manifest of `source`,
+    if the caller has already read it with the same options.
     """
     reading, _, options = _split({**words, "dry_run": True}, **_of_ranks(words, to is None))
     manifest = manifest or read_source(source, reading, options)
@@ -279,9 +287,10 @@ def try_out(
 
 
 def decided(source: Path, to: str, **words: Unpack[Conversion]) -> tuple[Decision, Reading]:
-    """What a conversion to the format `to` would write, for callers that fill the files themselves.
+    """What a conversion to the format `to` would write, and the options for reading the source.
 
-    `check_beforehand` then reads the tensors that a conversion checks before it writes. Both raise
+    It is for callers that load the result into memory instead of writing files. They then call
+    `check_beforehand`, which reads the tensors that `convert` checks before it writes. Both raise
     the same errors as `convert`.
     """
     reading, _, options = _split(words)
@@ -309,7 +318,7 @@ def export(
 
     `dtype` (fp32, bf16, fp16) is the type of the weights, by default the module's. `config` is a
     config.json (for PEFT an adapter_config.json), or a folder with this file and the tokenizer, for
-    sources that have none. `max_shard_size` is in bytes. `words` are those of `convert`. Raises
+    sources that have none. `max_shard_size` is in bytes. `words` are as for `convert`. Raises
     TypeError for an option that has another name here or is always set, and MissingData if there is
     no configuration; otherwise as `convert`.
     """
@@ -369,10 +378,11 @@ def mend(
 ) -> Report:
     """Writes a copy of the damaged checkpoint at `source`, with the original bytes restored.
 
-    A flipped bit is found from the checksum that a file states for a record. In a record of up to
-    256 KiB the bit is restored. In a larger record, damage of many bits could look the same. Then
-    other bytes must confirm the bit (a replica on another rank, the same tensor of the checkpoint
-    `older`, a 16-bit weight beside its master), or `accept_chance` must be true.
+    A flipped bit is found from the checksum of a record (a range of bytes in a file, such as a
+    tensor). In a record of up to 256 KiB the bit is restored. In a larger record, damage of many
+    bits could look the same. Then other bytes must confirm the bit (a replica on another rank, the
+    same tensor of the checkpoint `older`, a 16-bit weight beside its master), or `accept_chance`
+    must be true.
 
     A lost file is written if all other ranks, at least two, have the same bytes. If a lost file had
     masters and moments and the weights are left, `rebuild` chooses replacements: "masters" from the
@@ -471,7 +481,7 @@ def diff(
 ) -> Report:
     """Differences between two checkpoints of any two formats: tensors, steps, groups, states.
 
-    `tensors` is a glob: only the tensors that match are compared, and equal ones are listed too.
+    `tensors` is a glob: only matching tensors are compared, and also the equal ones are listed.
     `weights_only` and `drop_state` are as for `verify`; `source` are the arguments of `read`.
     `format`, `tag`, `step_policy`, `rename` and `family` apply to `a`; `param_names` and the step
     policy `keep` apply to both.

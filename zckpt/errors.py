@@ -1,4 +1,4 @@
-"""The errors of zckpt. An error has one sentence about what is wrong, and a hint what to do."""
+"""The exceptions of zckpt. Each has one sentence about what is wrong, and a hint what to do."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 100, 100, 10
 
 
 def removal(path: str) -> str:
-    """The command that removes a directory."""
+    """The shell command that removes a directory, for a hint."""
     return f"rm -r {shlex.quote(path)}"
 
 
 def listed(items: Sequence[object], most: int = 8) -> str:
-    """Names or numbers for a sentence: the first `most`, and how many more there are.
+    """Lists names or numbers in a sentence: `a, b and 3 more`, with at most `most` of them.
 
     Line breaks in names are escaped.
     """
@@ -71,14 +71,14 @@ def sized(size: int) -> str:
 
 
 def literal(text: str) -> str:
-    """A text as a Python string, for a line of code that the user copies."""
+    """`text` as a Python string literal in quotes, for code that the user copies from a hint."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def meant(word: str, names: Iterable[str]) -> str:
-    """A hint for a misspelled word: Did you mean --dp?
+    """A hint for a misspelled word, such as "Did you mean --dp?"; "" if no name is similar.
 
-    Returns "" if no name is similar. Names with swapped letters come first.
+    A name that differs from `word` only by swapped letters is preferred.
     """
     names = [*names]
     swapped = [name for name in names if name != word and sorted(name) == sorted(word)]
@@ -87,17 +87,17 @@ def meant(word: str, names: Iterable[str]) -> str:
 
 
 def short(value: object, digits: int = 6) -> str:
-    """A float with `digits` digits; any other value as text."""
+    """A value as text for a message; a float is rounded to `digits` significant digits."""
     return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
 def safe(text: object) -> str:
-    """A text in one line without control characters: names in a checkpoint are not trusted."""
+    """`text` on one line and without control characters, as names in files are not trusted."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def brief(value: object) -> str:
-    """A value from a file, shortened for a sentence: it may be large or nested without end."""
+    """A value from a file as short text for a message. The value may be very large or nested."""
     return _REPR.repr(value)
 
 
@@ -106,7 +106,7 @@ def cause(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, MemoryError):
-        return "it needs more memory than there is"
+        return "it needs more memory than is available"
     texts = [brief(item) for item in error.args if isinstance(item, (str, int))]
     return f"{type(error).__name__}({', '.join(texts)})"
 
@@ -119,7 +119,7 @@ Kind = TypeVar("Kind", bound="ZckptError")
 
 
 class Notice(Struct, frozen=True, kw_only=True):
-    """An error, a warning or a note as a record. Only people read `message` and `hint`.
+    """An error, a warning or a note as data. `message` and `hint` are only for people.
 
     `code` is stable and tells what the user should do next; `notices.py` lists all codes. `subject`
     is a parameter, a state or a rank, and `file` a path, if the notice is about one.
@@ -141,7 +141,7 @@ def warning(
     file: str | None = None,
     hint: str = "",
 ) -> Notice:
-    """A fact that the user must know, although the command goes on."""
+    """Returns a `Notice` of a fact that the user must know, although the command goes on."""
     return Notice(
         code=code, severity="warning", subject=subject, file=file, message=message, hint=hint
     )
@@ -155,14 +155,14 @@ def problem(
     file: str | None = None,
     hint: str = "",
 ) -> Notice:
-    """A fault of a checkpoint, found by a command that reports it and goes on."""
+    """Returns a `Notice` of a fault in a checkpoint that a command reports before it goes on."""
     return Notice(
         code=code, severity="error", subject=subject, file=file, message=message, hint=hint
     )
 
 
 def note(code: str, message: str, *, subject: str | None = None, file: str | None = None) -> Notice:
-    """A fact that is harmless, or a natural consequence of what the user asked for."""
+    """Returns a `Notice` of a harmless fact, or a natural result of what the user asked for."""
     return Notice(code=code, severity="note", subject=subject, file=file, message=message)
 
 
@@ -198,7 +198,10 @@ class ZckptError(Exception):
         return self.again(hint=f"{self.hint}; {way}")
 
     def as_lost(self, what: str, *, hint: str, subject: str | None, file: str) -> Notice:
-        """A notice that the optimizer is left out for this error; `what` ends the message."""
+        """A notice that the optimizer is left out because of this error.
+
+        Its message is the error's message, a colon, and `what`.
+        """
         message = f"{self.message}: {what}"
         return problem("optimizer-missing", message, subject=subject, file=file, hint=hint)
 
@@ -227,7 +230,7 @@ def log(logger: Logger, notices: Iterable[Notice]) -> None:
 
 
 def again(kind: type[Kind], fields: Mapping[str, Any]) -> Kind:
-    """An error of this class with these fields."""
+    """Creates an exception of class `kind` with the attributes `fields`, as pickle does."""
     error = kind.__new__(kind, fields["message"])
     error.__dict__.update(fields)
     return error
@@ -340,7 +343,7 @@ class UnsupportedState(ZckptError):
 
 
 class TargetExists(ZckptError):
-    """The target exists already, or an interrupted run left an unfinished one."""
+    """The target exists already, or an interrupted run left an unfinished target."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -363,11 +366,14 @@ class ProcessFailed(ZckptError):
 
 
 class ProcessLost(ProcessFailed):
-    """A process of the same run, or torch's store, has disappeared. What was written is kept."""
+    """Another process of this launch, or torch's rendezvous store, has disappeared.
+
+    What was written is kept.
+    """
 
     usual_hint = (
-        "see the messages of the other processes, and end all; then repeat the command: one that "
-        "writes goes on with --resume"
+        "see the messages of the other processes, and end all; then repeat the command, with "
+        "--resume if it writes"
     )
 
 

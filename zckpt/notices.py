@@ -1,7 +1,7 @@
-"""The table of codes of all errors, warnings and notes: meaning, origin, and what to do.
+"""The table of the codes of all errors, warnings and notes: meaning, usual cause, what to do.
 
-A code never changes its meaning. It tells what the user should do next, so that several messages
-share one code. `docs/codes.md` is generated from this table.
+A code never changes its meaning. Messages after which the user should do the same thing share one
+code. `docs/codes.md` is generated from this table.
 
 Over 600 lines: it is one table, in which similar codes are neighbors.
 """
@@ -13,7 +13,7 @@ from msgspec import Struct
 OPTION = (2, 2)
 FAULT = (3, 1)
 REFUSAL = (1, 1)
-"""Pairs of exit codes: of commands that look (such as verify), and of commands that write.
+"""Pairs of exit codes: of commands that only read (such as verify), and of commands that write.
 
 OPTION: a wrong option. FAULT: the files are damaged or contradict themselves. REFUSAL: zckpt cannot
 do what was asked.
@@ -21,9 +21,10 @@ do what was asked.
 
 
 class Code(Struct, frozen=True):
-    """One code. `exits` has a pair of exit codes for each kind of error that uses the code.
+    """One code: its exit codes, what it means, the usual cause, and what the user should do.
 
-    If `exits` is empty, no error has the code. Warnings and notes never change an exit code.
+    `exits` has a pair of exit codes (see `FAULT`) for each kind of error that uses the code. It is
+    empty for a code of warnings and notes only: they never change an exit code.
     """
 
     exits: tuple[tuple[int, int], ...]
@@ -42,7 +43,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "elements-overlap": Code(
             (FAULT,),
-            "Two places of the files claim the same elements or bytes.",
+            "The metadata assigns the same elements or bytes to two tensors or two ranks.",
             "Files of two saves are mixed, or the metadata is damaged.",
             "Copy all files of one save again.",
         ),
@@ -85,13 +86,14 @@ TOPICS: dict[str, dict[str, Code]] = {
         "consent-needed": Code(
             (FAULT,),
             "One flipped bit explains a checksum, but damage of many bits could look the same.",
-            "The record is large, or a block of one repeated value in it looks like a lost sector.",
+            "The checksum covers many bytes, or a block of them that has one repeated value looks "
+            "like a lost disk sector.",
             "Give an older checkpoint with `--older PATH`, or type `--accept-chance`.",
         ),
         "mended": Code(
             (),
             "A part of the checkpoint was damaged, and `zckpt mend` has restored it.",
-            "A bit was flipped on a disk, in memory or on the way, or a file was lost.",
+            "A bit was flipped on a disk, in memory or in transfer, or a file was lost.",
             "Nothing, if it was restored exactly. Otherwise some values may be wrong.",
         ),
         "not-mendable": Code(
@@ -108,9 +110,9 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "missing-file": Code(
             (FAULT,),
-            "A file that does not belong to a single rank is missing.",
+            "A file that all ranks share is missing.",
             "It was not copied, was deleted, or the save did not finish.",
-            "Copy it from the place of the original, or use an earlier checkpoint.",
+            "Copy it from the original checkpoint, or use an earlier checkpoint.",
         ),
         "missing-rank-file": Code(
             (FAULT,),
@@ -120,19 +122,19 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "record-damaged": Code(
             (FAULT,),
-            "Bytes do not have the checksum that their file states.",
-            "A bit was flipped on a disk, in memory or on the way.",
+            "Bytes of a file do not match the checksum that the file stores for them.",
+            "A bit was flipped on a disk, in memory or in transfer.",
             "Take another copy of this file, or an earlier checkpoint.",
         ),
         "source-changed": Code(
             (REFUSAL,),
             "A file changed or was removed while it was read.",
-            "Another program writes or deletes there.",
+            "Another program writes or deletes files of the checkpoint.",
             "Stop that program, or copy the checkpoint; then start again.",
         ),
         "trainer-file-damaged": Code(
             (FAULT,),
-            "A file of the trainer beside the checkpoint is missing or damaged.",
+            "A file that the trainer saved beside the checkpoint is missing or damaged.",
             "The save did not finish, or bytes have changed.",
             "Take another copy of it, or an earlier checkpoint.",
         ),
@@ -150,14 +152,14 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "links-out": Code(
             (),
-            "Files of the checkpoint are links that lead out of its folder.",
-            "Caches such as those of the Hub, DVC, git-annex and `cp -rs` consist of links.",
-            "Nothing, if you trust the links. `--follow-links` follows those of a trainer's files "
-            "too.",
+            "Files of the checkpoint are symbolic links to files outside its folder.",
+            "The Hub's cache, DVC, git-annex and `cp -rs` store files as such links.",
+            "Nothing, if you trust the links. `--follow-links` also follows links of the trainer's "
+            "files.",
         ),
         "unsafe-name": Code(
             (FAULT, REFUSAL),
-            "A name or a link leads out of its folder.",
+            "A file name or a link leads out of the checkpoint's folder.",
             "A cache made the link, or the checkpoint is damaged or hostile.",
             "Replace the link by the file. Do not trust a checkpoint with such a name.",
         ),
@@ -177,37 +179,39 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "master-differs": Code(
             (FAULT,),
-            "A weight is not its rounded fp32 master.",
-            "Files of two saves or ranks are mixed, or the program saved other weights.",
-            "Copy all files of one save again. If the program did so, add `--accept-weights`.",
+            "A weight does not equal its fp32 master, rounded to the weight's type.",
+            "Files of two saves or ranks are mixed, or the program saved other weights than it "
+            "trained.",
+            "Copy all files of one save again. If the program saved other weights on purpose, such "
+            "as an EMA's, add `--accept-weights`.",
         ),
         "mixed-saves": Code(
             (FAULT, REFUSAL),
             "Files contradict each other: they come from different saves or runs.",
             "Files of two saves are in one directory.",
-            "Keep only the files of one save there.",
+            "Keep only the files of one save in the directory.",
         ),
         "partition-does-not-fit": Code(
             (FAULT,),
-            "The numbers of elements on the ranks do not match the engine's partition.",
+            "A rank has more or fewer elements than the engine's partitioning gives it.",
             "Files of different runs, saves or numbers of ranks are mixed.",
             "Copy all files of one save again.",
         ),
         "ranks-disagree": Code(
             (FAULT, REFUSAL),
-            "Ranks or files state different facts or shapes for the same thing.",
+            "Files of two ranks state different shapes or values for the same tensor or setting.",
             "Files of different saves or models are mixed.",
             "Copy all files of one save again.",
         ),
         "rank-slices": Code(
             (FAULT,),
-            "Files of ranks hold slices of tensors, but do not state that.",
+            "Each rank's file holds slices of tensors, but stores them as if they were complete.",
             "The program saved the local tensors of each rank as plain tensors.",
             "Save with torch.distributed.checkpoint, or gather the tensors first.",
         ),
         "saved-name-unknown": Code(
             (),
-            "Files do not state the name under which they were saved.",
+            "Files do not contain the file name under which they were saved.",
             "Old versions of torch, or of zckpt, wrote no names.",
             "Nothing. If files may have been swapped, compare with another copy.",
         ),
@@ -219,7 +223,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "swapped-files": Code(
             (FAULT,),
-            "A file states that it belongs to another rank or place.",
+            "A file contains the name or the rank of another file.",
             "Two files were swapped or renamed.",
             "Copy all files again under their own names.",
         ),
@@ -257,19 +261,19 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "pointer-dangling": Code(
             (FAULT, REFUSAL),
-            "The file that names the last checkpoint names a missing one.",
+            "The file that names a run's last checkpoint (such as `latest`) names a missing one.",
             "The checkpoint was removed or renamed, or the file was cut short.",
             "Choose one with `--tag`.",
         ),
         "names-alone": Code(
             (REFUSAL,),
-            "The directory has the names of a checkpoint and no data.",
+            "The directory has the file names of a checkpoint, but no data.",
             "It was made by `zckpt.auto_resume(RUN, copy=False)` for the loader of DeepSpeed.",
             "Give the checkpoint that the message names.",
         ),
         "several-checkpoints": Code(
             (REFUSAL,),
-            "The path holds several checkpoints, and none is chosen.",
+            "The path holds several checkpoints, and no option chooses one.",
             "The path is a run's directory.",
             "Give the path of one of them.",
         ),
@@ -303,25 +307,25 @@ TOPICS: dict[str, dict[str, Code]] = {
             (REFUSAL,),
             "The model was divided among the ranks in a way that zckpt does not read.",
             "The run combines parallel axes in an unsupported way.",
-            "Save with other sizes. `docs/limits.md` lists what is not supported.",
+            "Save with other sizes of these axes. `docs/limits.md` lists what is not supported.",
         ),
         "layout-unknown": Code(
             (FAULT, REFUSAL),
-            "The files do not show where each tensor is.",
+            "The files do not show which of their bytes belong to which tensor.",
             "The engine's files do not state the order or the names of the tensors.",
             "Take a checkpoint that states them, as the hint says.",
         ),
         "optimizer-unsupported": Code(
             (OPTION, REFUSAL),
             "The optimizer is not known to zckpt or to the target.",
-            "Its states have a form that only its program understands.",
+            "Only the optimizer's own code can interpret its states.",
             "Convert with another `--optimizer`, or add `--weights-only`.",
         ),
         "proof-unsupported": Code(
             (REFUSAL,),
             "This comparison is not possible with these files.",
-            "The engine's rule, or the proof, does not contain enough.",
-            "Verify without `--gather`, or compare with the checkpoint itself.",
+            "There is no rule of `--gather` for them, or a proof file has only checksums.",
+            "Verify without `--gather`, or compare with the checkpoint instead of its proof file.",
         ),
         "state-unsupported": Code(
             (REFUSAL,),
@@ -333,12 +337,12 @@ TOPICS: dict[str, dict[str, Code]] = {
             (REFUSAL,),
             "A tensor is stored in a way that zckpt does not read.",
             "It is compressed, chunked, not contiguous or big-endian.",
-            "Save or rewrite it plainly, as the hint says.",
+            "Save it again as a plain, contiguous tensor, as the hint says.",
         ),
         "type-unsupported": Code(
             (FAULT, REFUSAL),
-            "This type is not read or converted.",
-            "A tensor or value has an unusual class or type.",
+            "A tensor or value has a type that is not read or converted.",
+            "The program saved an unusual class or type.",
             "Cast it before saving, or leave it out.",
         ),
         "version-unsupported": Code(
@@ -349,8 +353,8 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "writer-unsupported": Code(
             (REFUSAL,),
-            "The checkpoint was saved in a form that zckpt does not read.",
-            "An option or an extension of the engine writes other files.",
+            "The files were saved by an option or extension of the engine that is not supported.",
+            "The run used this option or extension.",
             "Save without it, as the hint says.",
         ),
     },
@@ -363,8 +367,8 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "cuts-unknown": Code(
             (REFUSAL,),
-            "It is not known how tensor-parallel ranks slice the parameters.",
-            "The engine does not store it.",
+            "The files do not state how tensor-parallel ranks slice the parameters.",
+            "The engine does not store this.",
             "Give rules with `--tp-rules`, or a run with `--like`.",
         ),
         "groups-missing": Code(
@@ -400,7 +404,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         "one-value-needed": Code(
             (FAULT,),
             "The target stores one value for several parameters whose values differ.",
-            "Parameters have different steps or numbers in one group.",
+            "Parameters of one optimizer group have different steps or other numbers.",
             "Choose one with `--step-policy`, or a target that stores a value per parameter.",
         ),
         "optimizer-missing": Code(
@@ -433,7 +437,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         "name-unsupported": Code(
             (REFUSAL,),
             "The target cannot store a tensor or key of this name.",
-            "Its files or folders limit the names.",
+            "The target's file format or its engine does not allow such a name.",
             "Choose another format, or rename it.",
         ),
         "not-enough-space": Code(
@@ -444,7 +448,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "nowhere-to-write": Code(
             (REFUSAL,),
-            "Nothing can be written where the resharded checkpoint would be.",
+            "The resharded checkpoint cannot be written to its usual folder below the run.",
             "The run's directory is read-only, or full.",
             "Name a folder with `--scratch`.",
         ),
@@ -464,7 +468,7 @@ TOPICS: dict[str, dict[str, Code]] = {
             (REFUSAL,),
             "The target exists, and zckpt never overwrites a target.",
             "An earlier command, or another program, wrote it.",
-            "Choose another name, or remove it.",
+            "Choose another target, or remove the existing one.",
         ),
         "target-in-source": Code(
             (OPTION,),
@@ -481,20 +485,20 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "target-unfinished": Code(
             (REFUSAL,),
-            "A run was stopped while it wrote this target.",
+            "A run of zckpt was stopped while it wrote this target.",
             "A signal, a crash or a power loss ended it.",
-            "Add `--resume`, or remove it.",
+            "Add `--resume` to continue, or remove the target.",
         ),
         "target-unsafe": Code(
             (REFUSAL,),
             "Something in the target's folder was not created by zckpt for you.",
             "It is a link or a pipe, or belongs to another user.",
-            "Choose another target, or remove it.",
+            "Choose another target, or remove what the message names.",
         ),
         "target-unsupported": Code(
             (OPTION, FAULT, REFUSAL),
-            "This source cannot be written in the requested form.",
-            "The target's engine cannot store it, or the form of such files is not known.",
+            "This source cannot be written in the requested format and sizes.",
+            "The target's engine cannot store it, or zckpt does not know such files.",
             "Choose another format or size, as the hint says.",
         ),
         "value-out-of-range": Code(
@@ -513,9 +517,9 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "family-does-not-fit": Code(
             (OPTION, REFUSAL),
-            "The rules of `--family` do not fit the source.",
-            "It is of another family, or has other sizes.",
-            "Choose another family, or state its sizes.",
+            "The parameters of the source do not match the rules of `--family`.",
+            "The model has another architecture, or other sizes.",
+            "Choose another family, or give the sizes in the option.",
         ),
         "like-does-not-fit": Code(
             (OPTION, FAULT, REFUSAL),
@@ -526,12 +530,12 @@ TOPICS: dict[str, dict[str, Code]] = {
         "names-collide": Code(
             (OPTION, FAULT),
             "Two tensors would get one name.",
-            "A rule renames both, or their names differ only in the words of wrappers.",
+            "A rule renames both, or their names differ only in wrappers' prefixes.",
             "Change the rule, or rename one with `--rename`.",
         ),
         "names-do-not-fit": Code(
             (OPTION, REFUSAL),
-            "The given names do not match the checkpoint.",
+            "Names that an option gives do not match the checkpoint.",
             "The list has other names, another order or another number.",
             "Correct the list; the hint says in which order.",
         ),
@@ -600,13 +604,13 @@ TOPICS: dict[str, dict[str, Code]] = {
         "disk-failed": Code(
             (REFUSAL,),
             "The disk or the network filesystem failed.",
-            "Hardware, or a mount that is gone.",
+            "The hardware is faulty, or the filesystem is no longer mounted.",
             "See `dmesg`, mount it again, or take another copy.",
         ),
         "extra-missing": Code(
             (REFUSAL,),
             "A package that this command needs is not installed, or is too old.",
-            "Only an extra of zckpt installs it.",
+            "It belongs to an optional extra of zckpt, such as `zckpt[torch]`.",
             "Run the pip command in the hint.",
         ),
         "internal-error": Code(
@@ -619,17 +623,17 @@ TOPICS: dict[str, dict[str, Code]] = {
             (REFUSAL,),
             "A signal stopped the command; its exit code is 128 and the signal's number.",
             "Ctrl-C was pressed, or the time of the job ended.",
-            "Repeat it, with `--resume` if the hint says so.",
+            "Repeat the command, with `--resume` if the hint says so.",
         ),
         "launcher-variables": Code(
             (OPTION, REFUSAL),
-            "The processes cannot meet.",
+            "The processes of the launch cannot connect to each other.",
             "A launcher's variables are missing or contradict each other, or the port is taken.",
             "Use torchrun, set another MASTER_PORT, or add `--single`.",
         ),
         "nothing-to-clean": Code(
             (OPTION, REFUSAL),
-            "There are no remains of a run of zckpt.",
+            "There are no files of an unfinished run of zckpt.",
             "The target is complete, or was never begun.",
             "Give the target of the stopped run.",
         ),
@@ -671,7 +675,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "shared-files-differ": Code(
             (REFUSAL,),
-            "A process does not see what another one wrote.",
+            "A process does not see a file that another process wrote.",
             "The nodes do not share this filesystem.",
             "Check the mounts of both nodes.",
         ),
@@ -684,7 +688,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         "store-unsupported": Code(
             (OPTION, REFUSAL),
             "This store cannot be used for this command.",
-            "It does not serve ranges of bytes, or accepts no files.",
+            "It cannot send a range of bytes of a file, or does not accept uploads.",
             "Copy the checkpoint to a filesystem first.",
         ),
         "system-error": Code(
@@ -697,27 +701,28 @@ TOPICS: dict[str, dict[str, Code]] = {
             (REFUSAL,),
             "A process or the machine has too many open files.",
             "The limit is low, or `-j` is high.",
-            "Raise it (`ulimit -n`), or use a lower `-j`.",
+            "Raise the limit (`ulimit -n`), or use a lower `-j`.",
         ),
         "store-without-condition": Code(
             (),
-            "The store cannot prevent that two programs write the same file.",
+            "The store cannot prevent two programs from writing the same file.",
             "It does not support `If-None-Match`.",
             "Make sure that no other program writes there at the same time.",
         ),
         "upload-damaged": Code(
             (FAULT,),
             "The bytes of a file in the store differ from the bytes that were sent.",
-            "The network or the store changed it.",
+            "The network or the store changed them.",
             "Start again with `--resume`.",
         ),
     },
     "Resuming": {
         "load-unsupported": Code(
             (OPTION,),
-            "This engine does not load the checkpoint without a copy.",
-            "Its version was not tested, or its ranks share a model, experts or sequences.",
-            "Let the checkpoint be written, as the hint says.",
+            "The checkpoint cannot be loaded into this engine without writing a resharded copy.",
+            "The engine's version was not tested, or it uses tensor, pipeline, expert or sequence "
+            "parallelism.",
+            "Let zckpt write the copy, as the hint says.",
         ),
         "batch-size-changes": Code(
             (),
@@ -733,7 +738,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "format-differs": Code(
             (FAULT,),
-            "The engine does not load this format, or cannot load from this place.",
+            "The engine does not load this format, or cannot load it from this path.",
             "Another engine saved it, or it is in an object store.",
             "Run the command that the report proposes.",
         ),
@@ -751,20 +756,22 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "pointer-behind": Code(
             (),
-            "The run names an older checkpoint as its last one.",
-            "The newest save has not ended, or the run was set back.",
-            "Nothing: zckpt takes the checkpoint that the run names.",
+            "The run's pointer (such as `latest`) does not name the newest checkpoint.",
+            "The newest save has not ended, or a user made the run go back to an older one.",
+            "Nothing: zckpt uses the checkpoint that the pointer names.",
         ),
         "groups-differ": Code(
             (FAULT,),
-            "The program's optimizer has other groups, or trains other parameters.",
+            "The optimizer of the next program has other parameter groups than the checkpoint, or "
+            "trains other parameters.",
             "Its rule for weight decay has changed, or it freezes other parameters.",
-            "Take the program's groups: `zckpt reshard --groups-from RUN`, where RUN is a "
-            "checkpoint that the program has saved.",
+            "Write the checkpoint with the program's groups: `zckpt reshard --groups-from RUN`, "
+            "where RUN is a checkpoint that the program has saved.",
         ),
         "program-does-not-fit": Code(
             (FAULT, REFUSAL),
-            "The program asks for something that the checkpoint does not have in this form.",
+            "The program asks for a tensor or value that the checkpoint lacks, or has in another "
+            "form.",
             "Names, groups, scheduler or types differ between program and checkpoint.",
             "Build the program with the groups or the scheduler of the checkpoint, rename "
             "parameters, or give StorageReader the model and the optimizer.",
@@ -777,8 +784,8 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "scheduler-differs": Code(
             (FAULT,),
-            "The scheduler of the next run loads a state that the checkpoint does not have.",
-            "Its ds_config names a scheduler that the program did not have.",
+            "The scheduler of the next run needs a state that the checkpoint does not have.",
+            "The next run's ds_config names a scheduler that the saving program did not use.",
             "Run the command that the report proposes, or `zckpt auto-resume`.",
         ),
         "size-differs": Code(
@@ -792,20 +799,20 @@ TOPICS: dict[str, dict[str, Code]] = {
     "What looking finds": {
         "bytes-unknown": Code(
             (FAULT,),
-            "A file has bytes that nothing in it describes.",
-            "An entry was lost, or the file is from another save.",
+            "A file contains bytes that its header or metadata does not describe.",
+            "The entry of a tensor was lost, or the file is from another save.",
             "Compare with another copy.",
         ),
         "checksum-missing": Code(
             (),
-            "Parts of files have no checksum, so that damage in them may go unseen.",
+            "Some bytes have no checksum in the files, so zckpt may miss damage in them.",
             "They were saved with checksums switched off, or by an engine without them.",
             "Compare with another copy; a universal checkpoint has checksums.",
         ),
         "moment-impossible": Code(
             (),
             "A moment has values that its optimizer never produces.",
-            "Bytes have changed, or the tensor is not this moment.",
+            "Bytes have changed, or the tensor is something else than this moment.",
             "Compare with an earlier checkpoint.",
         ),
         "step-doubtful": Code(
@@ -823,7 +830,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "not-compared": Code(
             (),
-            "Something was not compared, so that it may differ.",
+            "Something was not compared, so it may differ.",
             "One side cannot store it, or an option left it out.",
             "Read what it is, and compare it by hand if it matters.",
         ),
@@ -865,8 +872,8 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "form-differs": Code(
             (),
-            "Both sides have the same value in different forms: another type, or another place of "
-            "the step.",
+            "Both sides have the same value, but store it differently: in another type, or the "
+            "step elsewhere (such as per group instead of per parameter).",
             "The two engines store it differently.",
             "Nothing.",
         ),
@@ -905,7 +912,8 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "place-inferred": Code(
             (),
-            "The place of a layer, a tensor or a checkpoint was inferred.",
+            "The position of a layer, a tensor or a checkpoint was inferred: its pipeline stage, "
+            "its model, or its order in the run.",
             "No file states it.",
             "Check it, as the message says.",
         ),
@@ -958,7 +966,7 @@ TOPICS: dict[str, dict[str, Code]] = {
             (),
             "The dynamic loss scale is at its minimum.",
             "Gradients have overflowed often.",
-            "If they still overflow, resume from an earlier checkpoint.",
+            "If gradients still overflow, resume from an earlier checkpoint.",
         ),
         "moments-lost": Code(
             (),
@@ -968,14 +976,15 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "name-changed": Code(
             (),
-            "Words that wrappers or an attribute of the program added were removed from names.",
-            "The target's loader, or the comparison, needs names without these words.",
+            "Prefixes that a wrapper or an attribute of the program added (such as `module.`) were "
+            "removed from names.",
+            "The target's loader, or the comparison, needs names without these prefixes.",
             "Nothing. `--rename` sets other names.",
         ),
         "name-omitted": Code(
             (),
             "A second name of a weight is not in the target.",
-            "Its files store each weight once.",
+            "The target's files store each weight once.",
             "Tie the weights in the program.",
         ),
         "not-exact": Code(
@@ -1010,20 +1019,20 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "target-not-synced": Code(
             (),
-            "The target is complete, but a last step of its run failed.",
+            "The target is complete, but the last step of writing it failed.",
             "The filesystem failed to sync or to remove something.",
             "Run the command in the message.",
         ),
         "weights-differ-by-design": Code(
             (),
-            "Weights are not their rounded masters, and both are kept.",
-            "The engine changes them after each update.",
+            "Weights differ from their rounded fp32 masters, and both are kept.",
+            "The engine changes the weights after each update.",
             "Nothing.",
         ),
         "weights-omitted": Code(
             (),
-            "Further weights of the checkpoint are not in the target.",
-            "They are averages of the weights, or another model.",
+            "The checkpoint has further weights that are not in the target.",
+            "They are averages of the weights, or belong to another model.",
             "Choose them with `--root`, as the message says.",
         ),
     },

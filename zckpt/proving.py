@@ -158,7 +158,10 @@ def _verify(
 
 
 def _with_next_step(line: Report, path: Path) -> Report:
-    """Adds to a damaged record a `zckpt mend` command: to restore it, or to see what can be."""
+    """Adds a `zckpt mend` command to a report's line about damaged bytes.
+
+    The command restores them, or lists what can be restored.
+    """
     if line["code"] != "record-damaged":
         return line
     command = f"zckpt mend {quote(os.fspath(path))}"
@@ -177,7 +180,7 @@ def _gather(
     memory: int,
     begin: Begin | None,
 ) -> Report:
-    """The report of `verify --gather`: the engine's rule assembles one checkpoint's tensors."""
+    """The report of `verify --gather`: the tensors are joined as the engine joins them."""
     from .proof.allgather import verify_gathered  # which imports torch
 
     manifest = read(path, reading, alone=False)

@@ -59,10 +59,10 @@ from .training import steps
 def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> Manifest:
     """Reads the manifest of the checkpoint at `path`, with its parameters renamed. Reads no tensor.
 
-    Its warnings name parameters that lack states of the optimizer. Raises SourceChanged if a file
-    of the checkpoint changes meanwhile. If a file is missing and one of its name is nearby, the
-    error mentions that. Without `alone`, another checkpoint is read too: then --root may name one
-    of its models.
+    The manifest's warnings name parameters that lack optimizer states. Raises SourceChanged if a
+    file of the checkpoint changes meanwhile. If a file is missing and another folder nearby has a
+    file of that name, the error says so. `alone` is False if a second checkpoint is read to compare
+    the two: then --root may name a model of the second one.
     """
     try:
         opens = reading.opens_items or (reading.for_target and not reading.by_checksums)
@@ -75,11 +75,11 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
 
 
 def _read_opened(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manifest:
-    """Reads like `_read`, and then opens every item, for a caller that will read all bytes.
+    """Reads a manifest, and opens every item of `.distcp` files, for a caller that reads all bytes.
 
-    Items are planned by the form of others, which takes little memory, and compared with the plan
-    when they are opened. If one has another form, all are read without a plan. All processes that
-    share a conversion get the same result.
+    To save memory, the byte layout of most items (each a torch file) is first inferred from similar
+    items, and checked when the item is opened. If an item has another layout, the checkpoint is
+    read again without inferring. All processes that share a conversion get the same result.
     """
     # masters are read immediately
     planned = replace(reading, opens_items=reading.masters_from_weights)
@@ -94,7 +94,7 @@ def _read_opened(path: str | os.PathLike[str], reading: Reading, alone: bool) ->
 
 
 def _read(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manifest:
-    """Reads like `read`, but raises errors as the format does, without hints at nearby files."""
+    """Reads a manifest like `read`; errors about missing files do not mention other folders."""
     steps.check_policy(reading.step_policy)
     path = os.fspath(path)
     refuse_unfinished([path])
@@ -151,9 +151,9 @@ def _read(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manife
 
 
 def _own_tensors(manifest: Manifest) -> list[Notice]:
-    """Notices about tensors in the program's own state, which a target of weights alone lacks.
+    """Notices that a weights-only target will lack the tensors in the program's own state.
 
-    The averages of an EMA may be among them.
+    For example, these may be the averages of an EMA.
     """
     entries = manifest.each[0].entries.items()  # the state is the first rank's
     values = {
@@ -187,7 +187,7 @@ def _rebuilt(manifest: Manifest, format: Format, is_shared: bool) -> Manifest:
 
 
 def _oddly_timed(manifest: Manifest) -> list[Notice]:
-    """Warns about files of ranks that were not written at the time of the other ranks' files."""
+    """Warns about ranks' files that were written long before or after those of other ranks."""
     format = formats.named(manifest.format)
     times: dict[str, dict[str, int]] = {}  # by the folder whose last file is known
     roles = {
@@ -210,7 +210,10 @@ def _oddly_timed(manifest: Manifest) -> list[Notice]:
 
 
 def _odd(paths: Sequence[str], when: str) -> list[Notice]:
-    """The warning about files that were written long before or after others; `when` says which."""
+    """The warning that `paths` were written long before or after other files.
+
+    `when` ends the sentence "written more than ten minutes ...".
+    """
     if not paths:
         return []
     them = "it" if len(paths) == 1 else "they"
@@ -238,7 +241,7 @@ def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[Notice
     return lines + [
         warning(
             "option-without-effect",
-            f"{flag} {value} is not used: {manifest.root} has no tensor ranks",
+            f"{flag} {value} is not used: {manifest.root} has no tensor-parallel ranks",
             subject=flag,
         )
         for flag, value in (("--tp-rules", tp_rules), ("--replicas", reading.replicas))
@@ -249,8 +252,8 @@ def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[Notice
 def _in_other_order(manifest: Manifest, reading: Reading) -> list[Notice]:
     """Warns that the order of --param-names has no effect, because files name the parameters.
 
-    If the files have no names, the reader has used the names of the option, in its order. With
-    several pipeline stages the orders are not compared, because each stage has its own.
+    Files without names get no warning: the reader has used the option's names and order. Nor does
+    a run with several pipeline stages, because each stage has its own order.
     """
     if manifest.run.origin.pp not in (None, 1):
         return []
@@ -266,7 +269,7 @@ def _in_other_order(manifest: Manifest, reading: Reading) -> list[Notice]:
 
 
 def _need_root(reading: Reading, *manifests: Manifest) -> None:
-    """Raises WrongOption if `--root` chose nothing."""
+    """Raises WrongOption if `--root` is given, but no manifest has a model of that name."""
     name = reading.root and reading.root.partition("=")[0]
     if name and not any(manifest.run.origin.root == name for manifest in manifests):
         raise WrongOption(
@@ -277,7 +280,7 @@ def _need_root(reading: Reading, *manifests: Manifest) -> None:
 
 
 def _need_tag(path: str, reading: Reading, manifest: Manifest) -> None:
-    """Raises WrongOption if `--tag` chose nothing, and the path has no tag of this name."""
+    """Raises WrongOption if `--tag` is given, but the checkpoint has no tag of that name."""
     tag = reading.tag
     if tag is None or tag == manifest.run.origin.tag or os.path.lexists(os.path.join(path, tag)):
         return
@@ -306,11 +309,11 @@ def _check_names(manifest: Manifest) -> None:
 def read_both(
     path: str | os.PathLike[str], other: str | os.PathLike[str], reading: Reading
 ) -> tuple[Manifest, Manifest, list[Notice]]:
-    """Reads two checkpoints to compare them, under the names of the first; adds notices on names.
+    """Reads two checkpoints to compare them, and gives the second the parameter names of the first.
 
-    If only one of them has wrappers' words in its names, such as `_orig_mod`, they are removed from
-    both. If the optimizers of both identify their parameters by number, and no file states the
-    names, their states are compared without names.
+    If only one of them has wrappers' prefixes in its names, such as `_orig_mod`, they are removed
+    from both; the returned notices say so. If the optimizers of both identify their parameters by
+    number, and no file states the names, their states are compared without names.
     """
 
     def pair(reading: Reading) -> tuple[Manifest, Manifest, list[Notice]]:
@@ -335,8 +338,8 @@ def read_other(
 ) -> tuple[Manifest, Manifest, list[Notice]]:
     """Reads a second checkpoint to compare it with `first`, and gives it the names of `first`.
 
-    Returns both manifests, and notices about wrappers' words that only one of them has in its
-    names. The names of weights in `first` do not change.
+    Returns both manifests, and notices about wrappers' prefixes (such as `_orig_mod`) that only one
+    of them has in its names. The names of weights in `first` do not change.
     """
     other = _read_second(path, first, reading)
     same = called_as(other, names_of(first))
@@ -345,10 +348,10 @@ def read_other(
 
 
 def alike(first: Manifest, other: Manifest) -> tuple[Manifest, Manifest, list[Notice]]:
-    """Gives `other` the names of `first`, to compare them; adds notices about the names.
+    """Gives the manifest `other` the parameter names of `first`, so that both can be compared.
 
-    If only one of them has wrappers' words in its names, such as `_orig_mod`, they are removed from
-    both.
+    If only one of them has wrappers' prefixes in its names, such as `_orig_mod`, they are removed
+    from both; the returned notices say so.
     """
     lines = about_other_words(first, other)
     other = called_as(other, names_of(first))
@@ -361,10 +364,9 @@ def alike(first: Manifest, other: Manifest) -> tuple[Manifest, Manifest, list[No
 def _read_second(path: str | os.PathLike[str], first: Manifest, reading: Reading) -> Manifest:
     """Reads the checkpoint at `path`, to compare it with `first`.
 
-    Most options describe `first` alone. Two apply to both: `--step-policy keep`, which changes no
-    step, and `--root`, where a side has several models. So does `--from gathered` if `path` is a
-    safetensors file: it says that the file is a complete model, although its name may have a
-    number.
+    Options that describe only the files of `first` are left out, such as `--tag`. `--step-policy`
+    is kept only if it is `keep`. `--from gathered` is kept if `path` is a safetensors file: it says
+    that the file is a complete model, even if its name looks like one shard of several.
     """
     is_whole = reading.format == "gathered" and os.fspath(path).endswith(".safetensors")
     options = Reading(
@@ -384,16 +386,16 @@ def _read_second(path: str | os.PathLike[str], first: Manifest, reading: Reading
 
 
 def _need_shared(first: Manifest, other: Manifest) -> None:
-    """Raises AmbiguousCheckpoint if no name is common, and one of the two has several models."""
+    """Raises AmbiguousCheckpoint if no parameter name is in both, and one has several models."""
     if set(names_of(first)).isdisjoint(names_of(other)):
         for manifest, twin in ((first, other), (other, first)):
             refuse_several(manifest, like=twin)
 
 
 def _roots_like(manifest: Manifest, other: Manifest) -> list[str]:
-    """The models of `manifest` that have the names and shapes of `other`.
+    """The models of `manifest` whose parameters have the names and shapes of those of `other`.
 
-    If `other` states the name of its model and that model matches, only this one.
+    If `other` states the name of its model, and that model matches, only that one is returned.
     """
     fitting = fitting_roots(manifest.roots, manifest.parameters, other.parameters)
     keys = other.run.engine.model if isinstance(other.run.engine, StateDictEngine) else ()
@@ -402,10 +404,10 @@ def _roots_like(manifest: Manifest, other: Manifest) -> list[str]:
 
 
 def refuse_several(manifest: Manifest, way_out: str = "", like: Manifest | None = None) -> None:
-    """Raises AmbiguousCheckpoint for several models; `way_out` adds another choice to the hint.
+    """Raises AmbiguousCheckpoint if the checkpoint has several models or optimizers.
 
-    If the checkpoint is to be compared with another one, `like`, the hint names the models that
-    match.
+    The hint tells to choose one with `--root`; `way_out` is added to it. If the checkpoint is to be
+    compared with another one, `like`, the hint names the models that match.
     """
     if roots := manifest.roots:
         name, optimizers = next(iter(roots.items()))

@@ -341,15 +341,15 @@ def test_a_warning_names_the_dialect_that_the_trainer_loads(tmp_path: Path, zckp
         out = tmp_path / f"{name}-{to}"
         said = zckpt("convert", runs[name], out, "--to", to)
         assert said.code == 0, said.err
-        assert ("is not what the trainer looks for" in said.err) == (way is not None), (name, to)
+        assert ("the trainer does not find" in said.err) == (way is not None), (name, to)
         if way is not None:
-            assert f"to resume there, add {way} [program-must-set]\n" in said.err
+            assert f"to resume with it, add {way} [program-must-set]\n" in said.err
             typed = way.partition(" (")[0].split()
             again = zckpt(
                 "convert", runs[name], tmp_path / f"{name}-{to}-again", "--to", to, *typed
             )
             assert again.code == 0
-            assert "is not what the trainer looks for" not in again.err
+            assert "the trainer does not find" not in again.err
             assert "load_state(" in again.out or "resume_from_checkpoint=" in again.out
 
 

@@ -131,7 +131,9 @@ def test_the_table(run: Path, zckpt: Zckpt) -> None:
     assert re.fullmatch(rf"checkpoint-120 +4  {local}  dp 2 +\d+ kB  deepspeed  whole", lines[5]), (
         lines[5]
     )
-    assert lines[6:] == ["whole by the metadata: 5 of 5 checkpoints (--intact reads all bytes)"]
+    assert lines[6:] == [
+        "complete according to the metadata: 5 of 5 checkpoints (--intact reads all bytes)"
+    ]
     assert (ended.code, ended.err) == (0, "")
 
 
@@ -188,7 +190,7 @@ def test_one_that_is_damaged(kind: str, step: int, run: Path, zckpt: Zckpt) -> N
     assert row["whole"] is False
     problem = row["problems"][0]
     assert f"{name} is damaged: {problem['message']}" in ended.out
-    assert "whole by the metadata: 4 of 5 checkpoints" in ended.out
+    assert "complete according to the metadata: 4 of 5 checkpoints" in ended.out
     quiet = zckpt("list", run, "-q")
     assert quiet.code == 3
     assert [line.split()[0] for line in quiet.out.splitlines()] == [name]
@@ -608,4 +610,6 @@ def test_bytes_are_offered_only_of_checkpoints_that_have_all_files(
     folder = tmp_path / TRAINER.name
     shutil.copytree(TRAINER, folder)
     (folder / OPTIM.format(1)).unlink()
-    assert zckpt("list", tmp_path).out.endswith("whole by the metadata: 0 of 1 checkpoint\n")
+    assert zckpt("list", tmp_path).out.endswith(
+        "complete according to the metadata: 0 of 1 checkpoint\n"
+    )

@@ -68,7 +68,7 @@ class TestAnEngine:
             assert each["code"] == "record-damaged"
             assert each["file"] == str(file)
             assert each["is_untouched"]
-            assert "train on" not in each["hint"]
+            assert "train with it" not in each["hint"]
 
     @pytest.mark.parametrize("stage", [2, 3])
     def test_damage_of_the_optimizer_says_that_it_was_touched(
@@ -80,7 +80,7 @@ class TestAnEngine:
         for each in failures(name, run, tmp_path / "out"):
             assert each["code"] == "record-damaged"
             assert each["file"] == str(file)
-            assert "do not train on" in each["hint"]
+            assert "do not train with it" in each["hint"]
             assert stage == 3 or not each["is_untouched"]
 
     def test_what_is_not_loaded_is_not_read(self, trained: Trained, tmp_path: Path) -> None:

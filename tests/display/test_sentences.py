@@ -174,7 +174,7 @@ def test_damage_names_what_to_do(example: Path, zckpt: Zckpt) -> None:
         out = zckpt("verify", path).out
         assert "[record-damaged]\n  to restore this bit: zckpt mend " in out
         older = example / "global_step5"
-        assert f"next: go on from {older}, which is whole by its metadata\n" in out
+        assert f"next: resume from {older}, which is complete according to its metadata\n" in out
     assert zckpt("verify", example, "--json").document["instead"] == str(older)
     shutil.rmtree(older)
     assert "next:" not in zckpt("verify", example).out

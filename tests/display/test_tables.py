@@ -138,7 +138,11 @@ def test_words_of_other_tables(
     wide = {bar.sub("BAR", word) for word in zckpt(*words).out.split()}
     terminal(width)
     out = plain(zckpt(*words).out)
-    lines = [line for line in out.splitlines() if not re.search(r"_states\.pt$|^whole by", line)]
+    lines = [
+        line
+        for line in out.splitlines()
+        if not re.search(r"_states\.pt$|^complete according", line)
+    ]
     assert all(len(line) <= width for line in lines)
     words_shown = {bar.sub("BAR", word) for line in lines for word in line.split()}
     new = words_shown - wide - {"left", "out:", "--wide", "shows", "all", "columns"}

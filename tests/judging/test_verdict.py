@@ -76,7 +76,7 @@ def test_a_run_with_folders_that_are_none(run: Path, zckpt: Run, tmp_path: Path)
     assert zckpt("report", run, "--md", "--output", page).code == 3
     assert "checkpoint-10 is not a checkpoint: it is empty" in page.read_text()
     assert zckpt("auto-resume", run, "--dp", 2).out == f"{run / 'checkpoint-6'}\n"
-    assert "goes on from" in zckpt("check", run, "--dp", 2).out
+    assert "resumes from" in zckpt("check", run, "--dp", 2).out
 
 
 def test_none_has_an_optimizer(run: Path, zckpt: Run) -> None:

@@ -148,14 +148,14 @@ def test_before_it_is_typed(example: Path, tmp_path: Path, zckpt: Callable[..., 
     assert (ended.code, ended.err) == (0, "")
     assert shown.out in ended.out
     last = ended.out.splitlines()[-1]
-    assert last.startswith("made up (--rebuild): parts of ")
-    assert "are not the values that were lost, but others in their place: embedding" in last
+    assert last.startswith("made up (--rebuild): values in ")
+    assert " were lost and are replaced by others: embedding" in last
 
 
 def test_verify_and_report_name_it(example: Path, zckpt: Callable[..., Result]) -> None:
     """With what it gives; nothing is named for stage 3, where no option makes it up."""
     command = f"zckpt mend {example} DST --rebuild masters --rebuild moments=zero"
-    gives = "make up what is lost (masters that are the 16-bit weights and zeros as moments)"
+    gives = "replace what is lost (masters cast from the 16-bit weights and zeros as moments)"
     assert "next:" not in zckpt("verify", example).out
     remove(example, LOST)
     verified = zckpt("verify", example)

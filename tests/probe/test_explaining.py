@@ -94,7 +94,7 @@ def test_the_cause_at_the_first_step(
 def test_other_data(tmp_path: Path) -> None:
     big = probe.compare(record(tmp_path / "a"), record(tmp_path / "b", data=2))["big"]
     assert (big["kind"], big["key"]) == ("input", "(model)#0/in[0]")
-    assert big["meaning"] == "the inputs of the model differ: the data"
+    assert big["meaning"] == "the inputs of the model differ: the runs got different data"
 
 
 def test_what_else_differs_is_said_first(tmp_path: Path, zckpt: Zckpt) -> None:

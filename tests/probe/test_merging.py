@@ -121,7 +121,10 @@ def test_other_data_are_found(recorded: Callable[..., Path]) -> None:
     torch.manual_seed(5)
     tokens = torch.randint(19, (ROWS, 5))
     big = probe.compare(recorded("a", 2), recorded("b", 3, tokens=tokens))["big"]
-    assert (big["kind"], big["meaning"]) == ("input", "the inputs of the model differ: the data")
+    assert (big["kind"], big["meaning"]) == (
+        "input",
+        "the inputs of the model differ: the runs got different data",
+    )
 
 
 def test_a_sum_in_place_of_a_mean(recorded: Callable[..., Path], tmp_path: Path) -> None:

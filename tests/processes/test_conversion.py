@@ -211,7 +211,7 @@ def test_part_auto_without_a_launcher(
 ) -> None:
     ended = zckpt("convert", sources["dcp"], tmp_path / "out", "--part", "auto")
     assert ended.code == 2
-    assert "no launcher says which part this is" in ended.err
+    assert "--part auto needs a launcher that sets" in ended.err
     assert "OMPI_COMM_WORLD_RANK" in ended.err
 
 

@@ -54,7 +54,7 @@ def refused(results: list[Result], *says: str, code: int = 1) -> None:
     """One process prints an error, and all end with its code."""
     assert [result.code for result in results] == [code] * len(results), results
     (said,) = [result.err for result in results if "Error: " in result.err]
-    assert "a bug of zckpt" not in said
+    assert "a bug in zckpt" not in said
     for text in says:
         assert text in said
 

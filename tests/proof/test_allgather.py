@@ -129,7 +129,10 @@ def test_a_rank_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch, tmp_p
         ]
 
     zckpt.convert(EXAMPLE, tmp_path / "universal")
-    for rule, said in ((without_last, "does not cover"), (without_moments, "engine would gather")):
+    for rule, said in (
+        (without_last, "do not cover"),
+        (without_moments, "engine would not gather"),
+    ):
         broken = replace(functions.FUNCTIONS, partitions=rule)
         monkeypatch.setattr(functions, "FUNCTIONS", broken)
         report = zckpt.verify(EXAMPLE, tmp_path / "universal", gather=True)

@@ -199,10 +199,10 @@ def test_a_record_of_a_whole_file_has_no_padding(offset: int, harmless: bool) ->
 def test_damage_of_several_bits_is_of_all_tensors() -> None:
     line = meant(run(DATA, ("a", 8, 20), ("b", 24, 48)), 1, 2, 3)
     assert line["message"] == (
-        "f is damaged: the CRC-32 of 40 bytes at 8, which hold a/x, b/x, is not the one that the "
+        "f is damaged: the 40 bytes at 8, which contain a/x, b/x, do not have the CRC-32 that the "
         "file states"
     )
-    assert "which hold no tensor, is" in meant(run(DATA), 1, 2, 3)["message"]
+    assert "which contain no tensor, do not" in meant(run(DATA), 1, 2, 3)["message"]
 
 
 def test_in_many_bytes_one_bit_is_only_likely(monkeypatch: pytest.MonkeyPatch) -> None:

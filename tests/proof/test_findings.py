@@ -88,7 +88,7 @@ def test_notes_on_copies_of_ranks_are_kept(tmp_path: Path) -> None:
     assert report["equal"]
     assert texts(report["notes"]) == [
         "the buffer b differs between ranks, as statistics that are not synchronised do: "
-        "rank 0's is taken",
+        "rank 0's values are used",
         "of the reader",
     ]
 
@@ -142,7 +142,8 @@ def test_what_one_engine_has_in_another_way_is_named(tmp_path: Path) -> None:
     report = verify_against(a, b)
     assert report["equal"]
     assert texts(report["notes"]) == [
-        f"place of the step: group, int in {a.root}; state, F32 in {b.root}: AdamW looks there"
+        f"place of the step: group, int in {a.root}; state, F32 in {b.root}: AdamW reads it from "
+        "there"
     ]
     assert texts(report["not_compared"]) == [
         "hyper-parameters of the optimizer's group 1, which has no parameters: only in " + a.root
@@ -248,7 +249,7 @@ def test_what_is_no_difference_is_said(tmp_path: Path) -> None:
     report = verify_against(a, b)
     assert report["equal"]
     assert texts(report["notes"]) == [
-        "shards of w: not read, and compared as it is",
+        "shards of w: zckpt does not support this state; only its bytes were compared",
         f"RMS of 1 parameter: only in {a.root}; the optimizer computes it afresh",
     ]
     assert texts(report["not_compared"]) == [
@@ -263,7 +264,7 @@ def test_equal_values_of_another_type_are_no_difference_of_verify(tmp_path: Path
     b = checkpoint(tmp_path / "b", {"w/param": ("F32", [1, 2]), "w/exp_avg": ("F64", [1, 2])})
     report = verify_against(a, b)
     assert report["equal"]
-    assert texts(report["notes"]) == ["of another type, and equal by value: w/exp_avg"]
+    assert texts(report["notes"]) == ["stored in different types, but equal by value: w/exp_avg"]
     report = diff(a, b)
     assert [(line["tensor"], line["count"]) for line in report["differences"]] == [("w/exp_avg", 0)]
 

@@ -206,4 +206,8 @@ def test_states_that_are_not_read_are_compared_as_they_are(
     *rest, lines, notes = unsupported.rest(a, b)
     assert [side.states.rows for side in rest] == ([(), ()] if compared else [(ours,), (theirs,)])
     assert lines == ([] if line is None else [line])
-    assert texts(notes) == (["q of w: not read, and compared as it is"] if is_equal else [])
+    assert texts(notes) == (
+        ["q of w: zckpt does not support this state; only its bytes were compared"]
+        if is_equal
+        else []
+    )

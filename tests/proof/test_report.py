@@ -128,7 +128,7 @@ def test_values_of_another_type_that_are_equal_are_a_note() -> None:
     report = findings(outcome(Result(match, (1, 2), Difference())), a, b)
     assert (report["differences"], texts(report["notes"])) == (
         [],
-        ["of another type, and equal by value: w/param"],
+        ["stored in different types, but equal by value: w/param"],
     )
     report = findings(outcome(Result(match, (1, 2), ONE)), a, b)
     assert ([line["count"] for line in report["differences"]], report["notes"]) == ([1], [])

@@ -208,7 +208,7 @@ def test_what_further_ranks_have_is_not_in_a_proof(manifest: Manifest) -> None:
     """But copies of tensors are compared with the first rank's own."""
     copies = (entry("w/param"), entry("b/param"), entry("r/state"), entry("b/param"))
     assert texts(_of_first_rank(replace(manifest, replicas=copies))) == [
-        "b/param, r/state of further ranks: a proof has those of the first rank"
+        "b/param, r/state of ranks after the first: a proof has only the first rank's"
     ]
     assert _of_first_rank(replace(manifest, replicas=copies[:1])) == []
 
@@ -240,7 +240,7 @@ def test_values_of_another_type_need_the_checkpoints_themselves(
         for side, kind, number in zip("ab", kinds, (1, 7), strict=True)
     )
     proven = proven_of(other, tmp_path)
-    message = f"{kinds[0]} has {name} in another type than .*proof.json: a proof has checksums"
+    message = f"{kinds[0]} has {name} in another type than .*proof.json: a proof has only checksums"
     for tensors in (None, name):
         with pytest.raises(MissingData, match=message):
             verify_proof(own, proven, "", Selection(tensors=tensors))
@@ -309,7 +309,7 @@ def test_what_is_no_tensor_is_compared_too(tmp_path: Path) -> None:
     assert report["groups"] == [{"group": 0, "key": "lr", "a": 1.0, "b": 2.0}]
     assert texts(report["not_compared"]) == [
         f"fused of the optimizer's groups: only in {own.root}",
-        "rng/state of further ranks: a proof has those of the first rank",
+        "rng/state of ranks after the first: a proof has only the first rank's",
     ]
     chosen = verify_proof(own, proven, "", Selection(tensors="w/*"))
     assert (chosen["equal"], "groups" in chosen) == (True, False)

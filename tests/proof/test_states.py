@@ -114,10 +114,10 @@ def test_what_an_engine_has_no_place_for_is_named() -> None:
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        (("counters",), "counters: only a has it, and the files of b have no place for it"),
+        (("counters",), "counters: only a has it, and the format of b cannot store it"),
         (
             ("counters", "lr_scheduler"),
-            "counters, lr_scheduler: only a has them, and the files of b have no place for them",
+            "counters, lr_scheduler: only a has them, and the format of b cannot store them",
         ),
     ],
 )

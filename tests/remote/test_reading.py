@@ -183,7 +183,7 @@ def test_strange_keys_are_refused(key: str, reason: str, store: Memory) -> None:
 
 def test_an_object_with_others_below_it_is_refused(store: Memory) -> None:
     store.write(f"{KEY}/global_step7", b"x")
-    with pytest.raises(UnsupportedCheckpoint, match="there are objects below it"):
+    with pytest.raises(UnsupportedCheckpoint, match="is both an object and a folder"):
         zckpt.read(zckpt.At(store, KEY))
 
 
@@ -227,7 +227,7 @@ def test_paths_of_this_machine_are_no_urls(tmp_path: Path) -> None:
 
 
 def test_a_store_that_is_none_is_refused() -> None:
-    with pytest.raises(WrongOption, match="neither a store of obstore nor a filesystem"):
+    with pytest.raises(WrongOption, match="neither an obstore store nor an fsspec filesystem"):
         zckpt.read(zckpt.At(object(), "run"))
 
 

@@ -130,7 +130,7 @@ def test_a_run_that_fails_is_continued(
     store.arrive = lambda key, data: data
     written(store, resume=True)
     assert files(store) == own
-    assert {*arrived}.isdisjoint(store.put), "what has arrived is not sent again"
+    assert {*arrived}.isdisjoint(store.put), "files that have arrived are not sent again"
 
 
 def test_a_run_goes_on_on_another_machine(
@@ -164,13 +164,13 @@ def test_a_second_writer_does_not_replace_the_first(store: Memory) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda data: data[:-1], "the store has [0-9]+ bytes of"),
+        (lambda data: data[:-1], "the store has [0-9]+ bytes instead of"),
         (lambda data: data[:-1] + b"?", "the store has other bytes"),
     ],
 )
 def test_what_does_not_arrive_is_noticed(change: Any, said: str, store: Memory) -> None:
     store.arrive = lambda key, data: change(data) if key.endswith("model.safetensors") else data
-    with pytest.raises(CorruptCheckpoint, match=f"did not arrive: {said}"):
+    with pytest.raises(CorruptCheckpoint, match=f"did not arrive intact: {said}"):
         written(store)
     assert f"{KEY}/manifest.json" not in store.objects
 
@@ -201,7 +201,7 @@ def test_a_target_inside_of_its_source_is_refused(store: Memory) -> None:
     [
         ("https://host/x", "does not write there"),
         ("hf://org/name", "does not write there"),
-        ("s3://bucket", "a whole bucket"),
+        ("s3://bucket", "is a bucket"),
     ],
 )
 def test_targets_that_are_refused(target: str, said: str) -> None:
@@ -225,13 +225,13 @@ def test_remains_are_removed_and_nothing_else(store: Memory) -> None:
     assert {*files(store)} == begun | {"mine.txt"}
     assert {*clean_up(at)["files"]} == begun
     assert files(store) == {"mine.txt": b"of the user"}
-    with pytest.raises(NotACheckpoint, match="has no remains"):
+    with pytest.raises(NotACheckpoint, match="has no files of an unfinished run"):
         clean_up(at)
 
 
 @pytest.mark.parametrize(
     ("path", "said"),
-    [("s3://bucket", "a whole bucket"), ("out/run", "no URL"), ("ftp://x/y", "no URL")],
+    [("s3://bucket", "is a bucket"), ("out/run", "no URL"), ("ftp://x/y", "no URL")],
 )
 def test_what_is_no_target_is_not_cleaned_up(path: str, said: str) -> None:
     with pytest.raises(WrongOption, match=said):
@@ -278,7 +278,7 @@ def test_a_note_that_cannot_be_understood_means_unfinished(note: bytes, store: M
     with pytest.raises(NotACheckpoint):
         zckpt.read(zckpt.At(store, "out"))
     for call in (clean_up, lambda at: written(store, resume=True)):
-        with pytest.raises(UnsupportedCheckpoint, match="no note that this zckpt understands"):
+        with pytest.raises(UnsupportedCheckpoint, match="this zckpt cannot parse"):
             call(at)
     assert store.objects == before
 
@@ -445,7 +445,7 @@ def test_what_was_written_before_is_said_to_be_sent(
     report = written(store, resume=True)
     assert (report["already_complete"], report["sent"]) == (True, 5)
     display.converted(report, quiet=False)
-    assert capsys.readouterr().out.endswith("had written what was sent now\n")
+    assert capsys.readouterr().out.endswith("has uploaded what an earlier run had written\n")
 
 
 def test_parts_of_an_upload() -> None:

@@ -80,7 +80,7 @@ def test_a_lost_rank(
     assert [step["what"] for step in found["do"]] == [
         "go on from global_step6",
         "export the weights",
-        f"put {path.name} back, if there is a copy",
+        f"copy {path.name} back, if you have another copy",
         f"make up what is lost (masters that are the 16-bit weights and the moments of {older})",
     ]
     said = advice(found)
@@ -121,7 +121,7 @@ def test_weights_alone(tmp_path: Path, document: Make, zckpt: Callable[..., Resu
     assert zckpt("export", TRAINER, target).code == 0
     made = document(target)
     assert made["next"]["resumes"] is False
-    assert advice(made["next"]).startswith("Weights without an optimizer: no run goes on from them")
+    assert advice(made["next"]).startswith("Weights without an optimizer: no run resumes from them")
     assert 'class="next odd"' in render(made)
 
 

@@ -109,7 +109,7 @@ def test_the_command_for_ranks_of_megatron(tmp_path: Path, zckpt: Run) -> None:
     ("source", "words", "refused"),
     [
         (EXAMPLE, ("--pp", 2), "is not a pipeline"),
-        (EXAMPLE, ("--tp", 3), "nothing says how 7 parameters are cut"),
+        (EXAMPLE, ("--tp", 3), "nothing says how 7 parameters are sliced"),
         (PIPELINE, ("--tp", 3), "cannot be cut evenly over 3 tensor ranks"),
         (EXAMPLE, ("--for", "megatron"), "only from a checkpoint of Megatron-Core"),
         (EXAMPLE, ("--for", "hf"), "has no config.json"),
@@ -121,7 +121,7 @@ def test_what_no_command_makes(
     """The sentence is that of the command, and nothing is written."""
     ended = zckpt("check", source, *words)
     assert ended.code == 3
-    assert "nothing makes it fit: " in ended.out
+    assert "no command makes it fit: " in ended.out
     assert refused in ended.out
     report = zckpt("check", source, *words, "--json").document
     assert (report["fix"], refused in report["refused"]["message"]) == (None, True)
@@ -228,7 +228,7 @@ def test_no_file_of_the_target_is_built(monkeypatch: pytest.MonkeyPatch, zckpt: 
     monkeypatch.setattr(torchshell.Storages, "__init__", None)
     monkeypatch.setattr(tempfile, "TemporaryDirectory", None)
     for words in (("--dp", 3), ("--dp", 2, "--stage", 3), ("--for", "gathered"), ("--for", "dcp")):
-        assert "this makes it fit" in zckpt("check", EXAMPLE, *words).out
+        assert "this command makes it fit" in zckpt("check", EXAMPLE, *words).out
 
 
 def test_a_state_that_only_files_show(tmp_path: Path, zckpt: Run) -> None:
@@ -238,12 +238,12 @@ def test_a_state_that_only_files_show(tmp_path: Path, zckpt: Run) -> None:
     names = tmp_path / "names.txt"
     names.write_text("\n".join(names_by_group(pair)))
     words = ("--for", "deepspeed", "--dp", 2, "--param-names", names)
-    assert "this makes it fit" in zckpt("check", tmp_path / "run", *words).out
+    assert "this command makes it fit" in zckpt("check", tmp_path / "run", *words).out
     for state in pair[1].state.values():
         state["own"] = torch.rand(())
     save(tmp_path / "other", pair, "model.pt", "optim.pt")
     ended = zckpt("check", tmp_path / "other", *words)
-    assert "nothing makes it fit: the target cannot store the optimizer's own" in ended.out
+    assert "no command makes it fit: the target cannot store the optimizer's own" in ended.out
 
 
 def test_one_of_a_run(run: Path, tmp_path: Path, zckpt: Run) -> None:
@@ -279,7 +279,7 @@ def test_files_of_ranks_by_other_names_stay(tmp_path: Path, zckpt: Run) -> None:
     assert zckpt("check", tmp_path / "actor", "--dp", 3, "--json").document["fix"]
     for path in (tmp_path / "actor").glob("*.pt"):
         path.rename(path.with_name(path.name.replace("_world_size_2", "")))
-    assert "nothing makes it fit" in zckpt("check", tmp_path / "actor", "--dp", 3).out
+    assert "no command makes it fit" in zckpt("check", tmp_path / "actor", "--dp", 3).out
 
 
 @pytest.mark.parametrize(("to", "dialect"), [("dcp", "accelerate"), ("gathered", "safetensors")])
@@ -289,7 +289,7 @@ def test_the_files_that_the_trainer_looks_for(
     report = zckpt("check", TRAINER, "--for", to, "--json").document
     assert report["fix"].endswith(f"--dialect {dialect}")
     words = [str(tmp_path / "d") if w == "DST" else w for w in shlex.split(report["fix"])]
-    assert "is not what the trainer looks for" not in zckpt(*words[1:]).err
+    assert "the trainer does not find" not in zckpt(*words[1:]).err
 
 
 def test_a_universal_checkpoint_gets_its_ranks(tmp_path: Path, zckpt: Run) -> None:

@@ -173,7 +173,7 @@ def test_it_cannot_be_read(run: Path, zckpt: Callable[..., Result]) -> None:
     assert ended.code == 3
     assert f"{run / TAGS[-1]} does not load as it is: 1 reason" in ended.out
     assert "lacks bf16_zero_pp_rank_1_" in ended.out
-    goes_on = f"auto-resume goes on from {run / TAGS[-2]}, which loads as it is"
+    goes_on = f"auto-resume resumes from {run / TAGS[-2]}, which loads as it is"
     assert goes_on in ended.out
     report = zckpt("check", run, "--dp", 4, "--json").document
     assert (report["loads"], report["format"]) == (False, None)
@@ -224,17 +224,17 @@ def small(
         (
             small([["a", "b"], ["c", "d"]]),
             small([["a"], ["b", "c", "d"]]),
-            ["b is in group 0 of the optimizer, and not in 1"],
+            ["b is in group 0, but in the program in group 1"],
         ),
         (
             small([["a", "b"], ["c"]]),
             small([["c"], ["a", "b"]]),
-            ["a is in group 0 of the optimizer, and not in 1 (2 more parameters like it)"],
+            ["a is in group 0, but in the program in group 1 (2 more parameters like it)"],
         ),
         (
             small([["a", "b", "c"]]),
             small([["a", "c", "b"]]),
-            ["parameter 1 of group 0 is b, and not c"],
+            ["parameter 1 of group 0 is b, in the program c"],
         ),
         (
             small([["a", "b"]]),

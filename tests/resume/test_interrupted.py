@@ -31,8 +31,8 @@ def test_a_run(
     shown = zckpt(command, run, *rest)
     assert (
         f"global_step9: 3 of 5 files are complete; missing: {LOST}; unreadable: {CUT}\n"
-        f"  {run / 'global_step7'} is the newest whole one: 23 of 23 tensors have the same name, "
-        "type and shape there; the weights of embedding.weight"
+        f"  {run / 'global_step7'} is the newest complete one: 23 of 23 tensors have the same "
+        "name, type and shape there; the weights of embedding.weight"
     ).replace("embedding.weight", "") in shown.out.replace("embedding.weight", "")
     assert "are frozen, and fit\n" in shown.out
     report = zckpt(command, run, *rest, "--json").document["interrupted"]
@@ -73,4 +73,4 @@ def test_nothing_else_is_whole(run: Path, zckpt: Callable[..., Result]) -> None:
     shutil.rmtree(run / "global_step7")
     (run / "latest").write_text("global_step9")
     shown = zckpt("list", run)
-    assert "no other checkpoint of the run is whole" in shown.out
+    assert "no other checkpoint of the run is complete" in shown.out

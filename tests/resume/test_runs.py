@@ -256,7 +256,7 @@ def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="nothing does not exist"):
         assert zckpt.auto_resume(tmp_path / "nothing") is None
     (tmp_path / "file").write_text("a log")
-    with pytest.raises(NotACheckpoint, match="is a file, and not a run"):
+    with pytest.raises(NotACheckpoint, match="is a file, not the folder of a run"):
         zckpt.auto_resume(tmp_path / "file")
 
 

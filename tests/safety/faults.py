@@ -178,7 +178,7 @@ def defects(
             wrong.append(TARGET)
         if conversion.partial.exists() and not may_leave:
             wrong.append(LEFT)
-        if "Traceback" in ended.err or "a bug of zckpt" in ended.err:
+        if "Traceback" in ended.err or "a bug in zckpt" in ended.err:
             wrong.append(INTERNAL)
         wrong += _unclear(ended.err, conversion)
     else:

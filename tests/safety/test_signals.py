@@ -28,7 +28,7 @@ def untrue(conversion: Conversion, expected: Good, code: int, said: str, number:
     """What is wrong after a signal."""
     is_there = os.path.lexists(conversion.target)
     wrong = []
-    if "Traceback" in said or "a bug of zckpt" in said:
+    if "Traceback" in said or "a bug in zckpt" in said:
         wrong.append("an internal error")
     if code not in (0, 128 + number):
         wrong.append(f"exit code {code}")

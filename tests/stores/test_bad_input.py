@@ -70,9 +70,9 @@ REFUSALS: dict[str, tuple[int, str, str, str]] = {
     "unknown key": (403, "InvalidAccessKeyId", "does not know the credentials", "AWS_ACCESS_KEY"),
     "wrong secret": (403, "SignatureDoesNotMatch", "does not know the credentials", "AWS_SECRET"),
     "unknown token": (400, "InvalidToken", "does not know the credentials", "AWS_ACCESS_KEY_ID"),
-    "region": (301, "PermanentRedirect", "is in another region", "set AWS_REGION"),
-    "malformed": (400, "AuthorizationHeaderMalformed", "is in another region", "set AWS_REGION"),
-    "late clock": (403, "RequestTimeTooSkewed", "has another time", "clock"),
+    "region": (301, "PermanentRedirect", "went to another region", "set AWS_REGION"),
+    "malformed": (400, "AuthorizationHeaderMalformed", "went to another region", "set AWS_REGION"),
+    "late clock": (403, "RequestTimeTooSkewed", "its clock and this machine's differ", "clock"),
     "no bucket": (404, "NoSuchBucket", "does not exist", "check the name"),
 }
 
@@ -257,9 +257,9 @@ def test_an_object_that_stands_for_a_folder_is_one(bucket: Bucket, tmp_path: Pat
 @pytest.mark.parametrize(
     ("key", "message", "hint"),
     [
-        ("runs/run/global_step7/", "there are objects below it", "to another prefix"),
+        ("runs/run/global_step7/", "is both an object and a folder", "to another prefix"),
         ("runs/run/x/", "was removed while it was read", "if its key ends in a slash"),
-        ("runs/run//x", "'runs/run//x', which cannot be the name of a file", "to another prefix"),
+        ("runs/run//x", "'runs/run//x' cannot be the name of a file", "to another prefix"),
         ("runs/run/../x", "'runs/run/../x', which cannot be the name", "to another prefix"),
     ],
 )
@@ -275,7 +275,7 @@ def test_an_object_whose_key_is_no_path(
 def test_a_key_that_is_an_object_and_a_folder(command: Run, key: str, bucket: Bucket) -> None:
     url = bucket.upload(EXAMPLE, "runs/run")
     bucket.put(key, b"bytes")
-    refused(command("inspect", url), "there are objects below it", "to another prefix")
+    refused(command("inspect", url), "is both an object and a folder", "to another prefix")
 
 
 @pytest.mark.parametrize("key", ["runs/beside", "runs/..", "runs//x", "runs/" + "x" * 300])
@@ -316,7 +316,7 @@ def test_what_is_read_only_is_not_written(command: Run, url: str) -> None:
 
 
 def test_a_whole_bucket_is_no_target(command: Run, bucket: Bucket) -> None:
-    refused(command("convert", EXAMPLE, bucket.url()), "is a whole bucket", "/NAME")
+    refused(command("convert", EXAMPLE, bucket.url()), "is a bucket", "/NAME")
 
 
 @pytest.mark.parametrize("missing", ["obstore", "huggingface_hub"])

@@ -147,7 +147,7 @@ def test_a_web_server_without_ranges_is_refused(web: Web, zckpt: Callable[..., R
     result = zckpt("inspect", f"{web.url}/universal")
     assert result.code == 1
     assert result.err.count("Error: ") == 1
-    assert "gives no ranges of bytes" in result.err
+    assert "cannot send a range of bytes" in result.err
 
 
 # -- the Hub

@@ -146,7 +146,9 @@ def test_what_the_store_has_lost_is_noticed(
     impatient: None,
 ) -> None:
     fault("PUT", f"/to/run/{which}", faults.then(lambda: bucket.delete(f"to/run/{which}")))
-    with pytest.raises(CorruptCheckpoint, match=f"{which} did not arrive: the store has nothing"):
+    with pytest.raises(
+        CorruptCheckpoint, match=f"{which} did not arrive intact: the store has nothing"
+    ):
         zckpt.convert(EXAMPLE, target)
     refuse_to_read(target)
     zckpt.convert(EXAMPLE, target, resume=True)
@@ -168,7 +170,9 @@ def test_what_the_store_has_as_other_bytes_is_noticed(
 ) -> None:
     key = f"to/run/{which}"
     fault("PUT", key, faults.then(lambda: bucket.put(key, changed(expected[which]))))
-    with pytest.raises(CorruptCheckpoint, match=f"{which} did not arrive: the store has other"):
+    with pytest.raises(
+        CorruptCheckpoint, match=f"{which} did not arrive intact: the store has other"
+    ):
         zckpt.convert(EXAMPLE, target)
     if which != "manifest.json":  # it is as if another program had written it
         refuse_to_read(target)
@@ -186,7 +190,9 @@ def test_a_bit_that_flips_on_the_way_up_is_noticed(
     impatient: None,
 ) -> None:
     fault("PUT", f"/to/run/{which}", faults.flipped_up)
-    with pytest.raises(CorruptCheckpoint, match=f"{which} did not arrive: the store has other"):
+    with pytest.raises(
+        CorruptCheckpoint, match=f"{which} did not arrive intact: the store has other"
+    ):
         zckpt.convert(EXAMPLE, target)
     refuse_to_read(target)
     zckpt.convert(EXAMPLE, target, resume=True)
@@ -328,7 +334,7 @@ def test_a_flipped_part_is_noticed(
     small_parts: None,
 ) -> None:
     fault("PUT", "partNumber=2", faults.flipped_up)
-    with pytest.raises(CorruptCheckpoint, match="did not arrive: the store has other bytes"):
+    with pytest.raises(CorruptCheckpoint, match="did not arrive intact: the store has other bytes"):
         zckpt.convert(large, target, weights_only=True)
     refuse_to_read(target)
 

@@ -81,7 +81,7 @@ def test_an_attribute_of_an_object_is_left_out_alone() -> None:
     assert result.state["args"].state == {"lr": 0.1}
     assert args.state == {"lr": 0.1, "flavour": FLAVOUR}  # the source's own is unchanged
     assert result.notices.omitted[0].message.startswith(
-        "args.state.flavour: it names my.module.Flavour"
+        "args.state.flavour: it refers to my.module.Flavour"
     )
 
 
@@ -95,7 +95,7 @@ def test_an_attribute_of_an_object_is_left_out_alone() -> None:
 def test_no_option_is_offered_for_what_runs_programs(name: str) -> None:
     value = [Foreign(Global("a.Class")), Foreign(Global(name))]
     (line,) = texts(without_others(manifest(state={"a": value}), (), ()).notices.omitted)
-    assert line.startswith(f"a: it names {name}, from a part of Python that runs programs")
+    assert line.startswith(f"a: it refers to {name}, which can run programs")
     assert "--allow-object" not in line
 
 
@@ -321,7 +321,7 @@ def test_values_of_harmless_standard_classes_arrive(to: str, tmp_path: Path) -> 
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save({**states, "own": VALUES}, tmp_path / "source.pt")
     report = zckpt.convert(tmp_path / "source.pt", tmp_path / "target", to=to)
-    assert not [line for line in texts(report["left_out"]) if "it names" in line]
+    assert not [line for line in texts(report["left_out"]) if "it refers to" in line]
     assert zckpt.inspect(zckpt.read(tmp_path / "target"))["objects"] == []
     loaded = LOADED[to](tmp_path / "target")
     assert loaded == VALUES
@@ -373,7 +373,7 @@ def test_a_universal_checkpoint_keeps_inert_objects_and_inspect_names_them(tmp_p
     assert zckpt.inspect(zckpt.read(tmp_path / "universal"))["objects"] == ["os.system"]
     report = zckpt.reshard(tmp_path / "universal", tmp_path / "run", dp=2)
     assert any(
-        "client_state.evil: it names os.system" in line for line in texts(report["left_out"])
+        "client_state.evil: it refers to os.system" in line for line in texts(report["left_out"])
     )
     assert b"system" not in b"".join(pickles(tmp_path / "run"))
 

@@ -62,7 +62,7 @@ RENAMED = warning(
     "Comparison",
     "--gather",
     is_flag=True,
-    help="Check the reader: join the ranks' parts by the engine's own rule, with torch.",
+    help="Also check zckpt's reader: join the ranks' partitions with torch, as the engine does.",
 )
 @grouped(
     "Comparison",
@@ -90,7 +90,7 @@ RENAMED = warning(
     "--brief",
     rare=True,
     is_flag=True,
-    help="With --json, leave out `held` and `digests`.",
+    help="With --json, leave out the lists of all tensors: `held`, `digests`.",
 )
 @form
 @single

@@ -58,10 +58,10 @@ class Fault(Notice):
 
 
 class Records(Struct):
-    """How many parts of files were compared with their checksums and are right, and how many not.
+    """Counts of records, which are byte ranges of files (such as a tensor's) with a checksum.
 
-    `unchecked` parts were not compared. Among them, `without_checksum` parts have no stored
-    checksum.
+    `checked` records match their checksum. `unchecked` ones were not compared: this number includes
+    `without_checksum`, the records for which the files store no checksum.
     """
 
     checked: int
@@ -70,7 +70,7 @@ class Records(Struct):
 
 
 class State(Struct):
-    """An optimizer state, the number of parameters that have it, and why it is listed."""
+    """The name of an optimizer state, how many parameters have it, and the reason to list it."""
 
     state: str
     parameters: int
@@ -79,7 +79,7 @@ class State(Struct):
 
 
 class Slot(Struct):
-    """All tensors of one slot: weights, masters, or one optimizer state."""
+    """Totals of one slot, which is a kind of tensor: weights, masters, or one optimizer state."""
 
     tensors: int
     dtype: str
@@ -96,7 +96,7 @@ class Sighting(Struct):
 
 
 class Document(Struct, kw_only=True):
-    """The keys of every document. `zckpt` is the version of the report format."""
+    """The keys that all documents have. `zckpt` is the version of the report format."""
 
     zckpt: Literal[2]
     command: str
@@ -123,7 +123,7 @@ class Reports(Document, kw_only=True):
 
 
 class Inspect(Document, kw_only=True):
-    """`zckpt inspect`"""
+    """The document that `zckpt inspect --json` prints."""
 
     format: str
     path: str
@@ -165,7 +165,7 @@ class Inspect(Document, kw_only=True):
 
 
 class Conversion(Document, kw_only=True):
-    """`zckpt convert`, `reshard` and `export`"""
+    """The document that `zckpt convert --json`, `reshard` and `export` print."""
 
     source: Json
     format: str
@@ -201,11 +201,11 @@ class Conversion(Document, kw_only=True):
 class Restored(Notice):
     """A damaged record that `zckpt mend` found.
 
-    `record` has the offset and length of the bytes that the checksum covers. `tensors` are the
-    tensors in the record. If `state` is "lost", mend cannot restore the record. Otherwise mend
-    restores `bytes` bytes at `offset` of the file, and `by` names the evidence. If one `bit` of an
-    `element` was flipped, `before` and `after` are the element's values. `chance` is the
-    probability that damage of many bits looks like this.
+    A record is a byte range with a checksum: `record` has its offset and length, and `tensors` are
+    the tensors in it. If `state` is "lost", mend cannot restore the record. Otherwise mend restores
+    `bytes` bytes at `offset` of the file, and `by` names the evidence. If one `bit` of an `element`
+    was flipped, `before` and `after` are the element's values. `chance` is the probability that
+    damage of many bits looks like this.
     """
 
     state: Literal["restored", "accepted", "needs-consent", "lost"]
@@ -224,7 +224,7 @@ class Restored(Notice):
 
 
 class OfTensor(Struct):
-    """How many `elements` of a tensor were in lost files. `of` is the tensor's size in elements."""
+    """The number of `elements` of a tensor that were in lost files, out of `of` elements."""
 
     tensor: str
     elements: int
@@ -232,9 +232,9 @@ class OfTensor(Struct):
 
 
 class LostPart(Notice):
-    """The parts of tensors that were in lost files, and where the same bytes still are, if so.
+    """What lost files contained of some tensors, and whether it can be restored (`state`).
 
-    "elsewhere": other files have the same bytes. "gone": no file has them. If `tensors` is empty,
+    "elsewhere": other files contain the same bytes. "gone": no file does. If `tensors` is empty,
     the notice is about a "restored" file, about all tensors, or about a value that is no tensor.
     """
 
@@ -252,11 +252,12 @@ class Part(Struct):
 
 
 class Interrupted(Struct):
-    """The newest checkpoint of a run, if it is not whole.
+    """The newest checkpoint of a run, if it is incomplete because its save was interrupted.
 
-    `older` is the newest whole one. `tensors` is the number of tensors of the interrupted one.
-    `alike` of them have the same type and shape in `older`, and `frozen` are the weights among
-    these that no training changes. `older` and the numbers are null if they are not known.
+    `older` is the path of the newest complete checkpoint. `tensors` is the number of tensors that
+    the interrupted one should have; `alike` of them have the same type and shape in `older`.
+    `frozen` are those weights among them that training does not change. `older` and the numbers
+    are null if they are unknown.
     """
 
     name: str
@@ -269,7 +270,10 @@ class Interrupted(Struct):
 
 
 class Mend(Document, kw_only=True):
-    """`zckpt mend`; `problems` list other missing files that the loader needs"""
+    """The document that `zckpt mend --json` prints.
+
+    `problems` lists further missing files that the engine's loader needs.
+    """
 
     source: Json
     format: str | None
@@ -328,7 +332,7 @@ class Comparison(Document, kw_only=True):
 
 
 class Verify(Comparison, kw_only=True):
-    """`zckpt verify`"""
+    """The document that `zckpt verify --json` prints."""
 
     path: str
     against: str | None
@@ -349,7 +353,7 @@ class Verify(Comparison, kw_only=True):
 
 
 class Diff(Comparison, kw_only=True):
-    """`zckpt diff`"""
+    """The document that `zckpt diff --json` prints."""
 
     a: str
     b: str
@@ -359,7 +363,7 @@ class Diff(Comparison, kw_only=True):
 
 
 class Stats(Document, kw_only=True):
-    """`zckpt stats`"""
+    """The document that `zckpt stats --json` prints."""
 
     path: str
     format: str
@@ -374,7 +378,7 @@ class Stats(Document, kw_only=True):
 
 
 class ProbeDiff(Document, kw_only=True):
-    """`zckpt probe-diff`"""
+    """The document that `zckpt probe-diff --json` prints."""
 
     a: str
     b: str
@@ -399,14 +403,14 @@ class ProbeDiff(Document, kw_only=True):
 
 
 class LeftAside(Struct):
-    """A checkpoint that `auto-resume` did not use because it is not complete, and why."""
+    """A newer checkpoint that `auto-resume` skipped because it is not complete, and the reason."""
 
     path: str
     reason: Notice
 
 
 class AutoResume(Document, kw_only=True):
-    """`zckpt auto-resume`; the document is null if the run has no checkpoint"""
+    """The document that `zckpt auto-resume --json` prints; null if the run has no checkpoint."""
 
     run: str
     path: str
@@ -432,7 +436,7 @@ class AutoResume(Document, kw_only=True):
 
 
 class Checked(Document, kw_only=True):
-    """One checkpoint that `zckpt check` looked at."""
+    """The result of `zckpt check` for one checkpoint."""
 
     path: str
     format: str | None
@@ -448,7 +452,7 @@ class Checked(Document, kw_only=True):
 
 
 class Check(Checked, kw_only=True):
-    """`zckpt check`"""
+    """The document that `zckpt check --json` prints."""
 
     goes_on_from: Checked | UnsetType | None = UNSET
 
@@ -459,7 +463,7 @@ class Listed(Struct):
     `whole`, `of_one_save`, `intact` and `loads` are null if unknown or not requested. `sizes` are
     the numbers of ranks that the files state. `saved` is the time of the newest file. `unread` is
     damage in files that resuming does not read: such a checkpoint may be whole, but is not intact.
-    `weights_alone`: it was saved without an optimizer, so that no run can resume from it.
+    `weights_alone`: it was saved without an optimizer, so no run can resume from it.
     """
 
     name: str
@@ -485,7 +489,7 @@ class Listed(Struct):
 
 
 class List(Document, kw_only=True):
-    """`zckpt list`; the oldest checkpoint is the first"""
+    """The document that `zckpt list --json` prints; the oldest checkpoint is the first."""
 
     run: str
     sizes: dict[str, int]
@@ -495,10 +499,10 @@ class List(Document, kw_only=True):
 
 
 class Page(Document, kw_only=True):
-    """`zckpt report`: docs/report.md says what the sections are
+    """The document that `zckpt report --json` prints; docs/report.md describes its sections.
 
-    `about` is from the trainer's files beside the checkpoint. `next` is what the user can do with
-    it. `layers` names the rows of tables that show only the number of a layer.
+    `about` has facts from the trainer's files beside the checkpoint. `next` lists commands for this
+    checkpoint. `layers` has the names of the rows in tables that have one row per layer.
     """
 
     path: str
@@ -519,7 +523,7 @@ class Page(Document, kw_only=True):
 
 
 class CleanUp(Document, kw_only=True):
-    """`zckpt clean-up`"""
+    """The document that `zckpt clean-up --json` prints."""
 
     path: str
     files: list[str]
@@ -530,7 +534,7 @@ class CleanUp(Document, kw_only=True):
 
 
 class Formats(Document, kw_only=True):
-    """`zckpt formats`"""
+    """The document that `zckpt formats --json` prints."""
 
     formats: list[Json]
 

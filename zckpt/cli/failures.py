@@ -1,4 +1,4 @@
-"""Turns an exception into a failure: its class in reports, its notice, its exit code."""
+"""Turns an exception into a `Failure`: the class for reports, the message, and the exit code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Failure(Struct, frozen=True):
         }
 
     def tell(self) -> None:
-        """Prints one sentence and a hint to stderr."""
+        """Prints the failure to stderr: its message as one sentence, and its hint."""
         with suppress(OSError):  # stderr on a full disk: the exit code still tells of the failure
             notice = self.notice
             word = painted("Error:", RED, sys.stderr)
@@ -65,7 +65,7 @@ def failure_of(error: Exception) -> Failure:
         hint = CorruptCheckpoint.usual_hint
         return Failure("CorruptCheckpoint", ended("file-damaged", what, hint), 1)
     what = f"{type(error).__name__}: {error}"
-    hint = "a bug of zckpt: please report it, with what ZCKPT_TRACEBACK=1 shows"
+    hint = "a bug in zckpt: please report it, with the traceback that ZCKPT_TRACEBACK=1 prints"
     return Failure("InternalError", ended("internal-error", what, hint), 1)
 
 
@@ -86,7 +86,7 @@ def with_mend(error: Exception) -> Exception:
 
 
 def ended(code: str, message: str, hint: str) -> Notice:
-    """Returns the notice for a command that ended with another exception than a ZckptError."""
+    """Returns the error notice for an exception that is not a ZckptError, such as OSError."""
     return Notice(code=code, severity="error", message=message, hint=hint)
 
 

@@ -99,7 +99,10 @@ class Commands(click.Group):
 
 
 def format_names(targets: bool) -> dict[str, Any]:
-    """The arguments of `click.option` for a format's name. Unknown names are refused later."""
+    """The keyword arguments of `click.option` for an option whose value is a format's name.
+
+    An unknown name is refused later, when the command runs.
+    """
 
     def completed(
         _context: click.Context, _option: click.Parameter, begin: str

@@ -25,9 +25,10 @@ def write(
 ) -> Report | None:
     """Runs a conversion, shared by all processes of a launch. Rank 0 returns the report.
 
-    The other ranks return None. With `single` or a `part`, the process works alone. Processes
-    without a common address write one part each. A launch that was restarted continues the
-    conversion that it began before. Raises MissingExtra if the processes need torch to meet.
+    The other ranks return None. With `single` or a `part`, the process works alone. If no launcher
+    has set an address at which the processes can connect, each writes its own part. A launch that
+    was restarted continues the conversion that it began before. Raises MissingExtra if the
+    processes need torch to connect and it is not installed.
     """
     launch = None if part is not None else _others(single)
     if launch is not None and address() is None:
@@ -52,7 +53,7 @@ def write(
     except MissingExtra as error:
         if error.subject != PROCESSES:
             raise
-        parts = f"or write parts, which need none either: --part auto, or --part K/{launch.size}"
+        parts = f"or write parts, which needs no torch: --part auto, or --part K/{launch.size}"
         raise error.again(hint=f"{error.hint}; {parts}") from error
 
 
@@ -66,7 +67,7 @@ def verify(
 ) -> Report | None:
     """Runs `verify`, shared by all processes of a launch. Only rank 0 returns the report.
 
-    With `gather`, every process returns the report: they meet in torch's all-gather.
+    With `gather`, every process returns a report: all of them take part in torch's all-gather.
     """
     from .. import api
 
@@ -101,8 +102,8 @@ def leave_to_rank_0(context: click.Context, _: click.Parameter, single: bool) ->
 def _tell_torch(launch: Launch | None) -> None:
     """Sets torchrun's variables RANK and WORLD_SIZE, also under another launcher.
 
-    Without a launch, removes WORLD_SIZE: the process runs alone. Raises WrongOption if no address
-    is known at which the processes can meet.
+    Without a launch, removes WORLD_SIZE: the process runs alone. Raises WrongOption if no launcher
+    has set an address at which the processes can connect.
     """
     if launch is None:
         os.environ.pop("WORLD_SIZE", None)

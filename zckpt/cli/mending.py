@@ -16,7 +16,7 @@ from .help import ExplainedCommand
 from .options import by_rank_0, common, copying_alone, grouped
 from .parameters import PATH
 
-WHOLE = "which is whole by its metadata"
+WHOLE = "which is complete according to its metadata"
 
 
 @click.command(
@@ -75,7 +75,7 @@ def mend(
     replica, the same tensor in --older, or a 16-bit weight beside its master. Otherwise mend writes
     only with --accept-chance.
 
-    mend lists what lost files contained, and what of it other files still have. It rewrites a file
+    mend lists what lost files contained, and which of it other files still have. It rewrites a file
     that is the same on all other ranks, such as the model files of stage 3; frozen weights in such
     a file come from --older. For a lost optimizer file of stage 1 or 2, --rebuild makes up masters
     and moments: the losses change. In a lost model file, weights are exact, and it makes up

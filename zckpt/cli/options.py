@@ -25,7 +25,7 @@ Decorator = Callable[[Command], Command]
 
 
 def stacked(*options: Decorator) -> Decorator:
-    """Combines options into one decorator, in the order in which `--help` shows them."""
+    """Combines decorators of options into one, in the order in which `--help` shows them."""
     return lambda command: reduce(lambda inner, option: option(inner), reversed(options), command)
 
 
@@ -35,7 +35,10 @@ def grouped(group: str, *flags: str, **words: Any) -> Decorator:
 
 
 def declared_option(option: Option[Any], hidden: bool = False) -> Decorator:
-    """Returns click's decorator for an option that a format or `training/options.py` declares."""
+    """Returns click's decorator for an `Option` that a format or `training/options.py` declares.
+
+    A `hidden` option is accepted, but not shown in the help.
+    """
     end = f".  [default: {option.usual}]" if option.usual else "."
     how = {"type": click.Choice(option.choices)} if option.choices else KINDS[option.kind]
     words = {"help": option.help + end, "metavar": option.metavar, **how}
@@ -43,7 +46,10 @@ def declared_option(option: Option[Any], hidden: bool = False) -> Decorator:
 
 
 def of_targets(targets: Iterable[Format], without: Container[str]) -> Decorator:
-    """Returns a decorator with the options of the formats `targets`, without those in `without`."""
+    """Returns a decorator that adds the options of the target formats, except those in `without`.
+
+    An option that several formats declare is added once.
+    """
     return stacked(
         *(declared_option(option) for option in declared(targets) if option.name not in without)
     )
@@ -153,8 +159,8 @@ as_document = grouped("Output", "--json", "as_json", is_flag=True, help="Print o
 def of_sources(has_names: bool, *chosen: Decorator) -> Decorator:
     """Returns a decorator with the options of a command that reads a checkpoint.
 
-    It includes `chosen`, the options that choose one of several checkpoints, such as --tag. Without
-    `has_names`, --param-names is hidden from the help.
+    It includes `chosen`, the options that choose one of several checkpoints, such as --tag. If
+    `has_names` is False, --param-names is hidden from the help.
     """
     names = declared_option(PARAM_NAMES, hidden=not has_names)
     decorators = (_root, _tp_rules, _buffers, _follow_links, names, _step_policy)
@@ -172,12 +178,12 @@ of_run = of_sources(True)
 
 
 def given(words: dict[str, Any]) -> dict[str, Any]:
-    """The options with a value. The API has defaults for the others, such as --jobs."""
+    """The options that the user gave. For the others, such as --jobs, the API has defaults."""
     return {name: value for name, value in words.items() if value is not None}
 
 
 def threads(shown: str) -> Decorator:
-    """The option --jobs. `shown` is its default in the help; the API chooses the real default."""
+    """The option --jobs. `shown` describes its default in the help; the API computes the number."""
     return grouped(
         "Copying",
         "-j",

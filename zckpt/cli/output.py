@@ -23,11 +23,11 @@ def set_up() -> None:
 
 
 def open_standard_files() -> None:
-    """Opens /dev/null for standard files that are closed.
+    """Opens /dev/null for each of stdin, stdout and stderr that is closed.
 
-    Otherwise a file of the target would get descriptor 0, 1 or 2, and libraries print errors to
-    descriptor 2. A library may have opened a file with such a number before (libffi 3.5 opens
-    itself). That file stays open, and nothing is printed to it.
+    Otherwise the next file that zckpt opens, such as the target's, would get descriptor 0, 1 or 2,
+    and libraries print errors to descriptor 2. If a library has already opened a file with such a
+    number (libffi 3.5 opens itself), that file stays open, and zckpt prints nothing to it.
     """
     for number in range(3):
         try:
@@ -39,7 +39,7 @@ def open_standard_files() -> None:
 
 
 def nowhere() -> TextIO:
-    """A file that discards everything written to it."""
+    """Opens a text file that discards everything written to it (/dev/null)."""
     return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)
 
 
@@ -58,9 +58,9 @@ class Pipe(io.FileIO):
 
 
 def discard() -> None:
-    """Sends standard output to /dev/null, also the text in its buffer that failed to be written.
+    """Sends standard output to /dev/null from now on, with the text that is still in its buffer.
 
-    Otherwise Python tries to write the buffer again when it exits.
+    That text could not be written. Otherwise Python would try to write it again when it exits.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

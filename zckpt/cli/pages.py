@@ -24,7 +24,7 @@ STARTS = b"<!DOCTYPE html>", b"# ", b"<svg "
 def name_for(path: str) -> str:
     """The name of a checkpoint's page, without an extension: the last part of the path.
 
-    A name that many runs have gets the name of its parent folder in front: `run5-checkpoint-500`.
+    If many runs have a folder of that name, the parent's name is added: `run5-checkpoint-500`.
     """
     above, name = os.path.split(os.path.abspath(path))
     run = os.path.basename(above)
@@ -32,17 +32,17 @@ def name_for(path: str) -> str:
 
 
 def check(path: str | None) -> None:
-    """Raises an error before the work begins if the page could not be written at its end.
+    """Raises an error before the work begins if the page could not be written at the end.
 
-    Raises MissingExtra without jinja2, and WrongOption for a path that cannot be written or that is
-    a file other than a page.
+    Raises MissingExtra without jinja2, and WrongOption for a path that cannot be written, or at
+    which there is a file that is not a page.
     """
     if not path:
         return
     if find_spec("jinja2") is None and not path.endswith(MARKDOWN):
         raise MissingExtra(
             "extra-missing",
-            "a page of HTML needs jinja2, which is not installed",
+            "an HTML page needs the package jinja2, which is not installed",
             hint="pip install 'zckpt[html]', or write Markdown: --md",
         )
     for file in (path, *_pictures(path)):
@@ -61,14 +61,17 @@ def _pictures(path: str) -> list[str]:
 
 
 def _is_page(path: str) -> bool:
-    """Whether a file may be replaced: it is a page, Markdown, a picture, or empty."""
+    """Whether `path` is a file that `report` may replace: an earlier page or picture, or empty."""
     with open(path, "rb") as file:
         start = file.read(max(map(len, STARTS)))
     return not start or start.startswith(STARTS)
 
 
 def save(path: str | None, document: dict[str, Any], quiet: bool = True) -> None:
-    """Writes an HTML page, or Markdown and its picture, and prints the paths unless `quiet`."""
+    """Writes a report as an HTML page, or as Markdown and a picture; prints their paths.
+
+    With `quiet` the paths are not printed. Without a `path` nothing is written.
+    """
     if not path:
         return
     from ..reporting.page import render, render_markdown

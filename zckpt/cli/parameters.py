@@ -63,7 +63,10 @@ def pairs(text: str) -> dict[Any, Any]:
 def merged(
     _context: click.Context, _option: click.Parameter, values: Sequence[dict[Any, Any]]
 ) -> dict[Any, Any]:
-    """Joins the pairs of a repeated option; values for one group are under the group's number."""
+    """Merges the dictionaries of a repeated option, such as --group-defaults.
+
+    Values for a single optimizer group are in a dictionary under the group's number.
+    """
     defaults: dict[Any, Any] = {}
     for group_values in values:
         for key, value in group_values.items():
@@ -94,7 +97,7 @@ def config(path: str) -> dict[str, Any]:
 
 
 def names_in(text: str) -> Any:
-    """Parses a JSON list, or else the lines of a text."""
+    """Parses a list of names: a JSON list, or else a text with one name per line."""
     return json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
 
 
@@ -144,10 +147,8 @@ def part(text: str) -> Part:
 
     if text == "auto":
         if (launch := launched()) is None:
-            variables = " nor ".join(name for name, _ in LAUNCHERS.values())
-            raise click.BadParameter(
-                f"no launcher says which part this is: there is no {variables}"
-            )
+            variables = " or ".join(name for name, _ in LAUNCHERS.values())
+            raise click.BadParameter(f"--part auto needs a launcher that sets {variables}")
         return Part(launch.rank + 1, launch.size)
     number, _, count = text.partition("/")
     if not number.isdecimal() or not count.isdecimal():

@@ -1,4 +1,4 @@
-"""The commands for a run that goes on, each a thin layer over `zckpt.resume`."""
+"""The commands for resuming a run, each a thin layer over `zckpt.resume`."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def after_interrupt(words: Sequence[str], cause: BaseException | None) -> str:
 
 
 def fail(words: list[str], failure: Failure) -> NoReturn:
-    """Prints the error, as JSON if --json was given, and exits with its code."""
+    """Prints the error, as JSON if `words` contain --json, and exits with the failure's code."""
     trace()
     # one process of several prints the document
     if "--json" in words and not ("--gather" in words and own_rank()):

@@ -57,11 +57,14 @@ def look_at_each(
 
 
 def look_for_a_job(command: str, paths: Sequence[str], look: Look, form: str, as_json: bool) -> int:
-    """Prints the findings of all paths in the given form for CI, and returns the exit code."""
+    """Prints the findings of all paths for a CI job, and returns the exit code.
+
+    `form` is "junit" (JUnit XML) or "github" (annotations).
+    """
     if as_json:
         raise WrongOption(
             "options-conflict",
-            f"--json and --format {form} are two forms of one report",
+            f"--json and --format {form} cannot be given together",
             hint="leave one of them out",
         )
     reports: list[Report] = []
@@ -76,7 +79,7 @@ def look_for_a_job(command: str, paths: Sequence[str], look: Look, form: str, as
 
 
 def _looked(command: str, path: str, look: Look) -> tuple[Report, int]:
-    """The report of one path, or its error as a document, and the exit code."""
+    """The report of one path, or the document of the error that it raised; and its exit code."""
     try:
         return look(path)
     except (ProcessFailed, click.ClickException):  # of the command, and not of this path
@@ -88,7 +91,10 @@ def _looked(command: str, path: str, look: Look) -> tuple[Report, int]:
 
 
 def refuse_for_several(paths: Sequence[str], flag: str, is_given: object, way: str = "") -> None:
-    """Raises WrongOption if an option for one path is given with several. `way` is the hint."""
+    """Raises WrongOption if `flag`, an option for one PATH only, is given with several PATHs.
+
+    `way` is the hint.
+    """
     if is_given and len(paths) > 1:
         raise WrongOption(
             "options-conflict",
@@ -103,7 +109,7 @@ def refuse_to_share(paths: Sequence[str], single: bool) -> None:
     if launch is not None and launch.size > 1:
         raise WrongOption(
             "options-conflict",
-            f"the {launch.size} processes of a launch can share one PATH only, but there are "
+            f"a launch of {launch.size} processes can share the work on one PATH only, not on "
             f"{len(paths)}",
             hint="add --single to use one process, or give the PATHs one by one",
         )

@@ -1,8 +1,8 @@
 """Handles Ctrl-C, SIGTERM and SIGHUP.
 
-A signal ends the command. The command removes what it wrote, or keeps it for --resume. Right before
-a target is renamed to its final name, the command begins to ignore signals until it exits: the work
-is done, and a message that the run was interrupted would be wrong.
+A signal ends the command, which removes what it wrote, or keeps it for --resume. Just before the
+target is renamed to its final name, the command begins to ignore signals: the work is done, and a
+message that it was interrupted would be wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def stop(number: int, _frame: object) -> NoReturn:
 
 
 def _after_finalizer(ignored: sys.UnraisableHookArgs) -> None:
-    """Raises an interrupt again, 1 ms after a finalizer has swallowed it.
+    """Raises KeyboardInterrupt again, 1 ms after a finalizer has swallowed it.
 
     If a finalizer or a weak reference's callback raises, Python prints the error and goes on. h5py
     has such callbacks for every object that it opens.
@@ -58,7 +58,10 @@ def ignore() -> None:
 
 
 def _ignore() -> None:
-    """As `ignore`, but does not check the thread: Python calls handlers in the main thread only."""
+    """Ignores signals from now on, without a check that this is the main thread.
+
+    Signal handlers need no check: Python calls them in the main thread only.
+    """
     for number in SIGNALS:
         if signal.getsignal(number) in (stop, signal.default_int_handler):
             signal.signal(number, signal.SIG_IGN)

@@ -1,11 +1,11 @@
-"""A DeepSpeed engine loads any checkpoint at any size, without one being written for that size.
+"""Loads any checkpoint into a DeepSpeed engine with any number of ranks, without writing a copy.
 
     zckpt.deepspeed.load_checkpoint(engine, "checkpoint-500")
 
-    loading.py    load_checkpoint; where it is refused, the copy that `auto_resume` writes
+    loading.py    load_checkpoint; for engines that it refuses, it can write a resharded copy
 
-`zckpt/loading/` does the work. `undo` takes back what `zckpt.auto_resume(RUN, copy=False)` has
-changed of DeepSpeed.
+`zckpt/loading/` does the work. `undo` reverts the changes that `zckpt.auto_resume(RUN, copy=False)`
+made to DeepSpeed's functions.
 """
 
 from __future__ import annotations

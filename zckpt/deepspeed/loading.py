@@ -29,24 +29,25 @@ def load_checkpoint(
     scratch: str | os.PathLike[str] | None = None,
     **words: Any,
 ) -> tuple[str | None, Any]:
-    """Loads the checkpoint at `source` into a DeepSpeed engine of any size, and writes no tensor.
+    """Loads a checkpoint into a DeepSpeed engine with any number of ranks, and writes no tensor.
 
     The arguments and the result are those of `engine.load_checkpoint`: the path, and the client
     state. The engine then holds what it would load from the directory that `zckpt.reshard` writes
-    for its number of ranks, its stage and its ds_config. `source` is of any format and any size; a
-    URL too. All ranks call it.
+    for its number of ranks, its stage and its ds_config. `source` is a path or URL of a checkpoint
+    in any format, saved by any number of ranks. All ranks must call this function.
 
-        verify      "records" checks the checksums that the files state; "files" reads no byte for
-                    that alone
-        fallback    "copy": for an engine that zckpt refuses, it writes the checkpoint as
-                    `zckpt.auto_resume` does, and the engine's own loader loads that
+        verify      "records" checks the checksums that the files state; "files" only checks that
+                    no file is missing
+        fallback    "copy": for an engine that zckpt refuses, it writes a resharded copy as
+                    `zckpt.auto_resume` does, and the engine's own loader loads the copy
         scratch     a directory for this copy, as for `zckpt.auto_resume`
         words       `accept_weights`, `drop_state`, `step_policy`, `param_names`, `rename` and
                     others: as for `zckpt.reshard`, or `zckpt.convert` to deepspeed
 
-    Raises the ZckptError of `reshard`, in all ranks, before the engine is touched; WrongOption for
-    a version of DeepSpeed that was not tested, and for engines whose files are more than one
-    model's; CorruptCheckpoint for damage. If the engine was touched by then, the hint says so.
+    Raises the same ZckptError as `reshard`, in all ranks, before the engine is changed. Raises
+    WrongOption for a version of DeepSpeed that was not tested, and for engines with tensor,
+    pipeline, expert or sequence parallelism. Raises CorruptCheckpoint for damage; if the engine has
+    been changed already, the hint says so.
     """
     if verify not in ("records", "files"):
         raise WrongOption("option-invalid", f"verify {verify!r} is neither 'records' nor 'files'")

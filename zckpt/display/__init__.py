@@ -1,4 +1,4 @@
-"""Prints results: tables, progress bars and JSON. Only this room imports rich.
+"""Prints results: tables, progress bars and JSON. Only this package imports rich.
 
 Data go to stdout, everything else to stderr. On a terminal, rich draws tables and bars. In a pipe
 or a file, tables are plain columns that grep and awk can read, and there are no bars.
@@ -7,7 +7,7 @@ or a file, tables are plain columns that grep and awk can read, and there are no
     checkpoint.py   what a checkpoint contains, and what a conversion wrote
     findings.py     what verify, diff, stats, probe-diff, check and report found
     listing.py      the state of the checkpoints of a run
-    mending.py      what `mend` can restore
+    mending.py      which damaged bytes and lost tensors `mend` can restore
     picture.py      drawings: the differences of two recorded runs, and the layers of a model
     tables.py       tables that fit on a terminal
     terminal.py     progress bars, colours, JSON and files

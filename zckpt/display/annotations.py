@@ -1,8 +1,8 @@
 """Prints findings for continuous integration, as GitHub annotations or JUnit XML.
 
-A checkpoint is a test case. A failed case has findings; a case with an error could not be read.
-GitHub shows ten annotations of a step, so that only the first findings of a checkpoint are printed,
-and then how many follow.
+Each checkpoint is a test case. A failed case has findings; a case with an error could not be read.
+GitHub shows only ten annotations of a workflow step. So only the first findings of each checkpoint
+are printed, and then how many follow.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ XML_1_0 = str.maketrans(
 
 
 class Finding(Struct, frozen=True):
-    """One sentence, with its code, and the file that it is about, if any."""
+    """A finding as one sentence, with its code (see docs/codes.md) and its file, if any."""
 
     code: str
     text: str
@@ -42,7 +42,7 @@ class Case(Struct, frozen=True):
 
 
 def annotated(command: str, reports: Sequence[Report], form: str) -> None:
-    """Prints reports of `verify`, `check` or `list`, in the form `github` or `junit`."""
+    """Prints reports of `verify`, `check` or `list` for CI; `form` is "github" or "junit"."""
     cases = [case for report in reports for case in _cases(command, report)]
     for line in (_github if form == "github" else _junit)(command, cases):
         print(line)
@@ -69,7 +69,7 @@ def _of_verify(report: Report) -> Iterator[Case]:
 def _of_check(report: Report) -> Iterator[Case]:
     findings = [_finding(line) for line in report["obstacles"]]
     if findings and report["fix"]:
-        findings.append(Finding("check", f"this makes it fit: {report['fix']}"))
+        findings.append(Finding("check", f"this command makes it fit: {report['fix']}"))
     yield Case(report["path"], findings, [_finding(line) for line in report["warnings"]])
 
 
@@ -95,7 +95,7 @@ def _finding(line: Report) -> Finding:
 
 
 def _github(command: str, cases: Sequence[Case]) -> Iterator[str]:
-    """A workflow command for each finding, and a line for each checkpoint without findings."""
+    """Yields GitHub workflow commands, one per finding, and a line per case without findings."""
     for case in cases:
         for level, lines in (("error", case.findings), ("warning", case.warnings)):
             for line in lines[:MOST]:
@@ -117,7 +117,7 @@ def _property(text: str) -> str:
 
 
 def _junit(command: str, cases: Sequence[Case]) -> Iterator[str]:
-    """A suite with a test case for each checkpoint."""
+    """Yields the lines of a JUnit XML file: a test suite with a test case per checkpoint."""
     errors = sum(case.is_error for case in cases)
     failures = sum(bool(case.findings) and not case.is_error for case in cases)
     seconds = sum(case.seconds for case in cases)

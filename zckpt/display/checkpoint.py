@@ -71,12 +71,12 @@ def summary(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
 
 
 def _unopened(count: int | None) -> str:
-    """How many items of a `.distcp` file were not opened; "" for none."""
+    """Text about how many items of `.distcp` files were not opened; "" for none."""
     return f"{count:,}: their form is known from others; `zckpt verify` opens all" if count else ""
 
 
 def summary_in_a_line(report: dict[str, Any], quiet: bool) -> None:
-    """Prints the report of `inspect` for one of several paths."""
+    """Prints the report of `inspect` in one line, for one of several PATHs."""
     names = {"zero_stage": "ZeRO stage", **{axis: axis for axis in ("dp", "sp", "tp", "pp", "ep")}}
     sizes = [f"{word} {report[name]}" for name, word in names.items() if report.get(name)]
     step = [] if report["step"] is None else [f"step {cell(report['step'])}"]
@@ -87,7 +87,7 @@ def summary_in_a_line(report: dict[str, Any], quiet: bool) -> None:
 
 
 def _unnamed(report: dict[str, Any]) -> str | None:
-    """The text for an optimizer that no file names; None if there are no optimizer states."""
+    """The text that stands for an unnamed optimizer; None if there are no optimizer states."""
     states = report["slots"].keys() - {"param", "master", "state"}
     if {"exp_avg", "exp_avg_sq"} <= states:
         return "Adam-like (not named)"
@@ -95,7 +95,7 @@ def _unnamed(report: dict[str, Any]) -> str | None:
 
 
 def _experts(layers: Sequence[dict[str, Any]]) -> str:
-    """The numbers of layers with experts, of experts, and of expert-parallel ranks."""
+    """Text about the number of layers with experts, of experts, and of expert-parallel ranks."""
     kinds = Counter((layer["experts"], layer["ep"]) for layer in layers)
     return ", ".join(
         f"{counted(count, 'layer')} of {experts}, expert-parallel size {ep}"
@@ -124,7 +124,7 @@ def steps(manifest: Manifest) -> None:
     ]
     table(("step", "", "where"), rows, prose=True, right=("step",))
     if not manifest.run.steps:
-        print("no place in this checkpoint holds a step")
+        print("this checkpoint stores no step")
 
 
 def tensors(listed: Sequence[dict[str, Any]], wide: bool) -> None:
@@ -147,9 +147,10 @@ def tensors(listed: Sequence[dict[str, Any]], wide: bool) -> None:
 
 
 def layout(manifest: Manifest, pattern: str, spelled: Callable[[str], str]) -> None:
-    """Prints a bar per tensor: which file stores which of its elements.
+    """Draws for each tensor which file stores which of its elements.
 
-    `pattern` is a glob for the names of tensors. `spelled` turns a path into the name to print.
+    `pattern` is a glob for the names of tensors. `spelled` maps a local path to the name to print,
+    such as a URL.
     """
     chosen = matching(manifest.entries.values(), pattern)
     used = {fragment.extent.file for entry in chosen for fragment in entry.fragments}
@@ -181,7 +182,7 @@ def _ranges(entry: Entry, marks: dict[str, str]) -> str:
 
 
 def converted(report: dict[str, Any], quiet: bool, shown: Sequence[dict[str, Any]] = ()) -> None:
-    """Prints what a conversion did or would do. `shown` are warnings printed before."""
+    """Prints the report of a conversion. `shown` are warnings that were already printed."""
     warn([line for line in report["warnings"] if line not in shown], quiet)
     if quiet:
         return
@@ -190,7 +191,7 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[dict[str, Any
         for lost, line in states(report[key], "reason"):
             print(f"{word}: {lost} ({safe(line['reason'])})")
     if report.get("already_complete") and "sent" in report:
-        print(f"{where} is complete: an earlier run had written what was sent now")
+        print(f"{where} is complete: this run has uploaded what an earlier run had written")
         return
     if report.get("already_complete"):
         print(f"{where} is complete already; nothing was written")

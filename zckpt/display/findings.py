@@ -42,7 +42,7 @@ def verified(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
         print(line)
     if not quiet:
         if instead := report.get("instead"):
-            print(f"next: go on from {safe(instead)}, which is whole by its metadata")
+            print(f"next: resume from {safe(instead)}, which is complete according to its metadata")
         if step := report.get("mend") or report.get("rebuild"):
             print(f"next: {step['what']}: {safe(step['command'])}")
         _one_sided(report, path, other)
@@ -70,7 +70,7 @@ def verified_in_a_line(report: dict[str, Any], quiet: bool) -> None:
 
 
 def _relation(report: dict[str, Any], is_wrong: bool) -> str:
-    """One line about a path: consistent, equal to the other side, or what is wrong with it."""
+    """One line about a path: it is consistent, or equal to the other side, or what is wrong."""
     path, other = safe(report["path"]), report["against"]
     if kinds := _unread(report):
         alone = UNREADABLE.get(kinds[0], "contradicts itself")
@@ -90,8 +90,7 @@ def _relation(report: dict[str, Any], is_wrong: bool) -> str:
 def _fault(report: dict[str, Any]) -> str:
     """A phrase for what is wrong with a checkpoint, such as `is damaged` or `contradicts itself`.
 
-    A whole checkpoint can have damaged files that resuming does not read; the phrase then tells
-    this.
+    If only files are damaged that resuming does not read, the phrase says so.
     """
     codes = {line["code"] for line in report["problems"]}
     if codes and codes <= {*DAMAGED} and not any(report.get(key) for key in OF_VALUES):
@@ -107,12 +106,12 @@ UNREADABLE = {"IncompleteCheckpoint": "is not whole", "CorruptCheckpoint": "is d
 
 
 def _unread(report: dict[str, Any]) -> list[str]:
-    """The classes of the errors that ended reading before any tensor was read."""
+    """The exception classes of the problems because of which no tensor was read."""
     return [line["error"] for line in report.get("problems", ()) if "error" in line]
 
 
 def _about(report: dict[str, Any]) -> str:
-    """How much `verify` read: tensors, bytes, step, seconds, checksums, ranks."""
+    """Text about what `verify` has read: tensors, bytes, step, seconds, checksums, ranks."""
     if _unread(report):
         return "no tensor was read"
     step = "" if report.get("step") is None else f", step {report['step']}"
@@ -125,13 +124,16 @@ def _about(report: dict[str, Any]) -> str:
 
 
 def _selection(report: dict[str, Any]) -> str:
-    """The options that limited the comparison, such as --weights-only."""
+    """Text about the options that limited the comparison, such as --weights-only; or ""."""
     flags = report.get("selection")
     return f" ({safe(' '.join(flags))})" if flags else ""
 
 
 def _both_have(report: dict[str, Any]) -> str:
-    """What is equal, if the only difference is that one side lacks optimizer states."""
+    """Text saying that the common tensors are equal, if one side only lacks optimizer states.
+
+    "" if there are other differences.
+    """
     alone = [
         f"{count:,} {'is' if count == 1 else 'are'} in {safe(_side(report, side))} alone"
         for side in "ab"
@@ -148,7 +150,7 @@ def _side(report: dict[str, Any], side: str) -> object:
 
 
 def _tensors(report: dict[str, Any]) -> str:
-    """How many tensors were compared, and of which slots."""
+    """Text about how many tensors were compared, and of which kinds (slots)."""
     slots = ", ".join(f"{count:,} {safe(slot)}" for slot, count in report["slots"].items())
     return counted(report["tensors"], "tensor") + (f" ({slots})" if slots else "")
 
@@ -185,7 +187,7 @@ def differing(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
 
 
 def _are_two_models(report: dict[str, Any]) -> bool:
-    """Whether each side has more tensors that the other one lacks than both have in common."""
+    """Whether the sides are different models: each has more own tensors than common ones."""
     only = min(len(report.get(key) or ()) for key in ("only_a", "only_b"))
     return only > int(report["tensors"])
 
@@ -201,7 +203,7 @@ DAMAGED = ("record-damaged", "file-damaged", "file-cut-short")
 
 
 def findings_of(report: dict[str, Any]) -> Iterator[str]:
-    """The lines for everything that differs or is wrong, except differences of tensors."""
+    """Yields lines about everything that differs or is wrong, except tensors that differ."""
     lines = (*report.get("problems", ()), *report.get("unproven", ()))
     # a sentence that several files have is printed once
     for line in {(line["message"], line.get("hint")): line for line in lines}.values():
@@ -230,13 +232,13 @@ def findings_of(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _count(report: dict[str, Any]) -> Iterator[str]:
-    """The line with the number of tensors that differ, since the table shows only some of them."""
+    """Yields a line with the number of tensors that differ, as the table shows only the first."""
     if names := {line["tensor"] for line in report["differences"]}:
         yield f"{counted(len(names), 'tensor')} {'differs' if len(names) == 1 else 'differ'}"
 
 
 def _number_as_kept(line: dict[str, Any], side: str) -> str:
-    """A number of a finding, with its type and shape if these differ between the sides."""
+    """The text of one side's number; with its type and shape if these differ between the sides."""
     kind = line.get(f"{side}_type")
     if kind is None:
         return str(line[side])
@@ -260,7 +262,7 @@ def _remarks(report: dict[str, Any]) -> None:
 
 
 def _differences(lines: Sequence[dict[str, Any]], wide: bool, all_lines: bool = False) -> None:
-    """Prints one line per tensor; without `all_lines`, only the first dozen."""
+    """Prints one line per tensor that differs; without `all_lines`, only the first dozen."""
     shown = lines if all_lines else lines[:12]
     cosine = any("cosine" in line for line in shown)
     rows = [
@@ -317,7 +319,10 @@ def _apart(a: object, b: object, wide: bool) -> tuple[str, str]:
 
 
 def _farthest(line: dict[str, Any]) -> tuple[object, object]:
-    """The largest distances, absolute and in ULP; for NaN, the sides that have it."""
+    """Cells with the largest absolute distance and the largest in ULP.
+
+    If the largest distance is NaN, they tell which side has NaN.
+    """
     sides = [side for side in "ab" if line.get(f"{side}_nan")]
     if sides:
         return f"NaN in {' and '.join(sides)}", None
@@ -356,7 +361,7 @@ def statistics(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
         wide=wide,
     )
     for line in report["not_computed"]:
-        print(f"{safe(line['tensor'])}: not computed of {line['dtype']}")
+        print(f"{safe(line['tensor'])}: no statistics for type {line['dtype']}")
     if not quiet:
         step = "" if report["step"] is None else f", step {report['step']}"
         tensors, bytes_read = counted(len(lines), "tensor"), sized(report["bytes"])
@@ -460,7 +465,7 @@ WIDTH = 16  # characters of a sparkline
 
 
 def _magnitudes(histogram: dict[str, Any] | None) -> str | None:
-    """A sparkline of a histogram of magnitudes, between its smallest and largest power of two."""
+    """A histogram of magnitudes as a line of block characters between its powers of two."""
     if histogram is None:
         return None
     counts = histogram["counts"]
@@ -486,21 +491,21 @@ def fitting(report: dict[str, Any], quiet: bool) -> None:
         if reason["hint"] and not quiet:
             print(f"      {safe(reason['hint'])}")
     if report["refused"]:
-        print(f"nothing makes it fit: {spoken(report['refused'])}")
+        print(f"no command makes it fit: {spoken(report['refused'])}")
         if report["refused"]["hint"] and not quiet:
             for line in report["refused"]["hint"].splitlines():
                 print(f"    {safe(line)}")
     if report["fix"] and not quiet:
-        print(f"this makes it fit: {safe(report['fix'])}")
+        print(f"this command makes it fit: {safe(report['fix'])}")
     if before := report.get("goes_on_from"):
         path = safe(before["path"])
         how = "which loads as it is" if before["loads"] else "which it first writes so that it fits"
         how = how if before["loads"] or not before["refused"] else "which does not load as it is"
-        print(f"auto-resume goes on from {path}, {how}, unless it finds damage when it reads it")
+        print(f"auto-resume resumes from {path}, {how}, unless it finds damaged bytes in it")
 
 
 def fitting_in_a_line(report: dict[str, Any], quiet: bool) -> None:
-    """Prints the report of `check` for one of several paths."""
+    """Prints the report of `check` in one line, for one of several PATHs."""
     reasons = [spoken(reason) for reason in report["obstacles"]]
     why = f": {first_of(reasons)}" if reasons else ""
     print(f"{_whether_it_loads(report)}{why}{warned([] if quiet else report['warnings'])}")

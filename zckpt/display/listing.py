@@ -45,7 +45,7 @@ def listed_run(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
         state = f"{safe(row['name'])} {MEANINGS[state_of(row)]}"
         print(f"{painted(state, COLOURS[state_of(row)])}: {_why(row)}")
         if row["being_written"] and not quiet:
-            print("  a file of it changed within the last minute: its save may not have ended")
+            print("  a file of it changed within the last minute: the save may not have ended")
     if quiet:
         return
     for row in rows:
@@ -58,7 +58,10 @@ def listed_run(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
 
 
 def interrupted(report: Row | None) -> None:
-    """Prints which files of an interrupted save are complete, and what of an older one fits."""
+    """Prints which files of an interrupted save are complete, and how many tensors an older has.
+
+    These are tensors of the same type and shape in an older, complete checkpoint.
+    """
     if report is None:
         return
     by_state = by_key((each["state"], each["file"]) for each in report["files"])
@@ -67,9 +70,9 @@ def interrupted(report: Row | None) -> None:
     files = counted(len(report["files"]), "file")
     print(f"{safe(report['name'])}: {complete} of {files} are complete" + (wrong and f"; {wrong}"))
     if report["older"] is None:
-        print("  no other checkpoint of the run is whole")
+        print("  no other checkpoint of the run is complete")
         return
-    fits = f"  {safe(report['older'])} is the newest whole one"
+    fits = f"  {safe(report['older'])} is the newest complete one"
     if report["tensors"] is not None:
         fits += f": {report['alike']} of {counted(report['tensors'], 'tensor')} have the same name,"
         fits += " type and shape there"
@@ -79,7 +82,7 @@ def interrupted(report: Row | None) -> None:
 
 
 def state_of(row: Row) -> str:
-    """The state of a checkpoint in one word."""
+    """The state of a checkpoint in one word, such as "whole" (complete) or "damaged"."""
     if row["whole"] is False:
         return "damaged"
     if row["of_one_save"] is False:
@@ -102,7 +105,7 @@ COLOURS = {"damaged": RED, "mixed": RED, "unknown": YELLOW}
 
 
 def _cells(row: Row, sizes: str) -> dict[str, object]:
-    """The cells of a checkpoint's row, by column."""
+    """The cells of a checkpoint's row in the table, by column."""
     loads = {f"at {sizes}": {True: "loads", False: "no", None: "-"}[row["loads"]]} if sizes else {}
     return {
         "checkpoint": safe(row["name"]),
@@ -155,11 +158,11 @@ def _print_count(rows: Sequence[Row], wrong: int) -> None:
         print(f"intact, of which all bytes were read: {count}")
     else:
         more = " (--intact reads all bytes)" if wrong < len(rows) else ""
-        print(f"whole by the metadata: {count}{more}")
+        print(f"complete according to the metadata: {count}{more}")
 
 
 def _warn(rows: Sequence[Row]) -> None:
-    """Prints warnings to stderr, one per code: forty checkpoints may have the same warning."""
+    """Prints warnings to stderr, only the first of each code, and how many more there are."""
     alike = by_key((line["code"], line) for row in rows for line in row["warnings"])
     for lines in alike.values():
         warn(lines[:1], quiet=False)

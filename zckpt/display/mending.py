@@ -1,4 +1,4 @@
-"""Prints the places that `mend` can restore, and the places that are lost."""
+"""Prints the damaged bytes that `mend` can restore, and those that are lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADS = {
 
 
 def damaged(places: Sequence[dict[str, Any]], quiet: bool) -> None:
-    """Prints the damaged places, before anything is written."""
+    """Prints the damaged byte ranges (`places`), before anything is written."""
     if quiet:
         return
     for state, head in HEADS.items():
@@ -39,7 +39,7 @@ def damaged(places: Sequence[dict[str, Any]], quiet: bool) -> None:
 
 
 def mended(report: dict[str, Any], quiet: bool) -> None:
-    """Prints what `mend` has written or would write. `damaged` has printed the places before."""
+    """Prints what `mend` has written or would write; `damaged` has printed the damage before."""
     warn(report["warnings"], quiet)
     source = safe(report["source"]["path"])
     for line in report["problems"]:
@@ -53,7 +53,7 @@ def mended(report: dict[str, Any], quiet: bool) -> None:
             print(f"nothing is damaged in {source}")
         listing.interrupted(report.get("interrupted"))
         if instead := report.get("instead"):
-            print(f"next: go on from {safe(instead)}, which is whole by its metadata")
+            print(f"next: resume from {safe(instead)}, which is complete according to its metadata")
         return
     where = safe(report["target"])
     if report.get("already_complete"):
@@ -74,9 +74,9 @@ def mended(report: dict[str, Any], quiet: bool) -> None:
     tensors = [each["tensor"] for line in rebuilt for each in line["tensors"]]
     values = [line["subject"] for line in rebuilt if not line["tensors"]]
     if rebuilt:
-        parts = f"parts of {counted(len(tensors), 'tensor')}" if tensors else ""
+        parts = f"values in {counted(len(tensors), 'tensor')}" if tensors else ""
         others = counted(len(values), "other value") if values else ""
         print(
-            f"made up (--rebuild): {joined([*filter(None, (parts, others))])} are not the values "
-            f"that were lost, but others in their place: {listed([*tensors, *values], MOST_NAMES)}"
+            f"made up (--rebuild): {joined([*filter(None, (parts, others))])} were lost and are "
+            f"replaced by others: {listed([*tensors, *values], MOST_NAMES)}"
         )

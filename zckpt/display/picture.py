@@ -1,4 +1,4 @@
-"""Draws the differences of two recorded runs (a map of modules and steps), curves, and layers."""
+"""Draws heat maps and curves: differences of two recorded runs, and the layers of a model."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def shade(distance: Cell) -> int:
 
 
 def drawn(heat: dict[str, Any], columns: int | None) -> Iterator[str]:
-    """Lines for a terminal: one per module, in the order of the forward, with a column per step.
+    """Yields a heat map for a terminal: a line per module, and a column per step.
 
-    Names are cut, so that a line has at most `columns` characters if possible.
+    Modules are in the order of the forward pass. Names are cut to make lines of at most `columns`
+    characters, if possible.
     """
     names, rows, steps = _fitting(heat)
     if columns is not None:
@@ -46,10 +47,10 @@ def drawn(heat: dict[str, Any], columns: int | None) -> Iterator[str]:
 
 
 def layers(places: Places, cells: Mapping[str, float], columns: int) -> Iterator[str]:
-    """Lines for a terminal: one per kind of parameter, with a column per layer.
+    """Yields a picture for a terminal: a line per kind of parameter, and a column per layer.
 
-    `cells` are magnitudes by parameter. The height of a block shows the power of two. `0` is zero,
-    `!` is not finite.
+    `cells` are magnitudes by parameter. The height of a block character shows the power of two. `0`
+    stands for zero, and `!` for NaN or infinity.
     """
     exponents = [math.log2(cell) for cell in cells.values() if 0 < cell < math.inf]
     if not exponents:
@@ -82,7 +83,7 @@ def _block(cell: Cell, low: int, high: int) -> str:
 
 
 def _spark(height: float) -> str:
-    """The block for a height from 0 to 1."""
+    """The block character whose height is `height`, from 0 to 1."""
     return SPARKS[min(max(int(height * len(SPARKS)), 0), len(SPARKS) - 1)]
 
 
@@ -98,8 +99,8 @@ def _legend() -> str:
 def _fitting(heat: dict[str, Any]) -> tuple[list[str], list[list[Cell]], list[int]]:
     """Reduces a heat map to at most ROWS lines and COLUMNS columns.
 
-    A cell of joined neighbors has the largest of their distances. Returns the names of the lines,
-    the cells of each, and the steps.
+    Neighboring cells are joined, and get the largest of their distances. Returns the names of the
+    lines, the cells of each line, and the steps.
     """
     narrow = [
         [_worst([_cell(value) for value in some]) for some in neighbors(row, COLUMNS)]
@@ -124,7 +125,7 @@ def _worst(cells: Sequence[Cell]) -> Cell:
 
 
 def curves(metrics: dict[str, Any]) -> Iterator[str]:
-    """Lines for a terminal: two for each metric, with one scale for both runs."""
+    """Yields curves for a terminal: two lines per metric, one for each run, on the same scale."""
     chosen = [
         name
         for name, curve in metrics.items()
@@ -140,14 +141,17 @@ def curves(metrics: dict[str, Any]) -> Iterator[str]:
 
 
 def _scaled(curve: dict[str, Any]) -> tuple[dict[str, list[float]], float, float]:
-    """The values of both runs, and the smallest and largest finite one."""
+    """The values of both runs, then the smallest and the largest finite value of both."""
     sides = {side: [float(value) for value in curve[side]] for side in "ab"}
     finite = [value for values in sides.values() for value in values if math.isfinite(value)]
     return sides, min(finite, default=0.0), max(finite, default=0.0)
 
 
 def _sparks(values: Sequence[float], low: float, high: float) -> str:
-    """At most COLUMNS characters, each for the mean of neighbors; `!` if one is not finite."""
+    """The values as at most COLUMNS block characters, each for the mean of neighboring values.
+
+    `!` stands for NaN or infinity.
+    """
     drawn = []
     for some in neighbors(values, COLUMNS):
         if not all(map(math.isfinite, some)):
@@ -204,7 +208,10 @@ LINES = {"a": "#1f77b4", "b": "#d62728"}
 
 
 def _plots(metrics: dict[str, Any], top: int, left: int) -> Iterator[str]:
-    """A plot for each metric: a line for each run."""
+    """Yields the SVG of a plot for each metric, with a line for each run.
+
+    `top` and `left` are pixels.
+    """
     for place, (name, curve) in enumerate(metrics.items()):
         sides, low, high = _scaled(curve)
         y = top + (PLOT + GAP) * place

@@ -1,8 +1,9 @@
 """Prints tables that fit on the terminal, without breaking a number or a name over two lines.
 
-On a narrow terminal, numbers first get fewer digits; then the least important columns are omitted;
-at last each row becomes a block of lines. In a pipe or a file, and with `--wide`, rows have every
-column and digit, so that grep and awk can read them. rich alone would break the texts in cells.
+On a narrow terminal, numbers first get fewer digits. If that is not enough, the least important
+columns are left out; if even that is not enough, each row becomes a block of lines. In a pipe or a
+file, and with `--wide`, rows have every column and digit, so that grep and awk can read them. The
+package rich would break texts in cells, so it is not used for this.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def table(
 ) -> None:
     """Prints rows to stdout. Numbers, and the columns named in `right`, are right-aligned.
 
-    With `prose`, the last column may continue in the next line, between words.
+    With `prose`, the last column may be broken between words. `spare` are the columns that may be
+    left out on a narrow terminal, the least important first.
     """
     whole = [[cell(value, DIGITS[0]) for value in row] for row in rows]
     to_right = [
@@ -74,9 +76,10 @@ def table(
 def _fitting(
     heads: Sequence[str], rows: Sequence[Sequence[object]], width: int, prose: bool, spare: Spare
 ) -> tuple[list[int], list[list[str]], list[int]]:
-    """The indexes of the columns that fit, all cells with as many digits as fit, and the widths.
+    """Chooses columns and digits that fit into `width` characters.
 
-    Three empty lists if even the smallest table does not fit.
+    Returns the indexes of the columns, the text of all cells, and the widths of the columns; three
+    empty lists if even the smallest table does not fit.
     """
     from rich.cells import cell_len
 
@@ -100,7 +103,10 @@ def _fitting(
 def _print_left_out(
     heads: Sequence[str], rows: Sequence[Sequence[str]], kept: Sequence[int], width: int
 ) -> None:
-    """Prints the omitted columns: the value, if all rows have the same one, or else the name."""
+    """Prints a line about the columns that were left out.
+
+    It has a column's value if all rows have the same one, or else only the column's name.
+    """
     several = []
     for i, head in enumerate(heads):
         if i not in kept:
@@ -142,7 +148,7 @@ PARTS = re.compile(r"[^/.:-]*[/.:-]*(?:(?<=[/.:-])(?=\d)[^/.:-]*[/.:-]*)*")
 
 
 def _folded(text: str, width: int) -> list[str]:
-    """The lines of a text, broken between words. A word wider than `width` is broken into parts."""
+    """Breaks a text into lines between words; breaks a word only if it is wider than `width`."""
     from rich.cells import cell_len
 
     lines = [""]
@@ -169,7 +175,7 @@ def plain_columns(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> None
 
 
 def cell(value: object, digits: int | None = None) -> str:
-    """The text of a value in a cell. A float has `digits` digits, or all if None."""
+    """The text of a value in a cell; a float gets `digits` digits, or all if `digits` is None."""
     if value is None:
         return "-"
     if isinstance(value, bool):

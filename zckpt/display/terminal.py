@@ -1,4 +1,4 @@
-"""What all reports are printed with: progress bars, warnings, colours, JSON, files."""
+"""Functions for printing all kinds of reports: progress bars, warnings, colours, JSON, files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..errors import WrongOption, counted, joined, safe
 def answer(
     report: dict[str, Any], as_json: bool, quiet: bool, show: Callable[..., None], *more: Any
 ) -> None:
-    """Prints the report of a command, as one JSON document or by `show`."""
+    """Prints the report of a command: as one JSON document, or by `show(report, quiet, *more)`."""
     if as_json:
         document(report)
     else:
@@ -37,8 +37,9 @@ def document(value: Any) -> None:
 def states(lines: Sequence[dict[str, Any]], *keys: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields texts that name optimizer states, such as `GG and Q of 4 parameters`.
 
-    States are named together if they belong to the same number of parameters, and their lines have
-    equal values for `keys`. Each text comes with the first of these lines.
+    `lines` are report lines, one per state. States are named in one text if they belong to the same
+    number of parameters and their lines have equal values for `keys`. Each text comes with the
+    first of these lines.
     """
     alike = by_key(((line["parameters"], *(line.get(key) for key in keys)), line) for line in lines)
     for lines_alike in alike.values():
@@ -59,14 +60,14 @@ def warn(lines: Iterable[Mapping[str, Any]], quiet: bool) -> None:
 
 
 def spoken(line: Mapping[str, Any], stream: TextIO | None = None) -> str:
-    """The text of a line of a report: its message, and the code to look up."""
+    """The text of a report's notice: its message, and its code, which docs/codes.md explains."""
     return safe(line["message"]) + shown(line["code"], sys.stdout if stream is None else stream)
 
 
 def shown(code: str, stream: TextIO | None) -> str:
-    """The text of a notice's code, to print after its sentence; dim on a terminal.
+    """The code of a notice as text to print after its message; dim on a terminal.
 
-    "" without a stream. docs/codes.md explains the codes.
+    "" if `stream` is None. docs/codes.md explains the codes.
     """
     if stream is None:
         return ""
@@ -78,7 +79,7 @@ DIM, RED, YELLOW = "2", "1;31", "1;33"
 
 
 def painted(text: str, colour: str, stream: TextIO | None = None) -> str:
-    """A text in a colour, unless `stream` (default: stdout) is no terminal or NO_COLOR is set."""
+    """The text in a colour if `stream` (default: stdout) is a terminal and NO_COLOR is not set."""
     stream = sys.stdout if stream is None else stream
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty():
         return text
@@ -86,15 +87,15 @@ def painted(text: str, colour: str, stream: TextIO | None = None) -> str:
 
 
 def brief(value: Any) -> str:
-    """A value as JSON; a text without quotes."""
+    """A value as JSON text, but a string without quotes."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def checked(report: dict[str, Any]) -> str:
-    """The text about checksums for the end of a line.
+    """Text about checksums for the end of a line.
 
-    Empty if no checksum was checked, or one is wrong. `checksums ok` means that all parts of files
-    have a checksum that was checked. Otherwise the text states numbers.
+    "" if no checksum was checked, or one is wrong. `checksums ok` means that all checksums of all
+    files were checked and that no bytes lack one. Otherwise the text says how many were checked.
     """
     records = report.get("records")
     lines = (*report.get("problems", ()), *report.get("notes", ()))
@@ -114,7 +115,7 @@ def checked(report: dict[str, Any]) -> str:
 
 
 def unchecked(report: dict[str, Any]) -> None:
-    """Prints how many parts of files were not checked, why, and how they can be checked."""
+    """Prints how many records (byte ranges) of files were not checked, why, and what to do."""
     records = report.get("records") or {"unchecked": 0, "without_checksum": 0}
     without = records["without_checksum"]
     if without:
@@ -126,24 +127,24 @@ def unchecked(report: dict[str, Any]) -> None:
 
 
 def first_of(findings: Sequence[str]) -> str:
-    """The first of several findings, and how many follow, for one line."""
+    """The first of several findings, and how many more there are, as text for one line."""
     more = f", and {len(findings) - 1:,} more: --json lists all" if len(findings) > 1 else ""
     return findings[0] + more
 
 
 def warned(warnings: Sequence[Mapping[str, Any]]) -> str:
-    """The number of warnings, for the end of a line; "" for none."""
+    """The number of warnings as text for the end of a line; "" if there are none."""
     return f"; {counted(len(warnings), 'warning')}" if warnings else ""
 
 
 def can_save(path: str) -> None:
-    """Raises WrongOption if no report can be written to `path`. Called before the work begins."""
+    """Raises WrongOption if a report cannot be written to `path`; called before the work begins."""
     folder = os.path.dirname(path) or "."
     if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise WrongOption(
             "output-not-writable",
             f"{path} cannot be written",
-            hint="name a file in a folder that is there",
+            hint="name a file in an existing folder",
         )
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         what = "a link" if os.path.islink(path) else "no regular file"  # such as /dev/stdout
@@ -170,9 +171,9 @@ NUMBERS = 38  # characters: `999.9/999.9 GB 999.9 MB/s 0:00:00` and the gaps aro
 
 
 class Bar:
-    """A progress bar: bytes, and a description of at most `room` characters.
+    """A progress bar of bytes, with a description of at most `room` characters.
 
-    `bar` is a `Progress` of rich. With a longer description, rich would break the numbers.
+    `bar` is a `Progress` of rich. If the description were longer, rich would break the numbers.
     """
 
     def __init__(self, bar: Any, total: int, room: int = 100) -> None:
@@ -199,8 +200,9 @@ def progress(
     """Shows progress on stderr: a bar on a terminal, otherwise a line per minute.
 
     With `asked` (--progress), it prints lines on a terminal too, the first one immediately. With
-    `as_json`, the lines are JSON documents, and only printed if `asked`. `about` names the paths
-    that the `command` works on.
+    `as_json`, the lines are JSON documents, and only printed if `asked`. `about` names the paths of
+    the `command`. Yields a function that gets the total number of bytes and returns a function,
+    which is called with the number of bytes after each step; or None if progress is `hidden`.
     """
     if hidden or sys.stderr is None or (as_json and not asked):
         yield None

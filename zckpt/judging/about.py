@@ -1,10 +1,10 @@
-"""Reads what the files beside a checkpoint state about its model and its training.
+"""Reads facts about the model and the training from files that a trainer saved beside a checkpoint.
 
     config.json, adapter_config.json    the model's name and class
     trainer_state.json                  loss, learning rate, epoch; the losses of the run so far
 
-They are files of other programs, and nothing depends on them: one that is missing, damaged or too
-large states nothing. Lightning's state has an epoch, an engine's configuration the batch.
+No other result depends on these files: a file that is missing, damaged or too large is ignored.
+The epoch may also come from Lightning's state, and the batch size from the engine's configuration.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Point = tuple[float, float | None]
 
 
 class About(Struct, frozen=True):
-    """What files beside a checkpoint state about its training; None for a fact that no file states.
+    """Facts about a checkpoint's training, from the files beside it; None if no file states one.
 
-    `planned` is the number of updates that the program plans.
+    `planned` is the total number of updates after which the training is to end.
     """
 
     model: str | None = None
@@ -57,7 +57,7 @@ class About(Struct, frozen=True):
 
 
 def about(manifest: Manifest) -> About:
-    """What a checkpoint that was read, and the files beside it, state about model and training."""
+    """The facts about model and training that a checkpoint and the files beside it state."""
     stated_about = _of_files(manifest.files.siblings)
     state = manifest.state.get("client_state")
     if stated_about.epoch is None and isinstance(state, Mapping) and lightning.is_in(manifest):
@@ -70,7 +70,7 @@ def about(manifest: Manifest) -> About:
 
 
 def about_folder(folder: str) -> About:
-    """The facts stated beside a checkpoint that could not be read."""
+    """The facts in the files of a folder, for a checkpoint that could not be read."""
     siblings = []
     for name in ("config.json", "adapter_config.json", STATE):
         path = os.path.join(folder, name)
@@ -81,7 +81,7 @@ def about_folder(folder: str) -> About:
 
 
 def _of_files(siblings: Sequence[Sibling]) -> About:
-    """The facts that the files of other programs state."""
+    """The facts that the files `siblings` state, which a trainer saved beside a checkpoint."""
     name, kind = model_of(_read(siblings, "config.json"), _read(siblings, "adapter_config.json"))
     return About(model=name, model_class=kind, **of_log(_read(siblings, STATE)))
 
@@ -105,7 +105,7 @@ def resuming(manifest: Manifest, root: str, path: str) -> str | None:
 def at_another_size(manifest: Manifest, path: str) -> str | None:
     """The command that writes the checkpoint for another number of ranks, or in an engine's format.
 
-    None if the engine loads its files with any number of ranks.
+    Returns None if the engine itself loads the checkpoint on any number of ranks.
     """
     format = formats.of(manifest)
     if format is None or format.is_neutral:
@@ -124,7 +124,7 @@ def _read(siblings: Iterable[Sibling], name: str) -> Mapping[str, Any]:
 
 
 def model_of(config: Mapping[str, Any], adapter: Mapping[str, Any]) -> tuple[Name, Name]:
-    """The model's name and its class, from config.json and adapter_config.json."""
+    """The model's name and class, from config.json and adapter_config.json; None if not stated."""
     classes = config.get("architectures")
     kind = classes[0] if isinstance(classes, list) and classes else config.get("model_type")
     name, base = config.get("_name_or_path"), text(adapter.get("base_model_name_or_path"))
@@ -135,9 +135,9 @@ def model_of(config: Mapping[str, Any], adapter: Mapping[str, Any]) -> tuple[Nam
 
 
 def of_log(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The losses, the learning rate, the epoch and the planned updates in the Trainer's log.
+    """The losses, learning rate, epoch and planned updates in the Trainer's `state`.
 
-    They are those of trainer_state.json (transformers 5.24).
+    `state` is the content of trainer_state.json (transformers 5.24).
     """
     log = state.get("log_history")
     lines = [line for line in log if isinstance(line, dict)] if isinstance(log, list) else []
@@ -184,9 +184,9 @@ def unbounded(value: Any) -> float | str | None:
 
 
 def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Reduces a curve: of each group of neighbors, the lowest and the highest point stay.
+    """Reduces a curve to about MOST_POINTS points, so that peaks remain visible.
 
-    So peaks remain visible. A curve of up to MOST_POINTS points stays complete.
+    Of each group of neighbors, only the lowest and the highest point are kept.
     """
     if len(points) <= MOST_POINTS:
         return tuple(points)

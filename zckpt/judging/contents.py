@@ -1,7 +1,7 @@
-"""Checks that a checkpoint is intact, as far as bytes must be read before tensors are used.
+"""Checks before tensors are used: do masters round to weights, do replicas agree?
 
-`verify` reads all bytes. These checks are for the functions that give out tensors: `convert`,
-`load`, and the loader of torch.distributed.checkpoint.
+Only the bytes that these checks need are read; `verify` reads all bytes. The checks are for the
+functions that give out tensors: `convert`, `load`, and the loader of torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ OTHER_TIME = "files-of-other-time"
 def full_checks(
     manifest: Manifest, replicas: str | None, accept_weights: bool, hint: str | None = None
 ) -> list[FullCheck]:
-    """The comparisons of complete tensors without which no tensor is given out.
+    """The comparisons of complete tensors that must succeed before a tensor is returned or written.
 
-    They compare masters with their weights, if the format needs more than the beginnings compared
-    and the engine does not change weights without their masters; and replicas of ranks. `replicas`
-    says which of several differing replicas is used. With `accept_weights`, masters that do not
-    round are only a warning; `hint` is for those that are not accepted, if not the format's.
+    They compare masters with their weights, if comparing the first elements is not enough for this
+    format and the engine does not change weights without their masters; and replicas of ranks.
+    `replicas` says which of several different replicas is used. With `accept_weights`, masters that
+    do not round are only a warning. `hint` replaces the format's hint for such masters.
     """
     format, checks = formats.named(manifest.format), list[FullCheck]()
     if format.compares == masters.ALL and not manifest.run.weights_differ:
@@ -54,8 +54,8 @@ def check_tensors(
     """Runs the checks that read tensors, before one is loaded or written; returns warnings.
 
     The checks: whether a file is a copy of another one, whether masters round to their weights,
-    whether slices are replicas, and whether replicas of ranks are equal. Of tensors that a
-    conversion compares while it copies (`shared`), only the beginnings are compared. Raises
+    whether slices are replicas, and whether replicas of ranks are equal. If a conversion compares
+    tensors while it copies them (`shared`), only their first elements are compared here. Raises
     InconsistentCheckpoint if a check fails, and CorruptCheckpoint if damage is the cause. The other
     arguments are those of `full_checks`.
     """
@@ -79,13 +79,13 @@ def check_tensors(
 def check_to_load(manifest: Manifest, replicas: str | None, accept_weights: bool) -> None:
     """Runs `check_tensors` for a program that loads tensors, and issues Python warnings.
 
-    Unchanged files are checked once, however many tensors are loaded. Raises WrongOption for the
-    mean of replicas, which is no tensor of the files.
+    Unchanged files are checked only once, however many tensors are loaded. Raises WrongOption if
+    `replicas` is "mean", because no file contains the mean.
     """
     if replicas == "mean":
         raise WrongOption(
             "option-not-applicable",
-            "no mean of the tensor ranks' copies is loaded",
+            "the mean of the tensor-parallel ranks' replicas cannot be loaded",
             hint='give replicas="rank0", or convert with --replicas mean and load the target',
         )
     question = replicas, accept_weights, manifest.run.origin, manifest.files.fingerprints

@@ -1,11 +1,11 @@
-"""Reads a checkpoint of which files are missing or cannot be read.
+"""Reads a checkpoint in which files are missing or cannot be read.
 
-For a lost file, another one of the same kind stands in: that of the nearest rank. It is linked
-under the lost file's name in a folder of links, which is read like any checkpoint. So the reader
-reports which elements the lost file had. They are recognized by its path, and excluded from all
-statistics. If no other file can stand in, the caller may name one of an older checkpoint.
+A lost file is replaced by the same kind of file of the nearest rank. A temporary folder of links
+has this file under the lost file's name, and is read like any checkpoint. So the reader tells which
+elements the lost file had. They are recognized by the lost file's path, and excluded from all
+statistics. If no rank has such a file, the caller may name one of an older checkpoint.
 
-Where steps differ, the one that most places state is used. If the optimizer's state cannot be read
+If steps differ, the step that occurs most often is used. If the optimizer's state cannot be read
 for another reason, only the weights are read.
 """
 
@@ -60,9 +60,10 @@ SMALL = 4096  # bytes; a file up to this size is copied into the folder of links
 class Found(Struct, eq=False, dict=True):
     """What could be read of the checkpoint at `path`, and what is wrong with it (`faults`).
 
-    `lost` maps files, by their paths in the manifest, to `missing` or `unreadable`. `borrowed` maps
-    those of them for which a file of an older checkpoint stands in to that file. `shadow` is the
-    folder of links, if there is one. `stated` are the places that state steps, if these differ.
+    `lost` maps the paths of lost files in the manifest to `missing` or `unreadable`. If a file of
+    an older checkpoint replaces a lost file, `borrowed` maps the lost file to it. `shadow` is the
+    temporary folder of links in which other files replace lost ones, or None. `stated` lists where
+    files store a step, and the step, if these steps differ.
     """
 
     path: str
@@ -76,7 +77,7 @@ class Found(Struct, eq=False, dict=True):
 
     @property
     def known(self) -> Manifest:
-        """The manifest, which must have been read."""
+        """The manifest; fails if it could not be read."""
         assert self.manifest is not None
         return self.manifest
 
@@ -92,12 +93,12 @@ class Found(Struct, eq=False, dict=True):
 
     @cached_property
     def places(self) -> Places:
-        """The layers and kinds of all tensors."""
+        """The layer and the kind (such as attention or MLP) of each tensor."""
         return places_of(entry.parameter for entry in self.entries)
 
     @cached_property
     def judged(self) -> Verdict:
-        """The verdict on the checkpoint: whether it is complete, and of one save."""
+        """The `Verdict` on the checkpoint: whether it is complete, and from one save."""
         return verdict.of(self.known)
 
     @property
@@ -108,11 +109,11 @@ class Found(Struct, eq=False, dict=True):
         return os.path.join(self.path, self.tag) if self.tag else self.path
 
     def real(self, text: str) -> str:
-        """Replaces paths in the folder of links by real paths in a text."""
+        """Replaces paths in the temporary folder of links by the real paths in a text."""
         return text if self.shadow is None else text.replace(self.shadow, self.path)
 
     def name(self, path: str) -> str:
-        """The name of a file below the checkpoint."""
+        """The path of a file, relative to the checkpoint's folder."""
         path, root = self.real(path), self.root
         return os.path.basename(path) if path == root else os.path.relpath(path, root)
 
@@ -124,10 +125,10 @@ def what_is_there(
     read: Callable[..., Manifest],
     older: Callable[[str], str | None] = lambda _: None,
 ) -> Iterator[Found]:
-    """Reads as much as possible of the checkpoint at `path`; problems become faults.
+    """Reads as much as possible of the checkpoint at `path`; problems are listed in `faults`.
 
     `source` are arguments of `read`, as in `zckpt.read`. `older` returns, for the path of a lost
-    file, the file of an older checkpoint that may stand in if no other one can. Raises the
+    file, the file of an older checkpoint that may replace it if no other one can. Raises the
     ZckptError for a path that is no checkpoint, or holds several.
     """
     found, source, weights_only = Found(path, tag=source.get("tag")), dict(source), False
@@ -149,7 +150,7 @@ def what_is_there(
                     kind, paths = _missing_in(found, error)
                     if not paths and isinstance(error, IncompleteCheckpoint):
                         kind = "missing"
-                    if found.lost and not paths:  # the file that stands in does not fit
+                    if found.lost and not paths:  # the file that replaces it does not fit
                         found.faults.append(_omitted())
                     named: list[str | None] = [*paths] or [None] * (not found.lost)
                     found.faults += (_fault(found, error, kind, path) for path in named)
@@ -170,7 +171,7 @@ def _fault(found: Found, error: ZckptError | OSError, kind: str, file: str | Non
 
 
 def _omitted() -> Report:
-    """A warning for the report: the rest was not read, because of the missing files above it.
+    """A report line that warns: the rest was not read, because of the missing files listed above.
 
     It does not count as a fault.
     """
@@ -179,10 +180,9 @@ def _omitted() -> Report:
 
 
 def kept(entry: Entry, lost: dict[str, str]) -> tuple[Entry, tuple[tuple[int, int], ...]]:
-    """The elements of a tensor that are not in lost files, and where they were.
+    """The elements of a tensor that are not in lost files, and their positions in the tensor.
 
-    The first value is a flat tensor of these elements. The second one has their ranges [start,
-    stop) in the complete tensor.
+    Returns a flat tensor of these elements, and their ranges [start, stop) in the complete tensor.
     """
     size, parts = SIZES[entry.dtype], []
     if not any(fragment.extent.file in lost for fragment in entry.fragments):
@@ -207,9 +207,9 @@ def kept(entry: Entry, lost: dict[str, str]) -> tuple[Entry, tuple[tuple[int, in
 
 
 def _most_stated(found: Found, error: InconsistentCheckpoint) -> str:
-    """The step that most places state, as a value of --step-policy.
+    """The step that occurs most often in the files, as a value of --step-policy.
 
-    Adds a fault for every file that states another step, one for each such step.
+    Adds a fault for each file and each other step that it contains.
     """
     found.stated = error.steps
     (most, _), *_ = Counter(step for _, step in error.steps).most_common()
@@ -222,9 +222,9 @@ def _most_stated(found: Found, error: InconsistentCheckpoint) -> str:
 
 
 def file_in(where: str, folder: str) -> str | None:
-    """The path below `folder` of the file that a place of a step names: `model.pt, step of fc1`.
+    """The path of a file in the description of where a step is stored: `model.pt, step of fc1`.
 
-    None if the place names no file.
+    Only files below `folder` are considered. None if the description names no file.
     """
     words = {os.path.basename(word.strip()) for word in re.split(r"[,:]\s", f"{where} ")}
     named = (path for path in files_below(folder) if os.path.basename(path) in words)
@@ -240,9 +240,9 @@ def _stand_in(
     temporary: str,
     older: Callable[[str], str | None],
 ) -> bool:
-    """Links other files in place of those that the error names, and adds faults.
+    """Links other files in place of the files that the error names, and adds faults.
 
-    Returns False if no file can take the place of any of them.
+    Returns False if there is no such file for any of them.
     """
     kind, paths = _missing_in(found, error)
     gone = {*paths, *map(found.real, found.lost)}
@@ -267,7 +267,7 @@ def _stand_in(
 
 
 def _missing_in(found: Found, error: ZckptError | OSError) -> tuple[str, list[str]]:
-    """Whether an error is about `missing` or `unreadable` files, and the real paths of these."""
+    """Tells if an error is about `missing` or `unreadable` files, and returns their real paths."""
     states = {found.real(path): state for path, state in states_in(error).items()}
     known = {*map(found.real, found.lost)}
     kind = "missing" if "missing" in states.values() else "unreadable"
@@ -282,9 +282,9 @@ def _copy(path: str, target: str) -> None:
 
 
 def _link(real: str, shadow: str, inside: str, other: str) -> None:
-    """Makes the folder `shadow` of links to everything in `real`, and to `other` at `inside`.
+    """Creates a folder `shadow` with links to all files in `real`, and to `other` at path `inside`.
 
-    Small files are copied instead.
+    Small files are copied instead of linked.
     """
     name, _, below = inside.partition(os.sep)
     if not os.path.isdir(shadow):

@@ -1,4 +1,4 @@
-"""Decides whether one file is empty, only zeros, cut or unreadable, by its ending and bytes."""
+"""Decides whether a file is empty, only zeros, cut short or unreadable, by its name and bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ MAX_HEADER = 100_000_000  # bytes, of safetensors 0.6
 
 
 def state_of(item: Sibling) -> State:
-    """The state of a file, as far as its bytes show it; of a large file only the ends are read."""
+    """Whether a file is ok, empty, zeros, cut or unreadable, as far as its bytes show it.
+
+    Of a large file, only the beginning and the end are read.
+    """
     if not item.name.endswith((*OF_TORCH, OF_JSON, OF_TENSORS)):
         return "ok"
     if item.size == 0:
@@ -43,7 +46,7 @@ def state_of(item: Sibling) -> State:
 
 
 def _has_zeros_alone(file: BinaryIO) -> bool:
-    """Whether all bytes are zero, as a power loss leaves a file whose size was already set."""
+    """Whether all bytes are zero, as in a file that a power loss has left without its data."""
     while content := file.read(1 << 16):
         if content.count(0) < len(content):
             return False
@@ -74,7 +77,7 @@ def _state_of_tensors(file: BinaryIO, size: int) -> State:
 def _state_of_torch(file: BinaryIO, size: int) -> State:
     """The state of a file of torch.save: a zip, or a pickle from before torch 1.6.
 
-    Members of a small zip are compared with their CRC-32s, if it states any.
+    Members of a small zip are compared with their CRC-32s, if the zip states any.
     """
     head = file.read(len(OLD))
     if not head.startswith(b"PK\3\4"):

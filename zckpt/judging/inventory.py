@@ -1,9 +1,9 @@
 """Lists the files of a checkpoint, the purpose of each, and its state.
 
-The engine's files are recognized by its format's table of roles, those beside them by the table of
-the trainers' programs. The engine's reader has opened the engine's files, and raises for problems.
-A program's files are examined here. If that reader has failed, the list is made from names and its
-error.
+A file's purpose (its role) follows from its name: for the engine's files by a table of the format,
+for other files by a table of the trainers' programs. The format's reader has already checked the
+engine's files; files of trainers are checked here. If the reader has failed, the list is made from
+the names of the files and the reader's error.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ STATES: Mapping[str, State] = {
 
 
 def inventory(manifest: Manifest, required: Mapping[str, needs.Need]) -> list[Row]:
-    """The rows of a checkpoint that was read: the engine's files, then those beside them.
+    """A row for each file of a checkpoint: first the engine's files, then those beside them.
 
-    `required` maps roles to what the program needs. Of the files beside the engine's, small ones
-    are read completely, and large ones at both ends; files behind links out of the folder are not
-    read. A needed file that is missing has a row, unless the checkpoint has only weights.
+    `required` maps roles to the files that the program needs. Files beside the engine's are read:
+    small ones completely, large ones at both ends. Files behind links out of the folder are not
+    read. A needed file that is missing has a row too, unless the checkpoint has only weights.
     """
     rows = [*of_engine(manifest), *_beside(manifest, required)]
     there, folder = {row.role for row in rows}, folder_of(manifest)
@@ -64,7 +64,7 @@ def inventory(manifest: Manifest, required: Mapping[str, needs.Need]) -> list[Ro
 
 
 def has_optimizer(manifest: Manifest) -> bool:
-    """Whether the files have any state of an optimizer, even without names of parameters."""
+    """Whether the files contain an optimizer's state, even if no names of parameters are known."""
     return (
         manifest.groups is not None
         or bool(manifest.roots)
@@ -74,21 +74,21 @@ def has_optimizer(manifest: Manifest) -> bool:
 
 
 def stand_in(lost: str, paths: Iterable[str]) -> str | None:
-    """The file with the lost file's role and the nearest rank, in any format; None without one."""
+    """The path of a file like the lost one, of the nearest rank; None if there is none."""
     return nearest(ALL_ROLES, lost, paths)
 
 
 def needs_of(manifest: Manifest) -> list[needs.Need]:
     """The files that the checkpoint's program needs to resume.
 
-    Empty for a neutral format, because no program resumes from it.
+    The list is empty for a format of no engine, such as universal: no program resumes from it.
     """
     format = formats.of(manifest)
     return [] if format is None or format.is_neutral else needs.of_program(manifest)
 
 
 def of_engine(manifest: Manifest) -> list[Row]:
-    """The rows of the engine's own files."""
+    """A row for each of the engine's own files."""
     format = formats.of(manifest)
     roles = () if format is None else format.roles
     fingerprints = manifest.files.fingerprints
@@ -119,10 +119,10 @@ def _row_of(own: Known | None, name: str, path: str, size: int | None, state: St
 
 
 def of_folder(folder: str, wrong: Mapping[str, State]) -> list[Row]:
-    """The rows of the files in a folder, or of one file, for a checkpoint that could not be read.
+    """A row for each file in a folder, or for one file, if the checkpoint could not be read.
 
-    The names of files show their roles. `wrong` has the states of files by path, as an error
-    reports them; it may name files that are missing.
+    The names of files show their roles. `wrong` maps paths to the states that an error reports,
+    such as `missing`; missing files get a row too.
     """
     engines = list[Role]()
     with suppress(ZckptError, OSError):
@@ -142,7 +142,7 @@ def of_folder(folder: str, wrong: Mapping[str, State]) -> list[Row]:
 def states_in(error: ZckptError | OSError) -> dict[str, State]:
     """Maps the paths of the files that an error names to their states, such as `missing`.
 
-    Folders are left out, and files that the error does not call wrong.
+    Folders are left out, and so are files which the error mentions but does not call wrong.
     """
     if isinstance(error, IncompleteCheckpoint) and error.paths:
         return dict.fromkeys(error.paths, "missing")
@@ -159,7 +159,7 @@ def states_in(error: ZckptError | OSError) -> dict[str, State]:
 
 
 def files_below(path: str) -> Iterator[str]:
-    """The files below a path, up to MOST_FILES."""
+    """Yields the paths of at most MOST_FILES files below a folder, or the path of one file."""
     if not os.path.isdir(path):
         yield path
         return
@@ -171,10 +171,10 @@ def files_below(path: str) -> Iterator[str]:
 
 
 def _beside(manifest: Manifest, required: Mapping[str, needs.Need]) -> Iterable[Row]:
-    """Yields the rows of files beside the engine's, with the state of each as its bytes show it.
+    """Yields a row for each file beside the engine's, with the state that its bytes show.
 
-    A file that this user may not open is examined only if resuming needs it. A file without a role
-    counts as `ok` without being examined, since its ending may not tell what it contains.
+    A file that this user may not open is examined only if resuming needs it. A file without a known
+    role counts as `ok` and is not examined, because its content is unknown.
     """
     roles_read = {role for role, need in required.items() if need.damaged in needs.LOST}
     files = manifest.files
@@ -192,21 +192,24 @@ def _beside(manifest: Manifest, required: Mapping[str, needs.Need]) -> Iterable[
 
 
 def roles_beside(folder: str) -> set[str]:
-    """The roles of a program's files in a folder, by their names alone."""
+    """The roles (such as `scheduler`) of a trainer's files in a folder, by their names alone."""
     is_listed = sources.is_folder(folder) and not sources.is_denied(folder)
     names = os.listdir(folder) if is_listed else ()
     return {file_role.role.name for name in names if (file_role := _known(name)) is not None}
 
 
 def _known(name: str) -> Known | None:
-    """Parses the name of a program's file; None for other names, of which there may be 50,000."""
+    """The role and rank in the name of a trainer's file; None for any other name.
+
+    Cheap for other names, because a folder may have 50,000 of them.
+    """
     return known(needs.ROLES, name) if "/" in name or _NAMES.fullmatch(name) else None
 
 
 def folder_of(manifest: Manifest) -> str:
-    """The folder in which the trainer's own files lie; the root if there are none.
+    """The folder with the trainer's own files; the checkpoint's root if there are none.
 
-    Files in its subfolders are not considered.
+    Files in subfolders are not considered.
     """
     paths = (item.path for item in manifest.files.siblings if os.sep not in item.name)
     return os.path.dirname(next(paths, os.path.join(manifest.root, "")))

@@ -1,6 +1,6 @@
-"""Decides whether a program loads a checkpoint as it is, by its size, its engine and its model.
+"""Decides whether a program can load a checkpoint unchanged: its ranks, engine and model must fit.
 
-Each format has a table of what must be equal: `Functions.obstacles`, `missing`, `unlike`.
+Each format provides functions that compare these: `Functions.obstacles`, `missing`, `unlike`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..core.grouping import by_key
 from ..errors import Notice, counted, listed, problem, warning
 from ..formats.options import Keywords, options_of
 
-WAY_TO_GROUPS = "reshard --groups-from RUN takes the program's groups and hyper-parameters"
+WAY_TO_GROUPS = "reshard --groups-from RUN writes the program's groups and hyper-parameters"
 OF_TARGETS = Keywords.__annotations__
 
 
@@ -24,9 +24,9 @@ def of_target(words: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def obstacles(manifest: Manifest, words: Mapping[str, Any]) -> list[Notice]:
-    """The reasons why the engine of the checkpoint does not load it at the wanted size.
+    """The reasons why the checkpoint's engine cannot load it on the requested number of ranks.
 
-    `words` has the size among other options. Empty if the engine loads it.
+    `words` has the sizes (such as `dp`) among other options. The list is empty if the engine can.
     """
     find = formats.named(manifest.format).functions.obstacles
     return find(manifest, options_of(of_target(words))) if find else []
@@ -35,17 +35,19 @@ def obstacles(manifest: Manifest, words: Mapping[str, Any]) -> list[Notice]:
 def missing_of(manifest: Manifest, to: str, words: Mapping[str, Any]) -> list[Notice]:
     """Notices about values that the program of the format `to` needs and the checkpoint lacks.
 
-    A conversion to that format could not add them. `words` are options of the conversion.
+    They are values that a conversion to that format cannot add. `words` are options of the
+    conversion.
     """
     find = formats.named(to).functions.missing
     return find(manifest, options_of(of_target(words))) if find else []
 
 
 def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:
-    """The differences in names, shapes and groups from a run that the program has saved.
+    """The differences in names, shapes and optimizer groups between a checkpoint and a run.
 
-    Types do not count: loaders cast them. Other groups are a warning if the loader matches
-    parameters by name, and a problem if it matches them `by_place`.
+    `other` is a run that the program has saved. Types are not compared, because loaders cast them.
+    Different groups are only a warning if the loader matches parameters by name, but a problem if
+    it matches them by their position in the groups (`by_place`).
     """
     own_shapes, wanted = _shapes(manifest), _shapes(other)
     own_names, in_model = (
@@ -63,7 +65,8 @@ def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:
     lines += [
         problem(
             "parameters-differ",
-            f"{name} has the shape {list(own_shapes[name])}, and not {list(wanted[name])}",
+            f"{name} has the shape {list(own_shapes[name])}, but the model's is "
+            f"{list(wanted[name])}",
             subject=name,
         )
         for name in differing[:4]
@@ -71,13 +74,14 @@ def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:
     if lines or manifest.groups is None:
         return lines
     if other.groups is None:
-        message = f"{other.root} does not say which parameters its optimizer's groups have"
+        message = f"{other.root} does not state which parameters its optimizer's groups contain"
         return [warning("not-compared", message, subject="param_groups", file=other.root)]
     differences = _other_groups(_members(manifest, other), _members(other, other))
     if differences and not by_place:
         name, message = differences[0]
         message += (
-            "; states are loaded by name, and the group's hyper-parameters may be others': "
+            "; states are loaded by name, but a parameter may get another group's "
+            "hyper-parameters: "
             f"{WAY_TO_GROUPS}"
         )
         return [warning("groups-differ", message, subject=name)]
@@ -90,7 +94,7 @@ def engine_differences(
 ) -> list[Notice]:
     """The differences between the engines of the checkpoint and of the run `other`.
 
-    Empty unless both have files of the format `to`, and this format compares engines.
+    The list is empty unless both have the format `to`, and this format compares engines.
     """
     find = formats.named(to).functions.unlike
     if find is None or not to == manifest.format == other.run.origin.format:
@@ -106,7 +110,10 @@ def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
 
 
 def _members(manifest: Manifest, other: Manifest) -> list[list[str]]:
-    """The names of the trained parameters of each group that has any, as `other` spells them."""
+    """The names of the trained parameters of each group, as `other` spells them.
+
+    Groups without trained parameters are left out.
+    """
     groups = by_key(
         (parameter.group or 0, name if name in other.parameters else other.owners.get(name, name))
         for name, parameter in manifest.parameters.items()
@@ -118,9 +125,10 @@ def _members(manifest: Manifest, other: Manifest) -> list[list[str]]:
 def _other_groups(
     own_groups: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]
 ) -> list[tuple[str, str]]:
-    """A parameter and a phrase for each difference between the groups; empty if they are equal.
+    """The differences between two divisions of parameters into groups, or only the first ones.
 
-    `own_groups` and `wanted` list the names of each group.
+    Each is a pair of a parameter and a sentence. `own_groups` are the checkpoint's groups and
+    `wanted` the program's, as lists of names.
     """
     places, new = (
         {n: i for i, names in enumerate(side) for n in names} for side in (own_groups, wanted)
@@ -138,11 +146,11 @@ def _other_groups(
     moved = [name for name in places if places[name] != new[name]]
     if moved:
         first, more = moved[0], counted(len(moved) - 1, "more parameter")
-        message = f"{first} is in group {places[first]} of the optimizer, and not in {new[first]}"
+        message = f"{first} is in group {places[first]}, but in the program in group {new[first]}"
         return [(first, message + (f" ({more} like it)" if len(moved) > 1 else ""))]
     for number, (names, wanted_names) in enumerate(zip(own_groups, wanted, strict=True)):
         for place, (name, another) in enumerate(zip(names, wanted_names, strict=True)):
             if name != another:
-                text = f"parameter {place} of group {number} is {name}, and not {another}"
+                text = f"parameter {place} of group {number} is {name}, in the program {another}"
                 return [(name, text)]
     return []

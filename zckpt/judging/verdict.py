@@ -2,11 +2,11 @@
 
 `verify`, `report`, `check` and `auto-resume` use it.
 
-    whole        the files that resuming needs exist and are readable: without one of them it
-                 fails, or begins something afresh
+    whole        all files that resuming needs exist and are readable. If one is missing, resuming
+                 fails, or silently starts the optimizer or the schedule anew
     of one save  files do not contradict each other about steps, ranks and names
-    intact       checksums, numbers and replicas, which need all bytes: `proof.verify`
-    loads here   sizes, stage, engine and model: loads.py
+    intact       checksums, values and replicas are right; this needs all bytes: `proof.verify`
+    loads here   sizes, stage, engine and model fit the program: loads.py
 
 A damaged file that resuming does not read is reported, and does not disqualify the checkpoint.
 `training/needs.py` decides which files are necessary.
@@ -70,12 +70,16 @@ FAILS = "with which the program cannot resume"
 
 
 class Verdict(Struct, frozen=True):
-    """The problems of a checkpoint, by kind; `manifest` is None if it could not be read.
+    """The problems of a checkpoint, by kind. `manifest` is None if it could not be read.
 
-    `missing` and `damaged`: files that a program needs to resume. `of_one_save`: contradictions
-    between files, as if they were not of one save. `unread`: damaged files that resuming does not
-    read. `alone`: weights without an optimizer. `doubts`: signs that prove nothing, such as a
-    folder with another number. `links`: where files behind links lie. `rows` is the inventory.
+        missing, damaged    files that a program needs to resume
+        of_one_save         contradictions between files, which may come from different saves
+        unread              damaged files that resuming does not read
+        alone               the checkpoint has weights, but no optimizer
+        doubts              signs that prove nothing, such as another number in a folder's name
+        links               files that are symbolic links out of the folder, and their targets
+
+    `rows` lists all files with their purpose and state.
     """
 
     manifest: Manifest | None = None
@@ -94,9 +98,9 @@ class Verdict(Struct, frozen=True):
 
     @property
     def whole(self) -> tuple[Notice, ...]:
-        """Why the checkpoint is not whole: missing and damaged files that resuming needs.
+        """Problems with files that resuming needs: missing and damaged ones.
 
-        Empty if the checkpoint is whole.
+        The tuple is empty if the checkpoint is complete ("whole").
         """
         return (*self.missing, *self.damaged)
 
@@ -112,13 +116,13 @@ class Verdict(Struct, frozen=True):
 
     @property
     def remarks(self) -> list[Notice]:
-        """Findings that do not disqualify the checkpoint, as warnings."""
+        """Findings that do not prevent a program from resuming, as warnings."""
         return [*_as_warnings((*self.unread, *self.doubts)), *self.links, *self.restored]
 
     def warnings(self, resumes: bool = True) -> list[Notice]:
         """All findings as warnings, for a conversion.
 
-        If no run will resume from its target, only findings about files that it copies are given.
+        If no run will resume from the target, there are only findings about files that it copies.
         """
         if resumes:
             return [*_as_warnings(self.problems), *self.remarks]
@@ -133,9 +137,9 @@ def _as_warnings(notices: Iterable[Notice]) -> list[Notice]:
 
 
 def judged(read_manifest: Callable[[], Manifest]) -> Verdict:
-    """The verdict on the manifest that `read_manifest` returns, or on its error.
+    """The verdict on the checkpoint that `read_manifest` reads, also if it raises an error.
 
-    Raises errors that are not about the checkpoint: permissions, the network, a wrong option.
+    Errors that are not about the checkpoint are raised: permissions, the network, a wrong option.
     """
     try:
         manifest = read_manifest()
@@ -203,14 +207,14 @@ def refuse_widened(manifest: Manifest, dtype: str | None) -> None:
 
 
 def with_warnings(manifest: Manifest) -> Manifest:
-    """Adds the problems of the verdict to the manifest's warnings, for commands that show it."""
+    """Returns the manifest with the verdict's problems among its warnings, to show them."""
     return manifest.replace(warnings=(*manifest.notices.warnings, *of(manifest).warnings()))
 
 
 def step_of(manifest: Manifest) -> int | float | None:
     """The number of completed updates; for Megatron-Core the iteration in the folder's name.
 
-    If the engine's files state none, it is the counter of the Trainer; None without one.
+    If the engine's files state no step, it is the Trainer's counter, or None.
     """
     iteration = str(manifest.run.origin.tag).rpartition("_")[2]
     if formats.named(manifest.format).to_load and iteration.isdecimal():
@@ -219,9 +223,9 @@ def step_of(manifest: Manifest) -> int | float | None:
 
 
 def _pointer(manifest: Manifest) -> Iterable[Notice]:
-    """Yields a problem if the file that names the engine's folder (`latest`) is lost.
+    """Yields a problem if the file `latest`, which names the engine's folder, is missing.
 
-    Programs that do not read it do not need it.
+    There is no problem if the checkpoint's program does not read this file.
     """
     tag, format = manifest.run.origin.tag, formats.of(manifest)
     folder = manifest.root
@@ -246,7 +250,7 @@ def _pointer(manifest: Manifest) -> Iterable[Notice]:
 
 
 def _ranks_without(manifest: Manifest, rows: Iterable[Row]) -> Iterable[Notice]:
-    """A warning about ranks that have no random state, though others have one."""
+    """Yields a warning about ranks that have no random state, if other ranks have one."""
     random_states = [row for row in rows if row.role == needs.RANDOM_STATE.name and row.rank]
     there = {number for row in random_states for _, number in row.rank}
     origin = manifest.run.origin
@@ -256,7 +260,7 @@ def _ranks_without(manifest: Manifest, rows: Iterable[Row]) -> Iterable[Notice]:
         yield warning(
             "missing-rank-file",
             f"{os.path.dirname(random_states[0].path)} has no random state of rank "
-            f"{listed(without)}: the run goes on with other random numbers there",
+            f"{listed(without)}: these ranks continue with other random numbers",
             subject=needs.RANDOM_STATE.name,
             file=os.path.dirname(random_states[0].path),
         )
@@ -265,10 +269,10 @@ def _ranks_without(manifest: Manifest, rows: Iterable[Row]) -> Iterable[Notice]:
 def _without_optimizer(
     manifest: Manifest, rows: Iterable[Row], is_known: bool
 ) -> tuple[list[Notice], list[Notice]]:
-    """Two lists of notices: that an optimizer is lost, and that none was saved.
+    """Two lists of notices: that the optimizer was lost, or that none was saved.
 
-    At most one has any. If the program `is_known`, the names of its optimizer's files are known
-    too.
+    At most one list has a notice. `is_known`: the program that saved the checkpoint is known, and
+    so are the names of its optimizer files.
     """
     if manifest.notices.lost:
         return [*manifest.notices.lost], []
@@ -286,7 +290,7 @@ def _without_optimizer(
         message = f"{manifest.root} {what}: no run can resume from it"
         hint = "`zckpt export` and a new training need only weights"
         return [], [problem("optimizer-missing", message, hint=hint, file=manifest.root)]
-    message = f"{manifest.root} {what}, though {scheduler.name} was saved with one: it was lost"
+    message = f"{manifest.root} {what}, but {scheduler.name} was saved with one: it was lost"
     return [problem("optimizer-missing", message, file=manifest.root)], []
 
 

@@ -1,13 +1,14 @@
-"""A DeepSpeed engine loads a checkpoint of another size; its files are made in memory, not on disk.
+"""Loads a checkpoint into a DeepSpeed engine with another number of ranks, without files on disk.
 
 support.py    which engines can load a checkpoint that zckpt makes in memory?
-load.py       what all ranks do, and how an error ends the load in all of them
-filled.py     a file of the target that torch.load reads, though no disk has its tensors
-agreeing.py   have all ranks together read what the source's checksums state?
-temporary.py  the directory in which the engine finds the names of its files
-hook.py       `engine.load_checkpoint` accepts such a directory of names
+load.py       the steps of a load in all ranks; an error in one rank ends the load in all
+filled.py     a file object for torch.load, whose tensors are read from the source checkpoint
+agreeing.py   combines the checksums of all ranks and compares them with those of the source
+temporary.py  the directory with the engine's files without tensor data
+hook.py       lets `engine.load_checkpoint` accept a directory of empty files of `auto_resume`
 
-The target is laid out as `reshard` does: files with holes where tensors go (shells) are read back
-by the format's own reader and joined with the source. `reshard` then writes all files. Here a rank
-makes only those that its engine asks for, in the memory of the tensors that torch.load creates.
+As in `reshard`, zckpt first writes the target's files without tensor data (shells: headers, and
+holes where tensors go). The format's own reader reads them to learn where each tensor belongs.
+`reshard` then fills all files on disk. Here a rank fills only the files that its engine asks for,
+directly in the memory that torch.load allocates.
 """

@@ -1,9 +1,9 @@
-"""Checks that what all ranks read of the source has the checksums that the source states.
+"""Checks that the bytes which all ranks read have the checksums that the source's files state.
 
-A record of the source may be read in parts by several ranks. Each rank computes checksums of its
-own parts, and rank 0 combines them. Damage ends no read: all ranks first have their file, and then
-raise the same error. If one rank raised alone, the others would wait in a collective call of the
-engine.
+Several ranks may each read a part of a record (the bytes that one checksum covers). Each rank
+computes the checksums of its parts, and rank 0 combines them. Damage does not end a read: all ranks
+first read their file, and then raise the same error. If one rank raised alone, the others would
+wait forever in a collective call of the engine.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from ..processes.ranks import Ranks, received, sent
 
 
 class Agreement:
-    """Combines the checksums of what all ranks read of `source`; `checker` has those of this rank.
+    """Combines the checksums of the bytes that all ranks read of `source`.
 
-    `checking` has the `id`s of the pairs (a source's tensor and the target's) whose bytes this rank
-    hashes to check records. If `is_sparing` is True, no checksum is compared.
+    `checker` computes those of this rank. `pairs` are the tensors of source and target that belong
+    together. `checking` has the Python `id`s of the pairs whose bytes this rank hashes. If
+    `is_sparing` is True, no checksum is compared.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class Agreement:
     def agree(self, error: Exception | None, is_last: bool, is_all: bool = True) -> None:
         """Raises Told in all ranks if one of them failed, or if a record is damaged.
 
-        After the last file (`is_last`), the bytes of a record that no rank has read are read too.
-        If the engine has read files of all kinds (`is_all`), that includes records of which no rank
-        can count its part.
+        A record is a byte range with one checksum. After the last file (`is_last`), bytes of a
+        record that no rank has read yet are read too, to complete its checksum. If the engine has
+        read both kinds of files, of the model and of the optimizer (`is_all`), this includes
+        records whose parts no rank hashed.
         """
         values = self._ranks.gathered([sent(error), [*self.checker.parts()]])
         self._ranks.told(partial(self._judge, values, is_last, is_all))

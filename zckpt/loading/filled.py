@@ -1,9 +1,9 @@
-"""A file-like object that torch.load reads: a file of the target whose tensors are on no disk.
+"""A file object for torch.load: a file of the target whose tensors come from the source checkpoint.
 
-torch.load asks a file for the parts of its zip, and for each storage's bytes into the memory that
-it has just allocated. The parts of the zip come from the shell, which is a file with holes where
-tensors go; the bytes of a storage are assembled from the source, in that memory. So no second copy
-of a tensor exists at any time.
+torch.load reads the zip structure of a file, and then each storage's bytes into the memory that it
+has just allocated. The zip structure comes from the shell, a file with holes where tensors go. The
+bytes of a storage are read from the source into that memory. So no second copy of a tensor exists
+at any time.
 
 Turned down: mapping the shell into memory (`torch.load(mmap=True)`) and filling the mapping. The
 page cache would hold as many zeros as the tensors have bytes.
@@ -27,10 +27,11 @@ from ..errors import UnsupportedCheckpoint
 
 
 class FilledFile(io.RawIOBase):
-    """A file whose shell lies at `path`, and whose storages are filled from the source when read.
+    """A file of torch.save whose storages are filled from the source checkpoint when they are read.
 
-    `records` has the length in bytes of each storage by its offset in the file. `failure` is the
-    first error of the source, which torch.load does not pass on.
+    `path` is its shell, the file with holes where storages go. `records` maps the offset of each
+    storage in the file to its length in bytes. `failure` is the first error while the source was
+    read; torch.load raises another error for it.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class FilledFile(io.RawIOBase):
         return iter(())
 
     def load(self, map_location: Any) -> Any:
-        """Returns what torch.load makes of this file; raises the error that ended it."""
+        """Returns what torch.load returns for this file; raises the source's error if it failed."""
         try:
             value = torch.load(cast(IO[bytes], self), map_location=map_location, weights_only=False)
         except Exception:
@@ -70,9 +71,9 @@ class FilledFile(io.RawIOBase):
         if self._empty:
             raise UnsupportedCheckpoint(
                 "target-unsupported",
-                f"torch {torch.__version__} reads the storages of a file in another way than zckpt "
-                "knows",
-                hint="zckpt.auto_resume(RUN) writes the checkpoint for this size",
+                f"torch {torch.__version__} reads the storages of a file in a way that zckpt does "
+                "not support",
+                hint="zckpt.auto_resume(RUN) writes a copy for this number of ranks instead",
             )
         return value
 
@@ -91,7 +92,10 @@ class FilledFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fills the buffer from the source, if it is for a storage; otherwise reads the shell."""
+        """Reads the next bytes into the buffer, and returns their number.
+
+        Bytes of a storage come from the source checkpoint, all others from the file at `path`.
+        """
         view = memoryview(buffer).cast("B")
         start = self._position
         count = max(0, min(len(view), self._size - start))

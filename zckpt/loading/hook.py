@@ -1,7 +1,8 @@
-"""Makes `engine.load_checkpoint` accept a directory of names, and load the checkpoint behind it.
+"""Makes `engine.load_checkpoint` accept a directory of empty files, and load another checkpoint.
 
-`DeepSpeedEngine.load_checkpoint` is replaced in this process when the first directory is given to
-`serve`. For any other path it does what it did before. `undo` puts it back.
+`serve` tells which checkpoint belongs to the directory. Its first call replaces
+`DeepSpeedEngine.load_checkpoint` in this process; for any other path, the method works as before.
+`undo` restores the original method.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def serve(directory: str, source: Source) -> None:
 
 
 def undo() -> None:
-    """Puts DeepSpeed's own `load_checkpoint` back; it can load no directory of names."""
+    """Restores DeepSpeed's own `load_checkpoint`, which cannot load a directory of `serve`."""
     _served.clear()
     if _original:
         from deepspeed.runtime.engine import DeepSpeedEngine

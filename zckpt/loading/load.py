@@ -1,12 +1,13 @@
-"""Loads a checkpoint of another size into an engine, without files of the engine's size on disk.
+"""Loads a checkpoint into a DeepSpeed engine with another number of ranks, without a copy on disk.
 
-1. each rank reads the metadata of the source, and writes the target's shells for itself
-2. rank 0 reads what `reshard` reads before its first byte; an error ends the load in all ranks
-3. the engine loads from the shells' directory; each file that it asks for is filled in memory
-4. when all ranks have a file, they know whether the source's bytes are those that were saved
+1. each rank reads the metadata of the source, and writes the engine's files without tensor data
+   (shells: headers, and holes where tensors go) into a temporary directory
+2. rank 0 makes the checks that `reshard` makes before it writes; an error ends the load everywhere
+3. the engine loads from this directory; each file that it asks for is filled in memory
+4. after each file, the ranks check together that the source's bytes have the right checksums
 
-The engine changes nothing of itself until it asks for its second file, or a second time for the
-model's: an error before that leaves it as it was.
+The engine's own state does not change before it asks for a second file, or again for the model's
+file. So an earlier error leaves the engine as it was.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ ARGUMENTS: dict[str, Any] = {
 MEMORY = 64 << 20  # bytes, for buffers
 MODEL, OPTIMIZER = "_model_states.pt", "_optim_states.pt"
 TOUCHED = (
-    "this engine has loaded a part of the checkpoint: do not train on with it, end this program"
+    "the engine has loaded only a part of the checkpoint: end this program, do not train with it"
 )
 
 
@@ -67,9 +68,9 @@ def load(
 ) -> tuple[str | None, Any]:
     """Loads the checkpoint at `source` into an engine; returns what `engine.load_checkpoint` does.
 
-    `given` are arguments of the engine's own loader, `words` those of `zckpt.reshard`. If
-    `is_sparing` is True, no byte is read only to compare a checksum. Raises in all ranks what
-    `zckpt.deepspeed.load_checkpoint` raises.
+    `given` are arguments of the engine's own loader, and `words` are arguments of `zckpt.reshard`.
+    If `is_sparing` is True, checksums are not compared. Raises the errors that
+    `zckpt.deepspeed.load_checkpoint` documents, in all ranks.
     """
     given = ARGUMENTS | given
     refuse_engine(engine, source, given["load_optimizer_states"])
@@ -103,22 +104,22 @@ def load(
 def words_for(engine: Any, words: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of `reshard` that give files for this engine.
 
-    These are `words` with the engine's ds_config, number of data ranks and stage. Raises
-    WrongOption if `words` ask for another size or stage.
+    These are `words`, and the engine's ds_config, number of data-parallel ranks and ZeRO stage.
+    Raises WrongOption if `words` ask for another number of ranks or another stage.
     """
     wanted = {"dp": engine.dp_world_size, "stage": engine.zero_optimization_stage()}
     for name, size in wanted.items():
         if words.get(name) not in (None, size):
             raise WrongOption(
                 "options-conflict",
-                f"{name}={words[name]!r} is asked for, and this engine has {name} {size}",
-                hint=f"leave {name} out: it is the engine's",
+                f"{name}={words[name]!r} is given, but this engine has {name}={size}",
+                hint=f"leave {name} out: zckpt uses the engine's value",
             )
     return {"config": plain(engine.config), **words, **wanted}
 
 
 def plain(value: Any) -> Any:
-    """Returns a ds_config with values of JSON alone; other objects become their `str`."""
+    """Returns a ds_config that contains only JSON values; other objects become their `str`."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -127,7 +128,10 @@ def plain(value: Any) -> Any:
 
 
 class Files(Struct, frozen=True, eq=False):
-    """The target's files: their shells in a directory, and the source's tensors that fill them."""
+    """The files that the engine will load, and which tensors of the source fill them.
+
+    The files lie in a directory as shells: headers, and holes where tensors go.
+    """
 
     pairs: list[plan.Pair]
     pieces_of: Callable[[str], list[plan.TargetPiece]]
@@ -145,7 +149,7 @@ class Files(Struct, frozen=True, eq=False):
 
 
 class Load(Struct, eq=False, dict=True):
-    """One load in one rank; `given` are the arguments of the engine's own loader."""
+    """The state of one load in one rank; `given` are the arguments of the engine's own loader."""
 
     ranks: Ranks
     stack: ExitStack
@@ -167,7 +171,7 @@ class Load(Struct, eq=False, dict=True):
         return self._loaded(folder)
 
     def _prepare(self, where: str, folder: str, words: dict[str, Any]) -> None:
-        """Lays out the target and writes its shells into `folder`, without having read a tensor."""
+        """Writes the engine's files without tensor data (shells) into `folder`; reads no tensor."""
         decision, how = api.decided(where, "deepspeed", **words)
         self.check = partial(api.check_beforehand, decision, how)
         layout, self.where = decision.layout, decision.manifest.root
@@ -178,7 +182,10 @@ class Load(Struct, eq=False, dict=True):
         self.lines = [*layout.omitted, *layout.warnings]
 
     def _agree_on(self, error: Exception | None) -> None:
-        """Raises in all ranks if one failed, if files differ, or if rank 0 refuses the source."""
+        """Raises in all ranks if one rank failed, or has other files, or if rank 0's checks fail.
+
+        `error` is the error of this rank, or None.
+        """
         mark = None if error else _mark(self.source.files.records, self.files.records)
         values = self.ranks.gathered([sent(error), mark])
 
@@ -189,7 +196,7 @@ class Load(Struct, eq=False, dict=True):
                 if other != mark:
                     raise WrongOption(
                         "processes-disagree",
-                        f"rank 0 and rank {number} do not see the same checkpoint, or have other "
+                        f"rank {number} does not read the same checkpoint as rank 0, or has other "
                         "options",
                         hint="all processes must see the same files, and give the same arguments",
                     )
@@ -218,15 +225,16 @@ class Load(Struct, eq=False, dict=True):
 
     @property
     def reads_optimizer(self) -> bool:
-        """Whether the engine asks for a file of the optimizer after that of the model."""
+        """Whether the engine loads an optimizer file after the model file."""
         wants = self.given["load_optimizer_states"] and not self.given["load_module_only"]
         return bool(self.stage and wants)
 
 
 class LoadingEngine:
-    """DeepSpeed's checkpoint engine for one load: it fills files below `folder` from the source.
+    """A replacement for DeepSpeed's checkpoint engine (`own`) during one load.
 
-    All other files, methods and attributes are those of the engine's own (`own`).
+    Files below `folder` are filled from the source checkpoint when they are loaded. For all other
+    files, and all other methods and attributes, `own` is used.
     """
 
     def __init__(
@@ -250,7 +258,7 @@ class LoadingEngine:
         return getattr(self._own, name)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Returns the content of a file, as the engine's own `load` does."""
+        """Returns the content of the file at `path`, as the original checkpoint engine does."""
         path = os.path.normpath(path)
         if not path.startswith(self._folder):
             return self._own.load(path, map_location)
@@ -271,7 +279,7 @@ class LoadingEngine:
     def agree(self, error: Exception | None, is_last: bool) -> None:
         """Waits until all ranks have read their file.
 
-        Raises Told in all of them if one failed, or if the source is damaged.
+        Raises Told in all ranks if one of them failed, or if the source is damaged.
         """
         try:
             is_all = self._load.reads_optimizer or not self._load.stage
@@ -290,7 +298,7 @@ class LoadingEngine:
 
 
 def _mark(records: Any, files: dict[str, dict[int, int]]) -> int:
-    """A checksum that differs for another source and for another target."""
+    """A checksum of source and target: ranks with the same value load the same files."""
     crc = mark_of(records)
     for path, storages in files.items():
         crc = crc32(f"{os.path.basename(path)} {sorted(storages.items())};".encode(), crc)

@@ -29,18 +29,18 @@ def refuse_version(source: str) -> None:
 
 
 def refuse_engine(engine: Any, source: str, load_optimizer_states: bool) -> None:
-    """Raises WrongOption for an engine that was not shown to load what zckpt makes in memory.
+    """Raises WrongOption for an engine into which zckpt cannot load files that it makes in memory.
 
-    Such are engines with pipelines, tensor, sequence or expert ranks, or with the optimizer on
-    NVMe.
+    These are engines with pipeline, tensor, sequence or expert parallelism, with the optimizer on
+    NVMe, or with unusual loading options.
     """
     refuse_version(source)
     stage, zero = engine.zero_optimization_stage(), engine._config.zero_config
     reasons = {
-        "it trains a pipeline": hasattr(engine, "is_pipe_parallel"),
-        "its ranks share tensors": engine.mp_world_size > 1,
-        "it has experts": engine.has_moe_layers,
-        "its ranks share sequences": engine.sequence_parallel_size > 1,
+        "it uses pipeline parallelism": hasattr(engine, "is_pipe_parallel"),
+        "it uses tensor parallelism": engine.mp_world_size > 1,
+        "it has MoE layers": engine.has_moe_layers,
+        "it uses sequence parallelism": engine.sequence_parallel_size > 1,
         "it offloads the optimizer to NVMe": engine.zero_nvme_offload_optimizer(),
         "its ds_config asks for a universal checkpoint": engine.load_universal_checkpoint(),
         "its ds_config asks for elastic files": bool(stage) and engine.zero_elastic_checkpoint(),
@@ -49,7 +49,7 @@ def refuse_engine(engine: Any, source: str, load_optimizer_states: bool) -> None
     }
     for reason, applies in reasons.items():
         if applies:
-            what = f"zckpt cannot hand a checkpoint to this engine yet: {reason}"
+            what = f"zckpt cannot load a checkpoint into this engine without a copy: {reason}"
             raise unsupported(source, what)
 
 
@@ -62,15 +62,16 @@ def unsupported(source: str, message: str) -> WrongOption:
         f"path = zckpt.auto_resume({literal(source)})",
         'engine.load_checkpoint(path.report["load_dir"], tag=path.tag)',
     )
-    return WrongOption(UNSUPPORTED, message, hint=f"let it be written first: {'; '.join(lines)}")
+    return WrongOption(UNSUPPORTED, message, hint=f"write a copy first: {'; '.join(lines)}")
 
 
 def refuse_files(source: str, paths: Iterable[str]) -> None:
-    """Raises WrongOption if the files at `paths` are for ranks that share a model.
+    """Raises WrongOption if some files at `paths` are from pipeline, expert or tensor parallelism.
 
-    Such are files of layers, of experts and of tensor ranks.
+    An engine without model parallelism does not load them: files of single layers, of experts, and
+    of tensor-parallel ranks.
     """
     for name in map(os.path.basename, paths):
         if name.endswith(STATES) and not PLAIN.fullmatch(name):
-            what = f"{source} is a checkpoint of ranks that share a model"
-            raise unsupported(source, f"{what}, and this engine has no {name}")
+            what = f"{source} was saved with tensor, pipeline or expert parallelism"
+            raise unsupported(source, f"{what}, and this engine does not load its {name}")

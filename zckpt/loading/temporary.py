@@ -1,8 +1,8 @@
-"""A temporary directory in which the engine finds the names of the files that it is going to load.
+"""A temporary directory with the files that an engine is going to load, without tensor data.
 
-`load.py` gives this directory to the engine, which looks there which files exist. They are shells,
-with holes where tensors belong. The process locks the directory: after a kill, the next process
-finds it without a lock and removes it.
+`load.py` gives this directory to the engine, which lists its files. They are shells: complete
+headers, and holes where tensors go. The process locks the directory. If the process is killed, the
+next process finds the directory without a lock and removes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PREFIX = "zckpt-names-"
 
 @contextmanager
 def directory() -> Iterator[str]:
-    """Creates a directory and yields its path; removes it in the end.
+    """Creates a directory and yields its path; removes it at the end of the `with` block.
 
     Also removes such directories of processes that were killed.
     """
@@ -38,7 +38,7 @@ def directory() -> Iterator[str]:
 
 
 def lay(folder: str, shells: Iterable[Shell]) -> None:
-    """Writes shells into `folder`; their holes take no space."""
+    """Writes shells (files with holes where tensors go) into `folder`; holes take no disk space."""
     for shell in shells:
         path = path_inside(folder, shell.name, "the source")
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -63,7 +63,7 @@ def _locked(above: str) -> tuple[str, int]:
 
 
 def _sweep(above: str) -> None:
-    """Removes the directories of processes that have ended: no process has a lock on them."""
+    """Removes the directories of processes that have ended, which no process has locked."""
     for name in os.listdir(above):
         path = os.path.join(above, name)
         if name.startswith(PREFIX) and (file := _own(path)) is not None:

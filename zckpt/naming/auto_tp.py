@@ -1,9 +1,9 @@
-"""The shares of a dimension that DeepSpeed's AutoTP gives to tensor ranks.
+"""How DeepSpeed's AutoTP divides a dimension among tensor-parallel ranks that do not divide it.
 
-The first ranks have one unit more. In attention a unit is a complete key-value head, in MLP and
-output layer a row (DeepSpeed 0.19.8, module_inject/tp_shard.py `get_shard_size`). Its files do not
-state the number of heads. config.json of a trainer's directory does, and uneven shares of a source
-show it.
+The first ranks get one unit more. In attention a unit is a complete key-value head, in MLP and
+output layers a row (DeepSpeed 0.19.8, module_inject/tp_shard.py `get_shard_size`). DeepSpeed's
+files do not state the number of heads. It is read from config.json in a trainer's directory, or
+inferred from uneven slices in the source.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ Names = tuple[str, ...]
 
 
 class AutoTP(Struct, frozen=True):
-    """AutoTP's rule for shares, in a model with `heads` key-value heads.
+    """AutoTP's rule for dividing a dimension, for a model with `heads` key-value heads.
 
-    `heads` is None if their number is unknown.
+    `heads` is None if the number is unknown.
     """
 
     heads: int | None
 
     def shares(self, names: Names, size: int, tp: int) -> list[int] | None:
-        """How many elements of a dimension of size `size` each of `tp` ranks gets.
+        """How many of the `size` elements along a dimension each of `tp` ranks gets.
 
-        None if the number of heads is needed and unknown.
+        `names` are those of the parameter. None if the number of heads is needed and unknown.
         """
         if any(map(NEAR_EVEN.search, names)) or (self.heads and size % self.heads):
             return [*slicing.dealt(size, tp)]
@@ -58,7 +58,7 @@ class AutoTP(Struct, frozen=True):
 
 
 def heads_in(config: Mapping[str, Any] | None) -> int | None:
-    """The number of heads that a config.json states."""
+    """The number of key-value heads in a config.json; None if it is not stated."""
     config = (config or {}).get("text_config") or config
     if not isinstance(config, Mapping):
         return None
@@ -67,9 +67,9 @@ def heads_in(config: Mapping[str, Any] | None) -> int | None:
 
 
 def heads_shown(parameters: Iterable[tuple[Names, Shapes]]) -> int | None:
-    """The number of key-value heads that uneven shares in a source imply.
+    """Infers the number of key-value heads from the uneven slices of a source.
 
-    None if no shares are uneven, or if they imply several numbers.
+    None if no slices are uneven, or if they allow several numbers.
     """
     numbers = set()
     for names, shapes in parameters:

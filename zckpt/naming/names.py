@@ -1,10 +1,10 @@
 """Matches the parameters of two checkpoints by their names.
 
-Wrappers insert words into names. `_orig_mod` (torch.compile), `_fsdp_wrapped_module` (FSDP1) and
-`_checkpoint_wrapped_module` (activation checkpointing) can be anywhere in a name; torch's
-state_dict helpers remove them. `module.` (DDP, DeepSpeed), `_forward_module.` (Lightning) and
-`model.` are prefixes. PEFT's files omit the adapter's name. For all other differences the user
-gives `--rename`.
+Wrappers of modules insert their own words into names. `_orig_mod` (torch.compile),
+`_fsdp_wrapped_module` (FSDP1) and `_checkpoint_wrapped_module` (activation checkpointing) can be
+anywhere in a name; torch's state_dict helpers remove them. `module.` (DDP, DeepSpeed),
+`_forward_module.` (Lightning) and `model.` are prefixes. PEFT's files omit the adapter's name. For
+all other differences the user gives `--rename`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def plain(name: str) -> str:
 def without_words(names: Iterable[str]) -> dict[str, str]:
     """Maps each name to its form without wrappers' words (`plain`).
 
-    Names that would become equal keep their words.
+    Names that would become equal stay unchanged.
     """
     plain_names = {name: plain(name) for name in names}
     counts = Counter(plain_names.values())
@@ -59,13 +59,13 @@ def respelled(names: Collection[str], other_names: Collection[str]) -> dict[str,
 
 
 class PrefixRule(Struct, frozen=True):
-    """A rule that maps names of one checkpoint to the other's: the prefix `drop` becomes `add`."""
+    """A rule that maps names of one checkpoint to another's: the prefix `drop` becomes `add`."""
 
     drop: str
     add: str
 
     def apply(self, name: str) -> str | None:
-        """The other side's name; None if this name does not begin with `drop`."""
+        """The name in the other checkpoint; None if `name` does not begin with `drop`."""
         return self.add + name[len(self.drop) :] if name.startswith(self.drop) else None
 
     @property
@@ -87,10 +87,10 @@ def without_adapter(name: str) -> str:
 
 
 class Correspondence(Struct, frozen=True, eq=False):
-    """How the names of two checkpoints match.
+    """How the names of two checkpoints match: `names` maps each wanted name to an available one.
 
-    `spelling` is applied to the names of both, and then `rule`. `names` maps each wanted name to an
-    available one.
+    They match after `spelling` (such as removing wrappers' words) is applied to the names of both,
+    and then the prefix rule `rule`.
     """
 
     spelling: Spelling
@@ -99,9 +99,9 @@ class Correspondence(Struct, frozen=True, eq=False):
 
 
 def matched(wanted: Collection[str], available: Collection[str]) -> dict[str, str]:
-    """Maps every wanted name to an available one: the same, or by one prefix rule for all.
+    """Maps every wanted name to an available one: an equal name, or by one prefix rule for all.
 
-    Raises MissingData with the unmatched names of both sides.
+    Raises MissingData, which lists the unmatched names of both sides.
     """
     return correspondence(wanted, available).names
 
@@ -147,7 +147,7 @@ def _by_rule(
 
 
 def left_over(wanted: Sequence[str], unused: Sequence[str]) -> str:
-    """A sentence for an error: the wanted names that are missing, and the names nobody wants."""
+    """A sentence for an error: which wanted names are missing, and which names are not wanted."""
     unused_part = f"; nothing asks for its {listed(unused)}" if unused else ""
     if not wanted:
         return f"several names become one{unused_part}"
@@ -155,7 +155,7 @@ def left_over(wanted: Sequence[str], unused: Sequence[str]) -> str:
 
 
 def by_plain_name(names: Iterable[str], spelling: Spelling = plain) -> dict[str, str]:
-    """Maps each name's form without wrappers' words to the name.
+    """Maps names without wrappers' words (such as `_orig_mod`) back to the original names.
 
     `spelling` removes the words. Raises WrongOption if two names become equal.
     """
@@ -176,9 +176,10 @@ def _prefixes(
     which: Callable[[Iterable[bool]], bool],
     prefixes: Sequence[str] = PREFIXES,
 ) -> list[str]:
-    """The chains of known prefixes with which names begin; "" comes first.
+    """The combinations of known prefixes (such as `module.model.`) with which names begin.
 
-    `which` is `all` or `any`: whether all names must begin with a chain.
+    "" comes first. `which` is the function `all` or `any`: whether all names must begin with a
+    combination, or one of them.
     """
     chains = [""]
     for chain in chains:  # the loop appends to the list
@@ -190,7 +191,7 @@ def _prefixes(
 
 
 def leading(names: Collection[str]) -> list[str]:
-    """The known prefixes, and chains of them, with which any of the names begins; "" first."""
+    """The combinations of known prefixes with which some of the names begin; "" comes first."""
     return _prefixes(names, any)
 
 
@@ -200,7 +201,7 @@ def leading(names: Collection[str]) -> list[str]:
 def names_in(names: Sequence[str] | None, prefix: str) -> Sequence[str] | None:
     """Selects the names of one of several models, and removes its `prefix` from them.
 
-    All names unchanged if none has it.
+    If no name has the prefix, all names are returned unchanged.
     """
     without_prefix = [name.removeprefix(prefix) for name in names or () if name.startswith(prefix)]
     return without_prefix if prefix and without_prefix else names
@@ -264,7 +265,7 @@ def unwrapped(manifest: Manifest) -> Manifest:
 def canonical(manifest: Manifest, among: Sequence[str] = ()) -> Manifest:
     """Renames everything in a manifest by `plain_names`.
 
-    A prefix is removed only if the names in `among` begin with it too.
+    A prefix is removed only if all names in `among` begin with it too.
     """
     every = (*_names(manifest), *among)
     front, names = _front(without_words(every).values()), plain_names(every)
@@ -276,8 +277,8 @@ def canonical(manifest: Manifest, among: Sequence[str] = ()) -> Manifest:
 def with_plain_modules(manifest: Manifest) -> Manifest:
     """The manifest without wrappers' words in the paths of modules.
 
-    A module's state dict lacks checkpoint_wrapper's word in the names of weights, and has it in the
-    paths of modules (torch 2.13).
+    With torch's checkpoint_wrapper, a state dict has names of weights without the wrapper's word,
+    but paths of modules with it (torch 2.13).
     """
     manifest = manifest.with_each(with_plain_modules)
     paths = manifest.state.get("module_metadata")
@@ -296,8 +297,8 @@ def _plain_path(path: str) -> str:
 def plain_names(names: Collection[str]) -> dict[str, str]:
     """Maps each name to its form without wrappers' words, such as `_orig_mod`.
 
-    A prefix `module.` or `_forward_module.` is removed if all names have it. `model.` is part of a
-    Hugging Face name and stays.
+    A prefix `module.` or `_forward_module.` is removed if all names have it. `model.` is not
+    removed, because names of Hugging Face have it.
     """
     short = without_words(names)
     front = _front(short.values())
@@ -305,14 +306,14 @@ def plain_names(names: Collection[str]) -> dict[str, str]:
 
 
 def _front(names: Collection[str], prefixes: Sequence[str] = WRAPPERS) -> str:
-    """The longest chain of prefixes with which all names begin."""
+    """The longest combination of `prefixes` with which all names begin: `module.module.`."""
     return max(_prefixes(names, all, prefixes), key=len)
 
 
 def without_front(manifest: Manifest) -> Manifest:
-    """Removes from all names the prefix of wrappers' words that they begin with.
+    """Removes wrappers' prefixes (such as `module.`) with which all names begin.
 
-    Words inside of names stay.
+    Wrappers' words inside of names are not removed.
     """
     names = _names(manifest)
     front = _front(names, (*WRAPPERS, *WORDS))
@@ -341,7 +342,7 @@ def about_words(names: Mapping[str, str]) -> list[Notice]:
 
 
 def about_other_words(first: Manifest, other: Manifest) -> list[Notice]:
-    """A note as in `about_words`, if wrappers gave two checkpoints different names."""
+    """A note as in `about_words`, if the names of two checkpoints differ in wrappers' words."""
     ours, theirs = _names(first), _names(other)
     alone = {*ours} ^ {*theirs}
     roots = {_front(without_words(names).values()) for names in (ours, theirs)}
@@ -354,8 +355,9 @@ def about_other_words(first: Manifest, other: Manifest) -> list[Notice]:
 def called_as(manifest: Manifest, wanted: Collection[str]) -> Manifest:
     """Renames the manifest's parameters to the `wanted` names.
 
-    One rule for a common prefix is applied to all names. If the manifest already has a wanted name,
-    only wrappers' words are changed, name by name. Returns the same manifest if no rule fits.
+    One prefix rule is applied to all names. If the manifest already has one of the wanted names,
+    only wrappers' words are removed or added, name by name. Returns the same manifest if no rule
+    fits.
     """
     names = _names(manifest)
     if not wanted:
@@ -408,8 +410,8 @@ def names_of(manifest: Manifest) -> list[str]:
 def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, str]) -> Manifest:
     """Renames everything in a manifest: `names` maps old names to new ones.
 
-    `rewrite` changes the paths of modules in its state. Raises WrongOption if a name would become
-    empty, or two names equal.
+    `rewrite` does the same for the paths of modules in the manifest's state. Raises WrongOption if
+    a name would become empty, or two names equal.
     """
     if all(old == new for old, new in names.items()):
         return manifest
@@ -418,7 +420,7 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
             raise WrongOption(
                 "option-invalid",
                 "a name would become empty",
-                hint="change the REPL of --rename, so that a part of every name stays",
+                hint="change the REPL of --rename, so that no name becomes empty",
             )
         if count > 1:
             both = [old for old, name in names.items() if name == new]

@@ -1,4 +1,4 @@
-"""Orders parameters as in the module, if the source does not state the order.
+"""Sorts parameters in the order of the module, for a source that does not state the order.
 
 DeepSpeed's flat buffers store parameters without names, in the order in which the program passes
 them to the optimizer. Files in another order would load into the wrong weights. ONNX Runtime stores
@@ -21,12 +21,12 @@ from .names import RENAME_HINT
 
 
 def is_known(manifest: Manifest) -> bool:
-    """Whether the manifest has the parameters in the module's order."""
+    """Whether the manifest lists the parameters in the order of the module."""
     return manifest.run.engine is None or manifest.run.engine.ordered is not False
 
 
 def need_order(manifest: Manifest) -> None:
-    """Raises MissingData if the order is not known."""
+    """Raises MissingData if the order of the parameters in the module is not known."""
     if not is_known(manifest):
         raise MissingData(
             "names-needed",
@@ -39,10 +39,10 @@ def need_order(manifest: Manifest) -> None:
 
 
 def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
-    """The manifest with its parameters in the order of `names`; also within each model rank.
+    """The manifest with its parameters in the order of `names`, also in each model-parallel rank.
 
-    Raises WrongOption unless `names` has all trainable parameters and only weights of the source,
-    each once. A pipeline's tied parameter may be named once per stage that has it.
+    Raises WrongOption unless `names` contains every trainable parameter once, and only weights of
+    the source. A tied parameter of a pipeline may occur once for each stage that has it.
     """
     positions: dict[str, int] = {}
     for position, name in enumerate(names):
@@ -77,8 +77,8 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
     if guessed and buffers and any(name not in trained for name in names):  # a list of all
         raise WrongOption(
             "names-do-not-fit",
-            "--param-names has frozen parameters, but does not tell them from buffers",
-            hint="name the optimizer's parameters alone; if these are buffers, add "
+            "--param-names lists frozen parameters, but does not distinguish them from buffers",
+            hint="list only the optimizer's parameters; if these are buffers, add "
             + " ".join(f"--buffers {quote(name)}" for name in buffers[:4]),
         )
     return _ordered(manifest.with_each(lambda rank: _ordered(rank, positions)), positions)

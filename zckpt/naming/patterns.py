@@ -1,8 +1,9 @@
 """Checks and renames the regular expressions of a `universal_checkpoint_info`.
 
-They define how tensor ranks cut parameters. The info is in the client state, and a file may have
-any text there, so patterns are checked before one is run. DeepSpeed uses them (ds_to_universal.py),
-so renamed parameters need other patterns.
+DeepSpeed's files have this dictionary in the client state. Its patterns say how tensor-parallel
+ranks slice parameters. A hostile file may contain any pattern, so all are checked before one is
+used. If parameters are renamed, the patterns must be changed too, because DeepSpeed uses them
+(ds_to_universal.py).
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ REPETITIONS = 4  # `*`, `+` and `{}` in one pattern
 
 
 def check_patterns(info: Mapping[str, Any]) -> None:
-    """Raises for patterns that are no regular expressions, or that could take hours to match."""
+    """Raises an error for a pattern that is not a regular expression, or may run for hours."""
     for pattern in _patterns(info):
         _check_pattern(pattern)
 
 
 def under_names(info: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Changes the patterns of an info so that they match renamed parameters.
+    """Changes the patterns of a `universal_checkpoint_info` so that they match renamed parameters.
 
-    `names` maps old names to new ones. A pattern that would now match other parameters is replaced
-    by the new names of those it matched. Raises InconsistentCheckpoint for an unknown form.
+    `names` maps old names to new ones. A pattern that would match other parameters than before is
+    replaced by a list of new names. Raises InconsistentCheckpoint for an unknown structure.
     """
     try:
         return dict(_renamed(info, names))
     except MALFORMED as error:
         raise InconsistentCheckpoint(
             "tp-rule-wrong",
-            f"universal_checkpoint_info has a form that zckpt does not know: {cause(error)}",
-            hint="without --rename it stays as it is",
+            f"universal_checkpoint_info has a structure that zckpt does not know: {cause(error)}",
+            hint="without --rename, zckpt copies it unchanged",
         ) from error
 
 
@@ -92,7 +93,7 @@ def fields_of(item: Any) -> Mapping[str, Any]:
 
 
 def _patterns(info: Mapping[str, Any]) -> Iterator[Any]:
-    """All regular expressions of an info."""
+    """Yields all regular expressions in a `universal_checkpoint_info`."""
     for key, value in info.items():
         if _has_patterns(key):
             yield from value or ()
@@ -107,15 +108,15 @@ def _has_patterns(key: str) -> bool:
 
 
 def _check_pattern(pattern: Any) -> None:
-    """Raises for a pattern that could take hours to match a name, or is no regular expression.
+    """Raises an error for a pattern that is not a regular expression, or may run for hours.
 
-    The first kind has a repeated group, or many repetitions.
+    Patterns with a repeated group or with many repetitions may do so.
     """
     text = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "a", pattern) if isinstance(pattern, str) else ")*"
     if len(re.findall(r"[*+{]", text)) > REPETITIONS or re.search(r"\)[*+{]", text):
         raise UnsupportedCheckpoint(
             "tp-rule-wrong",
-            f"universal_checkpoint_info has the pattern {brief(pattern)}, which zckpt does not run",
+            f"universal_checkpoint_info has the pattern {brief(pattern)}, which may run for hours",
             hint="give rules with --tp-rules FILE",
         )
     try:

@@ -4,8 +4,9 @@
     saved               base_model.model.layers.0.q_proj.lora_A.weight
 
 `default` is the name of the adapter. PEFT omits it in `adapter_model.safetensors`, and accelerate
-omits it in the model's folder of FSDP2. Optimizers, DeepSpeed and manifests have the module's
-names: reading adds the adapter's name, and writing such files removes it (PEFT 0.21).
+omits it in the model's folder of FSDP2. Optimizers, DeepSpeed and zckpt's manifests use the
+module's names. So zckpt adds the adapter's name when it reads such files, and removes it when it
+writes them (PEFT 0.21).
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def saved_name(name: str) -> str:
 def bare_name(name: str) -> str:
     """A parameter's name in a program with its own adapter modules, such as NeMo AutoModel 0.7.
 
-    It has no PEFT prefix and no adapter name. DoRA's vector has another name than PEFT's there,
-    although the program saves it under PEFT's.
+    It has no PEFT prefix and no adapter name. DoRA's vector also has another name in the module,
+    although that program saves it under PEFT's name.
     """
     bare = saved_name(name).removeprefix(PREFIX)
     is_vector = bare.endswith(".lora_magnitude_vector")
@@ -86,9 +87,9 @@ def other_adapters(names: Iterable[str]) -> list[str]:
 
 
 def missing_bases(names: Collection[str]) -> list[str]:
-    """The base weights of adapted embeddings that are not among `names`.
+    """The base weights of adapted embeddings that are missing among `names`.
 
-    PEFT saves these weights with an adapter.
+    PEFT saves the embedding's own weight together with its adapter.
     """
     layers = {match["layer"] for name in names if (match := EMBEDDING.match(name))}
     return sorted({f"{layer}.base_layer.weight" for layer in layers} - set(names))
@@ -97,8 +98,8 @@ def missing_bases(names: Collection[str]) -> list[str]:
 def is_saved_base(name: str, config: Mapping[str, Any]) -> bool:
     """Whether PEFT saves this tensor of the base model with its adapter (0.21).
 
-    These are biases, if the adapter trains them, and the weight of an adapted embedding: no other
-    file has rows that were added for new tokens (`save_embedding_layers`).
+    PEFT saves biases that the adapter trains, and the weight of an adapted embedding, because rows
+    for new tokens are in no other file (`save_embedding_layers`).
     """
     if "bias" in name:
         of_layer = name.endswith(".base_layer.bias")
@@ -110,10 +111,10 @@ def is_saved_base(name: str, config: Mapping[str, Any]) -> bool:
 
 
 def is_adapter_alone(names: Collection[str]) -> bool:
-    """Whether these are names of an adapter's tensors without its base model.
+    """Whether a checkpoint with these tensors contains an adapter without its base model.
 
-    The names of a base model include its second names of tied weights, and its buffers. PEFT saves
-    an adapted embedding with its base weights; a base model has the base weights of every layer.
+    `names` include second names of tied weights, and buffers. An adapter may also contain the base
+    weight of an adapted embedding, but only a full model has base weights of all layers.
     """
     adapted = {match["layer"] for name in names if (match := ADAPTED.match(name))}
     based = {name.partition(".base_layer.")[0] for name in names if ".base_layer." in name}
@@ -127,7 +128,8 @@ def module_names(
 ) -> dict[str, str]:
     """Maps saved names to the module's names, where the two differ.
 
-    `names_in_module` are names of the module, from an optimizer; `config` is adapter_config.json.
+    `names_in_module` are the module's names that an optimizer states, and `config` is the content
+    of adapter_config.json.
     """
     of_module = {saved_name(name): name for name in names_in_module if is_adapters(name)}
     whole = (config or {}).get("modules_to_save") or ()

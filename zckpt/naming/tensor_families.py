@@ -1,13 +1,14 @@
-"""Rules by which known families of models cut their parameters over tensor ranks.
+"""Rules that say how tensor-parallel ranks slice the parameters of known families of models.
 
-Each family is a file of rules, as --tp-rules reads it: `REGEX = RULE`, the first match wins. The
-rules of Megatron-DeepSpeed are those of its `universal_checkpoint_info` (gpt_model.py, 2023).
-GPT-NeoX's are those of its converter (tools/ckpts/convert_neox_to_hf.py). Those of `llama` are what
-AutoTP of DeepSpeed 0.19.8 does. A rule `replicated` is proven when tensors are copied: all ranks
-must agree.
+A family is a text in the format of a --tp-rules file: lines `REGEX = RULE`, of which the first
+match counts. The rules of Megatron-DeepSpeed are those of its `universal_checkpoint_info`
+(gpt_model.py, 2023), and GPT-NeoX's those of its converter (tools/ckpts/convert_neox_to_hf.py). The
+rules of `llama` are what AutoTP of DeepSpeed 0.19.8 does. A wrong rule `replicated` is detected
+when tensors are copied, because the replicas of all ranks must be equal.
 
-If a GPT-NeoX model has `gpt_j_residual`, each rank adds its bias of a row-parallel layer before the
-ranks' outputs are added (ParallelTransformerLayer of transformer.py). No file states this setting.
+A GPT-NeoX model with `gpt_j_residual` is special: each rank adds its own bias of a row-parallel
+layer before the ranks' outputs are summed (ParallelTransformerLayer of transformer.py), so the full
+bias is the sum of the ranks' biases. No file states this setting.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Determines the dimension along which tensor ranks cut a parameter.
+"""Determines the dimension along which tensor-parallel ranks slice each parameter.
 
-No file of a rank shows it. The first of these that applies decides:
+The file of a single rank does not show it. The first of these that applies decides:
 
     --tp-rules          a file of rules, or the name of a family (tensor_families.py)
     the format          a rule of the engine, or facts in the files
 
-An error lists the names that neither decides; nothing is guessed. Each rule is checked against the
-shapes that the ranks state. A file of rules has lines such as
+If neither decides for a parameter, an error lists it; nothing is guessed. Each rule is checked
+against the shapes in the ranks' files. A file of rules has lines such as
 
-    .*\\.dense\\.weight = 1          columns; the first rule that fits the whole name counts
-    .*\\.qkv\\.weight = 0:64,16,16   rows; sub-parameters of these widths in the whole tensor
-    .*\\.gate_up\\.weight = 0:2x     rows; two sub-parameters of equal widths
-    .*norm.* = replicated          all ranks have the whole tensor
-    .*dense\\.bias = sum            each rank has a part, and the whole is the sum of the parts
+    .*\\.dense\\.weight = 1          columns; the first rule that matches the full name counts
+    .*\\.qkv\\.weight = 0:64,16,16   rows; fused sub-parameters with so many rows in all ranks
+    .*\\.gate_up\\.weight = 0:2x     rows; two fused sub-parameters of equal size
+    .*norm.* = replicated          all ranks have the full tensor
+    .*dense\\.bias = sum            the full tensor is the sum of the ranks' tensors
     embed\\.weight = vocab:50257    rows; those from 50257 on are padding
     include llama                  the rules of a family
 """
@@ -48,32 +48,32 @@ HELP = f"a rule is {', '.join(FORMS)} or {LAST_FORM}"
 
 
 class TensorRules(Protocol):
-    """Rules that decide how tensor ranks cut parameters (a file, a family, a checkpoint's info)."""
+    """Rules on how tensor-parallel ranks slice parameters: of a file, a family, or a checkpoint."""
 
     def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
-        """How a parameter is cut, given its shapes on the ranks; None if no rule is for it.
+        """How a parameter is sliced, given its shapes on the ranks; None if no rule matches it.
 
-        Raises if the shapes contradict the rule.
+        Raises an error if the shapes contradict the rule.
         """
 
 
 class TensorRule(Struct, frozen=True):
-    """One line of a file of rules: a pattern of names, and how ranks hold parameters like these."""
+    """One line of a file of rules: a pattern of names, and how ranks slice such parameters."""
 
     pattern: str
     placement: Placement
 
     def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
-        """How a matching parameter is cut; None if only the files can show it."""
+        """How a matching parameter is sliced; None if the rule leaves it to facts in the files."""
         return self.placement.sliced(shapes, self.misfit(name))
 
     def misfit(self, name: str) -> str:
-        """The start of a sentence about a parameter whose shapes do not fit the rule."""
+        """The beginning of an error message: the rule does not fit the parameter `name`."""
         return f"the rule `{self.pattern} = {self.placement.text}` does not fit {name}"
 
 
 class RuleFile(Struct, frozen=True):
-    """Rules that the user gives; `source` is the file or the family."""
+    """The rules of a file or family that the user chooses; `source` is its path or name."""
 
     source: str
     rules: Sequence[TensorRule]
@@ -92,7 +92,7 @@ class RuleFile(Struct, frozen=True):
         return None
 
     def doubts(self, names: Iterable[str]) -> list[Notice]:
-        """Warnings about the `names` for which no file confirms the family's rule."""
+        """Warns about parameters for which the family's rule may be wrong and no file tells."""
         if self.source not in DOUBTS:
             return []
         pattern, sentence = DOUBTS[self.source]
@@ -109,7 +109,7 @@ class RuleFile(Struct, frozen=True):
 def rules_of(source: str, of_json: Callable[[str], TensorRules] | None = None) -> TensorRules:
     """The rules of the family or file that `--tp-rules` names; raises WrongOption.
 
-    `of_json` makes rules from a JSON file, if the engine has rules of that form.
+    `of_json` parses rules in JSON, if the engine has such rules.
     """
     if source in FAMILIES:
         return RuleFile(source, _parsed(FAMILIES[source], source))
@@ -166,9 +166,9 @@ def shapes_by(
     whole: tuple[int, ...],
     candidates: Iterable[Shapes],
 ) -> tuple[Shapes, Sliced] | None:
-    """Finds shapes of the ranks' slices for which the rules give the full shape `whole`.
+    """Finds the shapes of the ranks' slices from which the rules make a tensor of shape `whole`.
 
-    Returns the first such item of `candidates`, and how the parameter is then cut; else None.
+    Returns the first such item of `candidates`, and how the parameter is sliced then; or None.
     """
     for shapes in candidates:
         try:
@@ -181,12 +181,12 @@ def shapes_by(
 
 
 def stated_rule(name: str, placement: Placement) -> TensorRules:
-    """Makes a rule for a single parameter of a source, from how the source states it is cut."""
+    """Makes a rule for the parameter `name`, whose slicing (`placement`) the source states."""
     return RuleFile("the source", [TensorRule(re.escape(name), placement)])
 
 
 def _first_sliced(rules: Sequence[TensorRules], name: str, shapes: Shapes) -> Sliced | None:
-    """How a parameter is cut, by the first rules that decide."""
+    """How a parameter is sliced, by the first of `rules` that matches it; None if none does."""
     return next((own for each in rules if (own := each.sliced(name, shapes)) is not None), None)
 
 
@@ -196,10 +196,10 @@ def _first_sliced(rules: Sequence[TensorRules], name: str, shapes: Shapes) -> Sl
 def decide(
     root: str, shapes: Mapping[str, Shapes], rules: Sequence[TensorRules], ranks: int
 ) -> dict[str, Sliced]:
-    """Decides how each parameter is cut over tensor ranks, by the first of `rules` that applies.
+    """Decides how tensor-parallel ranks slice each parameter, by the first of `rules` that applies.
 
-    Raises MissingData with the parameters that no rule covers, and InconsistentCheckpoint for cuts
-    that contradict each other.
+    `shapes` has a parameter's shapes on the ranks. Raises MissingData, which lists the parameters
+    that no rule matches, and InconsistentCheckpoint for slices that contradict each other.
     """
     decided: dict[str, Sliced] = {}
     undecided: dict[str, Shapes] = {}
@@ -215,7 +215,7 @@ def decide(
         if not sliced.slicing.covers() or sliced.slicing.numel != prod(sliced.shape):
             raise InconsistentCheckpoint(
                 "tp-rule-wrong",
-                f"{root}: the pieces of {name} do not have every element of shape "
+                f"{root}: the slices of {name} do not contain every element of shape "
                 f"{list(sliced.shape)} once",
                 hint="give rules with --tp-rules FILE",
                 file=root,
@@ -227,10 +227,10 @@ def decide(
 
 
 def _check_biases(root: str, decided: Mapping[str, Sliced]) -> None:
-    """Raises if a layer's bias and the rows of its weight are not cut alike.
+    """Raises WrongOption if a layer's bias is not sliced like the rows of its weight.
 
-    They must have as many elements as rows. Layers of GPT-2 in transformers are left out: their
-    weight is transposed (Conv1D).
+    A bias must have as many elements as the weight has rows. Layers of GPT-2 in transformers are
+    not checked, because their weights are transposed (Conv1D).
     """
     for name, sliced in decided.items():
         bias = decided.get(f"{name.removesuffix('.weight')}.bias")
@@ -265,9 +265,9 @@ def _check_biases(root: str, decided: Mapping[str, Sliced]) -> None:
 
 
 def _check_widths(root: str, decided: Mapping[str, Sliced]) -> None:
-    """Raises WrongOption if a rule assumes a wrong number of fused parts.
+    """Raises WrongOption if a rule assumes a wrong number of fused sub-parameters (gate and up).
 
-    The rows of a fused layer, per part, must be as many as the columns of the next layer.
+    The rows of a fused layer, divided by that number, must be the columns of the next layer.
     """
     for name, sliced in decided.items():
         for wide, narrow in WIDTHS:
@@ -292,9 +292,9 @@ def _check_widths(root: str, decided: Mapping[str, Sliced]) -> None:
 def _undecided(
     root: str, undecided: Mapping[str, Shapes], decided: Mapping[str, Sliced], ranks: int
 ) -> MissingData:
-    """The error for parameters that no rule covers.
+    """The error for parameters that no rule matches.
 
-    Its hint has a file of rules in which the user replaces each `?`.
+    Its hint contains a file of rules in which the user replaces each `?`.
     """
     names = [f"{name} {list(_first(shapes))}" for name, shapes in undecided.items()]
     lines: dict[str, str] = {}
@@ -307,15 +307,15 @@ def _undecided(
     text = "\n".join(f"  {pattern} = {rule}" for pattern, rule in lines.items())
     return MissingData(
         "cuts-unknown",
-        f"{root} has {counted(ranks, 'tensor rank')}, and nothing says how "
-        f"{counted(len(undecided), 'parameter')} are cut: {listed(names)}",
+        f"{root} has {counted(ranks, 'tensor-parallel rank')}, and nothing says how "
+        f"{counted(len(undecided), 'parameter')} are sliced: {listed(names)}",
         hint=f"{by_family}replace each ? and give the file with --tp-rules FILE; {HELP}:\n{text}",
         file=root,
     )
 
 
 def _fits(rules: TensorRules, undecided: Mapping[str, Shapes]) -> bool:
-    """Whether a family's rules cover all parameters that are undecided."""
+    """Whether a family's rules match all parameters in `undecided`, and fit their shapes."""
     try:
         return all(rules.sliced(*item) is not None for item in undecided.items())
     except WrongOption:

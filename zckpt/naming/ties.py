@@ -1,8 +1,9 @@
-"""Finds tied names (one weight) of a model, if a file has only one of them.
+"""Finds the second names of tied weights, if a file has only one of the names.
 
 `save_pretrained` writes a tied weight once, but the program that resumes asks for both names. zckpt
-reads the tie from config.json beside the file, with the names that each class of transformers ties
-(ties.json, generated from transformers 5.23), or from `--tie NAME=NAME`. It never guesses a tie.
+takes ties from config.json beside the file and from ties.json, the names that each class of
+transformers ties (generated from transformers 5.23), or from `--tie NAME=NAME`. It never guesses a
+tie.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ HEAD = re.compile(
 
 
 def stated_ties(config: Mapping[str, Any] | None, names: Collection[str]) -> dict[str, str]:
-    """The ties in config.json that a file has lost: second names, mapped to the owners' names.
+    """Maps second names of tied weights that a file lacks to the names that it has.
 
-    Only ties whose owner is among the file's `names`, and whose second name is not.
+    `config` is config.json, and `names` are the names in the file.
     """
     stored = set(names)
     pairs = of_config(config or {}).items()
@@ -40,7 +41,7 @@ def stated_ties(config: Mapping[str, Any] | None, names: Collection[str]) -> dic
 
 
 def of_config(config: Mapping[str, Any]) -> dict[str, str]:
-    """All second names that a configuration ties, with the names of their owners."""
+    """Maps all second names that a model's configuration ties to the first names of the weights."""
     classes = config.get("architectures")
     if not isinstance(classes, list) or not classes:
         return {}
@@ -56,7 +57,7 @@ def of_config(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _of_class(name: str) -> tuple[dict[str, str], bool]:
-    """The names that a class of transformers ties, and whether it does so by default."""
+    """Which names a class of transformers ties, and whether weights are tied by default."""
     table = json.loads(get_data(__package__, "ties.json") or b"")
     for line in table["ties"]:
         if name in line["classes"]:
@@ -65,9 +66,9 @@ def _of_class(name: str) -> tuple[dict[str, str], bool]:
 
 
 def with_ties(manifest: Manifest, pairs: Iterable[tuple[str, str]]) -> Manifest:
-    """Adds second names to parameters; `pairs` are (second name, owner's name).
+    """Adds second names (ties) to parameters; `pairs` are (second name, name in the source).
 
-    Raises WrongOption if the owner is unknown, or if the second name is a separate weight.
+    Raises WrongOption if the source lacks the weight, or if the second name is a separate weight.
     """
     parameters = dict(manifest.parameters)
     module = list(manifest.state.get("module") or ())
@@ -110,7 +111,7 @@ def of_root(pairs: Iterable[tuple[str, str]], root: str) -> list[tuple[str, str]
 
 
 def likely(manifest: Manifest) -> list[tuple[str, str]]:
-    """The second names of tied weights that the source may lack: pairs (second name, owner's name).
+    """Second names of tied weights that the source may lack, as pairs (second name, first name).
 
     There is at most one for each model.
     """
@@ -120,7 +121,7 @@ def likely(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _likely(manifest: Manifest, before: str) -> tuple[str, str] | None:
-    """The tie of embedding and head that a model may have lost; None if it has a head.
+    """A tie of the output layer with the embedding, if a model has no output layer; else None.
 
     `before` is the prefix of the model's names.
     """

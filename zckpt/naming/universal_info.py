@@ -1,14 +1,15 @@
-"""The rules in a `universal_checkpoint_info`, by which tensor ranks cut a model.
+"""The rules in a `universal_checkpoint_info`: how tensor-parallel ranks slice a model.
 
-Megatron-DeepSpeed has put the info into its client state since 10/2023, AutoTP into every model
-file since DeepSpeed 0.19. Patterns are regular expressions that match the beginning of a name.
-Their precedence and meaning are those of DeepSpeed 0.19.8, ds_to_universal.py `merge_tp_slices`:
+Megatron-DeepSpeed has put this dictionary into its client state since 10/2023, and AutoTP into
+every model file since DeepSpeed 0.19. Patterns are regular expressions that match the beginning of
+a name. Their precedence and meaning are those of DeepSpeed 0.19.8, ds_to_universal.py
+`merge_tp_slices`:
 
-    affine_map                                 boxes of the whole tensor, per rank
-    tp_replicated_parameter_patterns           all ranks have the same
-    parameter_to_average_patterns              all ranks have nearly the same
-    parameter_with_2_sub_params_cat_dim_0      rows of two fused halves
-    parameter_with_sub_params                  sub-parameters of a view of the tensor
+    affine_map                                 rectangular slices of the full tensor, per rank
+    tp_replicated_parameter_patterns           all ranks have the full tensor
+    parameter_to_average_patterns              all ranks have it, with small differences
+    parameter_with_2_sub_params_cat_dim_0      rows of each of two fused halves
+    parameter_with_sub_params                  slices of each sub-parameter, in a view of the tensor
     parameter_with_row_parallelism_patterns    columns
     any other                                  rows
 """
@@ -56,9 +57,9 @@ None for the list in which each pattern states a view of its own.
 
 
 class UniversalInfo:
-    """The rules of one `universal_checkpoint_info`.
+    """The slicing rules in one `universal_checkpoint_info` of DeepSpeed.
 
-    Raises UnsupportedCheckpoint or InconsistentCheckpoint for a form that zckpt does not know.
+    Raises UnsupportedCheckpoint or InconsistentCheckpoint for a structure that is not known.
     """
 
     def __init__(self, info: Mapping[str, Any]) -> None:
@@ -76,7 +77,7 @@ class UniversalInfo:
         self.vocabulary = vocabulary if isinstance(vocabulary, int) else None
 
     def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
-        """How a parameter is cut over tensor ranks, by the first list of patterns that matches.
+        """How tensor-parallel ranks slice a parameter, by the first list of patterns that matches.
 
         None if AutoTP has listed the parameter as unsupported.
         """
@@ -111,16 +112,18 @@ class UniversalInfo:
     def _of_view(
         self, name: str, pattern: str, view_facts: Mapping[str, Any], shapes: Shapes
     ) -> Sliced:
-        """The cut of a tensor whose sub-parameters lie along one axis of a view of the tensor.
+        """How a tensor is sliced whose fused sub-parameters lie along one axis of a view of it.
 
-        The view's entry for that axis has their widths, or before version 0.4 of the info a number,
-        their count. The other entries are sizes, -1 for any.
+        `view_facts` has the view's shape. For that axis, the shape has the sizes of the
+        sub-parameters, or their number (before version 0.4 of the info). -1 stands for any size.
         """
         known_shapes, ranks = [shape for shape in shapes if shape is not None], len(shapes)
         axis, view = int(view_facts["partition_dim"]), list(view_facts["shape"])
         says = f"`{PARTS}` of the checkpoint does not fit {name}"
         if len(known_shapes) < ranks or not 0 <= axis < len(view):
-            raise InconsistentCheckpoint("tp-rule-wrong", f"{says}: it cuts axis {axis} of {view}")
+            raise InconsistentCheckpoint(
+                "tp-rule-wrong", f"{says}: it slices axis {axis} of the shape {view}"
+            )
         widths = self._widths(pattern, view[axis], known_shapes, axis, says)
         sizes = [sum(size) if isinstance(size, (tuple, list)) else size for size in view]
         sizes[axis] = sum(map(sum, widths))
@@ -132,7 +135,7 @@ class UniversalInfo:
         elements = [prod(shape) for shape in pieces.slices]
         if pieces.numel != total or elements != [prod(shape) for shape in known_shapes]:
             raise InconsistentCheckpoint(
-                "tp-rule-wrong", f"{says}: the ranks hold {[list(s) for s in known_shapes]}"
+                "tp-rule-wrong", f"{says}: its shapes are {[list(s) for s in known_shapes]}"
             )
         whole = _whole_shape(known_shapes, axis, outer, inner, says)
         is_row = (outer, inner) == (prod(whole[:axis]), prod(whole[axis + 1 :]))
@@ -147,9 +150,9 @@ class UniversalInfo:
         axis: int,
         says: str,
     ) -> Sequence[Sequence[int]]:
-        """The width of each sub-parameter on each rank.
+        """The size of each sub-parameter along `axis` on each rank.
 
-        Files state it since version 0.4. Before, all ranks have equal widths.
+        Files state it since version 0.4 of the info. Before, all ranks have equal sizes.
         """
         ranks, version = len(shapes), self.info.get("universal_checkpoint_version")
         parts = tuple(parts_in_view) if isinstance(parts_in_view, (tuple, list)) else None
@@ -159,7 +162,7 @@ class UniversalInfo:
             fits = parts in (None, tuple(map(sum, widths)))
             if not widths or not fits or any(len(part) != ranks for part in widths):
                 raise InconsistentCheckpoint(
-                    "tp-rule-wrong", f"{says}: the widths of its parts are {widths}"
+                    "tp-rule-wrong", f"{says}: the sizes of its parts are {widths}"
                 )
             return widths
         if parts is None:
@@ -173,15 +176,15 @@ class UniversalInfo:
         if split is None:
             raise InconsistentCheckpoint(
                 "tp-rule-wrong",
-                f"{says}: {ranks} ranks cannot share sub-parameters of {list(parts)}",
+                f"{says}: {ranks} ranks cannot share sub-parameters of sizes {list(parts)}",
             )
         return split
 
 
 def _by_rows(name: str, shapes: Shapes, used: int | None) -> Sliced | None:
-    """The cut of a parameter by rows; of a vocabulary, only the first `used` rows are not padding.
+    """Slices a parameter by rows. `used` is the number of vocabulary rows without padding, or None.
 
-    In both cases the placement is that of a cut by rows.
+    For a vocabulary, the rows after `used` are checked as padding.
     """
     rule = TensorRule(".*", Cut(0))
     if used is None:
@@ -194,17 +197,17 @@ def _fitting(patterns: Iterable[str], name: str) -> Iterator[str]:
 
 
 def of_json(text: str) -> UniversalInfo:
-    """The rules of a --tp-rules file with a `universal_checkpoint_info` as JSON."""
+    """Parses a --tp-rules file that contains a `universal_checkpoint_info` as JSON."""
     return UniversalInfo(json.loads(text))
 
 
 def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[str, Any]:
-    """The `universal_checkpoint_info` as a run with `ranks` tensor ranks would have it.
+    """Changes a `universal_checkpoint_info` for a run with `ranks` tensor-parallel ranks.
 
-    All tensors are then cut evenly. The info is unchanged if its affine map is for `ranks` ranks. A
-    view whose sub-parameters cannot be cut evenly loses its widths. The affine map is left out,
-    because DeepSpeed makes it again. The map may have been the only evidence that parameters are
-    `whole` on each rank, so their names become patterns.
+    It is unchanged if its affine map is for so many ranks. Otherwise the affine map is left out:
+    DeepSpeed makes it again. Fused sub-parameters are divided evenly among the ranks; if that is
+    impossible, their sizes are left out. `whole` are parameters that each rank has completely: they
+    are added to the list of replicated ones, because only the affine map may have shown this.
     """
     maps = ((info.get("affine_map") or {}).get("params") or {}).values()
     if maps and all(len(each.get("ranks") or ()) == ranks for each in maps):
@@ -226,11 +229,10 @@ def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[
 def _whole_shape(
     shapes: Sequence[tuple[int, ...]], axis: int, outer: int, inner: int, says: str
 ) -> tuple[int, ...]:
-    """The full tensor's shape, from the slices' shapes and the axis of the view that is cut.
+    """The full tensor's shape, computed from the slices' shapes and the view's axis that is sliced.
 
-    Only the dimension that contains this axis grows; in all others the ranks must agree. A
-    dimension of one element, as in a slice of one head, contains only the axis with the same
-    number.
+    Only the dimension that contains this axis differs between the slices and the full tensor. If a
+    slice has several dimensions of size 1, as for one head, that with the axis's number is used.
     """
     first, total = shapes[0], sum(map(prod, shapes))
     sides = [(prod(first[:dim]), prod(first[dim + 1 :])) for dim in range(len(first))]
@@ -242,7 +244,7 @@ def _whole_shape(
     ]
     if not fitting:
         raise InconsistentCheckpoint(
-            "tp-rule-wrong", f"{says}: no dimension of {list(first)} is cut"
+            "tp-rule-wrong", f"{says}: no dimension of {list(first)} can be the sliced one"
         )
     dim = max(fitting, key=lambda dim: (sides[dim] == (outer, inner), dim == axis))
     before, behind = sides[dim]
@@ -253,9 +255,9 @@ def _whole_shape(
 
 
 def _by_map(name: str, piece_map: Mapping[str, Any], shapes: Shapes, rows: int | None) -> Sliced:
-    """The cut of a parameter as its affine map states it: offsets and strides of each piece.
+    """How a parameter is sliced according to its affine map: offsets and strides of each piece.
 
-    The form is that of DeepSpeed's checkpoint/affine.py.
+    The structure is that of DeepSpeed's checkpoint/affine.py.
     """
     whole = tuple(piece_map["logical_shape"])
     by_rank = {int(rank): value for rank, value in piece_map["ranks"].items()}
@@ -283,7 +285,7 @@ def _by_map(name: str, piece_map: Mapping[str, Any], shapes: Shapes, rows: int |
             if float(piece.get("scale", 1.0)) != 1.0:
                 raise UnsupportedCheckpoint(
                     "grid-unsupported",
-                    f"{says} holds a share of the sum of all ranks (scale {piece['scale']:g})",
+                    f"{says}: the full tensor is a sum over the ranks (scale {piece['scale']:g})",
                     hint="zckpt does not divide or add tensors; DeepSpeed refuses it too",
                 )
             sizes = tuple(piece["shape"])
@@ -304,9 +306,9 @@ def _by_map(name: str, piece_map: Mapping[str, Any], shapes: Shapes, rows: int |
 
 
 def _corner(shape: Sequence[int], sizes: Sequence[int], view: Any, says: str) -> tuple[int, ...]:
-    """The offsets of a strided view's first element along each axis.
+    """The position along each axis of the first element of a strided view in a tensor.
 
-    Raises UnsupportedCheckpoint if the view is no box.
+    Raises UnsupportedCheckpoint if the view is not a rectangular slice.
     """
     offset, strides = int(view[0]), list(view[1])
     steps = row_major(shape)

@@ -1,14 +1,12 @@
-"""Views of tensors that are cut, joined, turned or dealt out of others.
+"""Views of tensors in files: slicing, joining, transposing and reordering without reading a byte.
 
-A view has the axes that a program gives a tensor, and the boxes that contain its elements. An axis
-may be folded: it then has several lengths, the last one fastest, and boxes can order these lengths
-differently. So dealing the rows of two halves alternately cuts no box into rows:
+A view has a shape, and boxes: strided slices of the files' bytes that contain its elements. An axis
+may be folded into several lengths (like a reshape), and these can be permuted. So the rows of two
+halves can be interleaved without splitting a box into single rows:
 
     axis of 6 rows         [ 0 1 2 3 4 5 ]
     folded into (2, 3)     [[0 1 2] [3 4 5]]
-    turned to (3, 2)       [[0 3] [1 4] [2 5]]     rows 0 3 1 4 2 5
-
-No byte is read.
+    permuted to (3, 2)     [[0 3] [1 4] [2 5]]     rows 0 3 1 4 2 5
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ Lengths = tuple[int, ...]
 
 
 class View(Struct, frozen=True):
-    """A tensor as boxes of bytes in files.
+    """A tensor as boxes (strided slices) of bytes in files.
 
     `axes` has the lengths of each axis (several if it is folded); `size` is bytes per element.
     """
@@ -54,22 +52,22 @@ class View(Struct, frozen=True):
 
     @property
     def fragments(self) -> Fragments:
-        """The boxes as fragments of a tensor of this shape, with the same row-major elements."""
+        """The tensor as fragments of a manifest (byte ranges of files), in row-major order."""
         return boxes(self.boxes)
 
     def place(self, axis: int) -> int:
-        """The index of an axis's first length among the lengths of all axes, in their order."""
+        """The index of an axis's first length in `axes`, counting all lengths of folded axes."""
         return sum(len(lengths) for lengths in self.axes[:axis])
 
 
 def view_of(fragments: Fragments, shape: Sequence[int], size: int) -> View:
-    """The view of a full tensor; its axes have one length each."""
+    """A view of the complete tensor with these fragments; no axis is folded."""
     axes = tuple((length,) for length in shape)
     return View(axes, tuple(boxes_in(fragments, shape, size)), size)
 
 
 def zeros(shape: Sequence[int], size: int) -> View:
-    """The view of a tensor of zeros, which needs no bytes of a file."""
+    """A view of a tensor of zeros, which needs no bytes of a file."""
     extent = Extent(ZEROS, 0, prod(shape) * size)
     box = strided(shape, strides=row_major(shape), first=0, size=size, extent=extent)
     return View(tuple((length,) for length in shape), (box,), size)
@@ -85,9 +83,9 @@ def cut(view: View, axis: int, length: int) -> list[View]:
 
 
 def parted(view: View, axis: int, lengths: Sequence[int]) -> list[View]:
-    """Cuts a view along an axis that is not folded into parts of these lengths.
+    """Cuts a view into parts of these lengths along an axis that is not folded.
 
-    The lengths add up to the axis.
+    The sum of the lengths must be the axis's length.
     """
     place = view.place(axis)
     starts = list(accumulate(lengths, initial=0))[:-1]
@@ -115,7 +113,7 @@ def parted(view: View, axis: int, lengths: Sequence[int]) -> list[View]:
 
 
 def unstacked(view: View, axis: int) -> list[View]:
-    """Separates the elements of an axis: one view for each, without that axis."""
+    """Returns one view for each index along an axis, without that axis (like torch.unbind)."""
     place = view.place(axis)
     parts = cut(view, axis, 1)
     inner = [[_each(box, lambda values: _with(values, place)) for box in p.boxes] for p in parts]
@@ -126,8 +124,8 @@ def unstacked(view: View, axis: int) -> list[View]:
 def joined(views: Sequence[View], axis: int) -> View:
     """Concatenates tensors along an axis; along its first length if it is folded.
 
-    An axis that only some tensors have folded is folded in the others too. Raises ValueError for
-    lengths that differ elsewhere.
+    An axis that is folded in some tensors is folded in the others too. Raises ValueError if lengths
+    of other axes differ.
     """
     finest = max((view.axes[axis] for view in views), key=len)
     views = [
@@ -171,7 +169,7 @@ def folded(view: View, axis: int, inner: Sequence[int]) -> View:
 
 
 def dealt(view: View, axis: int, order: Sequence[int]) -> View:
-    """Permutes the lengths of a folded axis, and so the order of the axis's elements.
+    """Permutes the lengths of a folded axis, which reorders the elements along the axis.
 
     `order` has the indexes of the old lengths, in the new order.
     """
@@ -190,7 +188,7 @@ def split(view: View, axis: int, count: int) -> View:
 
 
 def flattened(view: View, axis: int) -> View:
-    """Makes one axis of an axis and the next one."""
+    """Merges an axis and the next one into one axis."""
     together = (*view.axes[axis], *view.axes[axis + 1])
     return View((*view.axes[:axis], together, *view.axes[axis + 2 :]), view.boxes, view.size)
 
@@ -205,9 +203,9 @@ def _ordered(view: View, axes: tuple[Lengths, ...], places: Sequence[int]) -> Vi
 
 
 def _folded(box: Box, place: int, lengths: Lengths) -> Iterator[Box]:
-    """Splits a box where the fold of the length at `place` into `lengths` would break it.
+    """Replaces a box's length at index `place` by several `lengths`, as when the axis is folded.
 
-    Yields boxes in which `lengths` replace that length.
+    Yields several boxes if the result is not rectangular.
     """
     steps = row_major(lengths)
     start, stride = box.offsets[place], box.strides[place]
@@ -233,7 +231,7 @@ def _box(
     *,
     later: int = 0,
 ) -> Box:
-    """A box with other lengths over the bytes of `box`, from its element `later` on."""
+    """A box of another shape over the bytes of `box`, beginning with its element `later`."""
     return Box(
         whole=whole,
         offsets=offsets,
@@ -246,10 +244,10 @@ def _box(
 
 
 def _each(box: Box, change: Callable[[Lengths], Lengths]) -> Box:
-    """Applies `change` to the lengths, offsets, sizes and strides of a box."""
+    """A box with `change` applied to each of its lengths, offsets, sizes and strides."""
     return _box(box, *map(change, (box.whole, box.offsets, box.sizes, box.strides)))
 
 
 def _with(values: tuple[T, ...], place: int, *new: T) -> tuple[T, ...]:
-    """Replaces the value at `place` by the values `new`, of which there may be none or several."""
+    """Replaces the value at index `place` of a tuple by the values `new` (none, one or several)."""
     return (*values[:place], *new, *values[place + 1 :])

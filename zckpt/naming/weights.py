@@ -1,9 +1,10 @@
-"""The weights that `from_pretrained` asks for, and the prefix under which a source has all.
+"""Checks that a source has all weights for which `from_pretrained` asks, and finds their prefix.
 
-weights.json has the names of 1,651 classes of transformers (5.24), made by `python -m
-tests.weight_names`. It contains a name if the class has it for all settings of its configuration:
-without it, that part of the model would keep random numbers. A prefix of the names shows that the
-model was an attribute of what was trained (`self.llm = AutoModelForCausalLM...`).
+weights.json lists the weights of 1,651 model classes of transformers (5.24); `python -m
+tests.weight_names` makes it. It lists only weights that a class has for all settings of its
+configuration. If one is missing, a part of the model would keep random numbers. The source's names
+may have a prefix, if the model was an attribute of the trained module (`self.llm =
+AutoModelForCausalLM...`).
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ NUMBER, OF_PEFT = "#", "base_model."
 
 
 class Settled(Struct, frozen=True):
-    """A source under the names that its model's class asks for, and warnings for the user.
+    """A source with the names for which its model's class asks, and warnings for the user.
 
-    `is_asked` is False if zckpt does not know the weights of the class.
+    `is_asked` is False if the names were not checked, because the class is not in the table.
     """
 
     source: Manifest
@@ -41,16 +42,16 @@ class Settled(Struct, frozen=True):
 def settled(source: Manifest, config: Mapping[str, Any]) -> Settled:
     """Removes a prefix from the source's names if from_pretrained finds all weights only then.
 
-    `config` names the model class. Raises MissingData if a weight of the class would be missing,
-    and AmbiguousCheckpoint if the source has several models of the class.
+    `config` is config.json, which names the model class. Raises MissingData if the source lacks a
+    weight of the class, and AmbiguousCheckpoint if it has several models of the class.
     """
     asked = Asked.by(config)
     if asked is None:
         classes = config.get("architectures")
         name = classes[0] if isinstance(classes, list) and classes else None
         message = (
-            f"config.json names {name or 'no class'}, whose weights zckpt does not know: "
-            "whether from_pretrained finds all of them was not asked"
+            f"config.json names {name or 'no class'}, whose weights zckpt does not know, so it did "
+            "not check whether from_pretrained finds all of them"
         )
         return Settled(source, False, (warning("not-compared", message, subject=name),))
     names = names_of(source)
@@ -70,7 +71,7 @@ def settled(source: Manifest, config: Mapping[str, Any]) -> Settled:
 
 
 def _without(prefix: str, so_that: str) -> Notice:
-    message = f"{prefix}: names lose this prefix, so that {so_that}"
+    message = f"{prefix}: this prefix is removed from the names, so that {so_that}"
     return warning("name-changed", message, subject=prefix)
 
 
@@ -89,15 +90,18 @@ def settled_adapter(source: Manifest, _config: Mapping[str, Any]) -> Settled:
         return Settled(renamed(source, [(f"^{re.escape(front)}", "")]), True, (said,))
     raise MissingData(
         "program-does-not-fit",
-        f"{source.root} has adapters whose names do not begin with {OF_PEFT} alike, so that "
-        f"PEFT would leave them at random: {listed(names, 3)}",
-        hint=f"give one of them the names that PEFT has: --rename '^FRONT={peft.PREFIX}'",
+        f"{source.root} has adapter weights with different prefixes before {OF_PEFT}, so PEFT "
+        f"would not load them: {listed(names, 3)}",
+        hint=f"give one adapter PEFT's prefix: --rename '^FRONT={peft.PREFIX}'",
         file=source.root,
     )
 
 
 def _prefix(source: Manifest, names: Collection[str], asked: Asked) -> str:
-    """The prefix that the class's weights have in the source; "" if they have none."""
+    """The prefix of the class's weights in the source; "" if they have none.
+
+    Raises MissingData if weights are missing, and AmbiguousCheckpoint for several models.
+    """
     prefixes = asked.prefixes(names)
     lacking = {
         (prefix, as_base): asked.missing(_below(names, prefix), as_base)
@@ -127,7 +131,7 @@ def _prefix(source: Manifest, names: Collection[str], asked: Asked) -> str:
     raise MissingData(
         "program-does-not-fit",
         f"{source.root} lacks {counted(len(missing), 'weight')} of {asked.name}, which "
-        f"from_pretrained would leave at random: {listed(missing, 3)}"
+        f"from_pretrained would initialize at random: {listed(missing, 3)}"
         + (f" (below {best})" if best else ""),
         hint=f"if they have other names in the source: {first}, or --rename 'OLD={missing[0]}'; if "
         f"one is a second name of another weight: --tie {missing[0]}=OWNER",
@@ -140,10 +144,10 @@ def _below(names: Collection[str], prefix: str) -> set[str]:
 
 
 class Asked(Struct, frozen=True):
-    """The names of the weights that a model class asks for; `#` in them is a layer's number.
+    """The weights for which a model class asks; `#` in a name stands for a layer's number.
 
-    `base` is the class's `base_model_prefix`: from_pretrained also finds weights that lack it, or
-    have it once more. `ties` are second names, whose weights need not be saved.
+    `base` is the class's `base_model_prefix`: from_pretrained also finds names without it, or with
+    it twice. `ties` are second names of tied weights, which need not be saved.
     """
 
     name: str
@@ -167,9 +171,9 @@ class Asked(Struct, frozen=True):
         return cls(str(name), about["prefix"], patterns, ties.of_config(config), rules_of(config))
 
     def prefixes(self, names: Collection[str]) -> list[str]:
-        """Prefixes that the source's names of this class may have.
+        """Possible prefixes of the class's weights in the source.
 
-        Found by names that end with a weight's name: `llm.` in `llm.lm_head.weight`.
+        They are found from names that end with a weight's name: `llm.` in `llm.lm_head.weight`.
         """
         ends = [*(p for p in self.patterns if NUMBER not in p), *self.patterns[:1]]
         ends += [pattern.removeprefix(f"{self.base}.") for pattern in ends]
@@ -182,7 +186,7 @@ class Asked(Struct, frozen=True):
         return sorted(f"{prefix}." for prefix in fronts)
 
     def has(self, name: str) -> bool:
-        """Whether a name may belong to the class: it begins with one of the class's modules."""
+        """Whether a name may be a weight of the class: it begins with a module of the class."""
         tops = {pattern.partition(".")[0] for pattern in self.patterns}
         inside = {
             pattern.removeprefix(f"{self.base}.").partition(".")[0] for pattern in self.patterns
@@ -214,7 +218,7 @@ class Asked(Struct, frozen=True):
         return lacking
 
     def _numbered(self, names: Collection[str]) -> Iterator[tuple[str, int]]:
-        """Yields the layers in the names: the text before the number, and the number."""
+        """Yields the layers that occur in names: the text before the number, and the number."""
         fronts = {p.partition(NUMBER)[0] for p in self.patterns if NUMBER in p}
         for name in names:
             for front in fronts:
@@ -224,7 +228,10 @@ class Asked(Struct, frozen=True):
                         yield front, int(digits)
 
     def _is_in(self, names: Collection[str], name: str, as_base: bool) -> bool:
-        """Whether from_pretrained finds a weight: under its name, a file's name, or a tied name."""
+        """Whether from_pretrained finds the weight `name` among `names`, also under other names.
+
+        Those are the name in older files, and the name of a tied weight.
+        """
         tied = [self.ties.get(name), *(a for a, owner in self.ties.items() if owner == name)]
         for spelled in filter(None, (name, *tied)):
             if not self._spellings(spelled, as_base).isdisjoint(names):
@@ -232,9 +239,9 @@ class Asked(Struct, frozen=True):
         return self.rules is not None and self.rules.converter(name) is not None
 
     def _spellings(self, name: str, as_base: bool) -> set[str]:
-        """All names under which from_pretrained finds a weight.
+        """All names under which from_pretrained finds the weight `name`.
 
-        Also works for the beginning of names.
+        `name` may also be only the beginning of a name.
         """
         names = {name, self.rules.renamed(name) if self.rules else name}
         if not as_base or not self.base:
@@ -248,9 +255,9 @@ class Asked(Struct, frozen=True):
 
 
 def _names(tree: Any, parts: Sequence[Any], front: str = "") -> Iterator[str]:
-    """Yields the names in a tree of the table: the words on each path, joined by dots.
+    """Yields the names in a nested dictionary of the table: the keys on each path, joined by dots.
 
-    A number in the tree refers to an item of `parts`, which several models share.
+    A number in it is the index of a subtree in `parts`, which several models share.
     """
     for word, inner in (parts[tree] if type(tree) is int else tree).items():
         if inner == {}:

@@ -1,12 +1,13 @@
-"""Calls subscribers at the backward of every call of a module.
+"""Calls subscribers in the backward pass of each module call.
 
-    pre_backward_module     the first gradient of an output is known, and the engine has gathered
-    gradient_tensor         each gradient of an output, which may be changed
+    pre_backward_module     the first gradient of an output is known, and weights are gathered
+    gradient_tensor         called with each gradient of an output, and may change it
     post_backward_module    the gradients of all inputs are known; at the end if no input has one
 
-Engines act at gradients too: ZeRO stage 3 wraps the outputs and inputs of a module, FSDP2 hooks its
-output tensors. zckpt hooks the nodes of the graph, which run after the hooks of tensors, and the
-inputs as the module receives them. So the weights are gathered when each of the methods is called.
+Engines use hooks too: ZeRO stage 3 wraps the outputs and inputs of a module, and FSDP2 hooks its
+output tensors. zckpt hooks the nodes of the autograd graph, which run after hooks on tensors, and
+the inputs that the module itself receives. So the weights are gathered when these methods are
+called.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ Change = Callable[[str, Tensor], Tensor]
 
 
 class Call(Struct, eq=False):
-    """One call of a module, and what to do in its backward.
+    """One call of a module, and the functions to call in its backward pass.
 
-    `before` and `after` are called once in each backward. `change` is called with the path of an
-    output and its gradient, and returns the gradient.
+    `before` and `after` are called once per backward pass. `change` is called with the path of an
+    output and its gradient, and returns the gradient to use.
     """
 
     before: Callable[[], None]
@@ -42,7 +43,7 @@ class Call(Struct, eq=False):
     _arrived: int = 0
 
     def watch(self, inputs: Iterable[Tensor], outputs: Sequence[tuple[str, Tensor]]) -> list[Any]:
-        """Hooks the nodes of the outputs, and the inputs.
+        """Registers hooks on the graph nodes of the outputs, and on the inputs.
 
         Returns the handles of hooks on leaf tensors, which the caller must remove.
         """
@@ -86,10 +87,10 @@ class Call(Struct, eq=False):
 
 
 def _hook(node: Any, begin: Callable[[Sequence[Any]], tuple[Any, ...]]) -> None:
-    """Calls `begin` before the backward of a node.
+    """Registers `begin` to be called before the backward pass of a graph node.
 
-    If several calls hook one node, the last one is called first: a module that returns the output
-    of an inner module begins its backward before the inner module.
+    If several modules hook the same node, the last hook runs first: a module that returns the
+    output of an inner module begins its backward pass before the inner module.
     """
     hooks = node.metadata.setdefault(KEY, [])
     hooks.append(begin)

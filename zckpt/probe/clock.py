@@ -17,7 +17,7 @@ from ..errors import WrongOption
 
 
 class Clock(Struct, eq=False):
-    """The number of completed updates, from a function or from a counter."""
+    """Counts the completed updates itself, or asks a function for their number."""
 
     source: int | Callable[[], int]
 
@@ -25,7 +25,7 @@ class Clock(Struct, eq=False):
         return int(self.source()) if callable(self.source) else self.source
 
     def advance(self) -> None:
-        """Counts an update. Raises WrongOption if a function counts them."""
+        """Counts one more update. Raises WrongOption if a function counts the updates."""
         if callable(self.source):
             raise WrongOption(
                 "options-conflict",
@@ -40,7 +40,10 @@ def is_engine(model: nn.Module) -> bool:
 
 
 def clock_of(model: nn.Module, step: int | Callable[[], int] | None) -> Clock:
-    """The clock of `record(model, step=step)`. Raises WrongOption if nothing counts updates."""
+    """The counter of updates for `record(model, step=step)`.
+
+    Raises WrongOption if neither the engine nor `step` tells the number of completed updates.
+    """
     if step is not None:
         return Clock(step)
     if is_engine(model):

@@ -1,15 +1,15 @@
-"""Finds the first big difference of two recorded runs, and what it tells about the cause.
+"""Finds the first big difference of two recorded runs, and its likely cause.
 
-Records are aligned by step, batch, kind and key, in the order of the first run. distances.py
-measures the distance of two records.
+A record is a line about one tensor. Records of both runs are paired by step, batch, kind and key,
+in the order of the first run. distances.py measures the distance of two records.
 
-A difference is big if it exceeds the tolerance of its type. If two runs of the original program
-were recorded, a difference is big if it exceeds four times the noise between these two. As long as
-these two runs are equal bit for bit, every difference is big.
+A difference is big if it exceeds the tolerance for the tensor's type. If a second run of the
+original program was recorded, a difference is big if it exceeds four times the noise between these
+two runs. Where these two are equal bit for bit, every difference is big.
 
-Runs with different numbers of ranks are merged first (merging.py). Their sums are computed in
-different orders. The rounding error of a sum over W ranks grows with the root of W, and every
-update adds an error to the weights. So the tolerance is multiplied by the root of the larger W, and
+Runs with different numbers of ranks are merged first (merging.py). They compute sums in different
+orders. The rounding error of a sum over W ranks grows with the square root of W, and every update
+adds an error to the weights. So the tolerance is multiplied by the square root of the larger W, and
 by the number of updates since the first step.
 """
 
@@ -36,7 +36,7 @@ NOISE = 4  # times the noise between one pair of runs
 
 
 class Event(Struct, frozen=True):
-    """A pair of records of both runs, their distance, and the tolerated distance."""
+    """A record of one run and the same record of the other, their distance, and the tolerance."""
 
     rank: int
     number: int
@@ -71,7 +71,7 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
         raise WrongOption(
             "nothing-to-compare",
             f"{noise.path} is a run of {noise.world} ranks, and {a.path} of {a.world}",
-            hint="--noise takes a second run of the program of the first run, on as many ranks",
+            hint="give --noise a second run of the first run's program, on as many ranks",
         )
     notes = [*a.notes, *b.notes, *(noise.notes if noise else ())]
     worlds, unmerged = (a.world, b.world), list[Notice]()
@@ -84,7 +84,7 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
     if not events:
         raise MissingData(
             "nothing-to-compare",
-            f"{a.path} and {b.path} share no record",
+            f"{a.path} and {b.path} have no record in common",
             hint=f"steps {_range(a.steps)} and {_range(b.steps)}; keys such as "
             f"{_example(a)} and {_example(b)}",
             file=a.path,
@@ -99,7 +99,7 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
 
     def described(event: Event) -> Report:
         if is_merged and not event.is_big:
-            return _described(event, "sums in another order explain a difference of this size")
+            return _described(event, "sums in another order can cause a difference of this size")
         return _described(
             event, meaning(event.a, event.b, event.what, event.rank, about, is_merged)
         )
@@ -134,7 +134,7 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
 
 
 def _equal_weights(events: Sequence[Event], is_merged: bool) -> dict[tuple[int, int, str], bool]:
-    """Whether parameters are equal in both runs, by rank, step and key.
+    """Maps rank, step and name of each recorded parameter to whether it is equal in both runs.
 
     In merged runs, parameters within the tolerance count as equal.
     """
@@ -146,12 +146,12 @@ def _equal_weights(events: Sequence[Event], is_merged: bool) -> dict[tuple[int, 
 
 
 def _not_compared(events: Sequence[Event], a: Run, b: Run) -> Iterator[Notice]:
-    """Notes about records without numbers, and about ranks that only one run has."""
+    """Yields notes about records without statistics, and about ranks that only one run has."""
     blind = [event.a for event in events if not has_numbers(event.a) or not has_numbers(event.b)]
     if blind:
         yield note(
             "not-compared",
-            f"without numbers, {counted(len(blind), 'record')}, such as {_name(blind[0])}: only "
+            f"{counted(len(blind), 'record')} without statistics, such as {_name(blind[0])}: only "
             "shapes were compared",
         )
     if one_sided := sorted(set(a.ranks) ^ set(b.ranks)):
@@ -163,7 +163,7 @@ def _about_merging(worlds: tuple[int, int], order: str) -> Notice:
     rows = {
         "first": "the rows of all ranks are joined, those of rank 0 first",
         "in turns": "the rows of all ranks are joined, one row of each rank in turns",
-        "unknown": "ranks take other rows, so what depends on the order of rows is not compared",
+        "unknown": "ranks get other rows, so what depends on the order of rows is not compared",
     }[order]
     return note(
         "not-exact",
@@ -173,9 +173,10 @@ def _about_merging(worlds: tuple[int, int], order: str) -> Notice:
 
 
 def aligned(a: Run, b: Run) -> tuple[list[Event], list[str], list[str]]:
-    """The pairs of records, by step and then in the order of `a`, and the unpaired records.
+    """Pairs the records of two runs; also returns the names of unpaired records of `a` and of `b`.
 
-    Unpaired records are listed only for steps that both runs have, first those of `a`.
+    Pairs are sorted by step, and within a step in the order of `a`. Unpaired records are listed
+    only for steps that both runs have.
     """
     events: list[Event] = []
     only_a, only_b = dict[str, None](), dict[str, None]()
@@ -209,10 +210,10 @@ def aligned(a: Run, b: Run) -> tuple[list[Event], list[str], list[str]]:
 def above_noise(
     events: Sequence[Event], a: Run, noise: Run, is_merged: bool
 ) -> tuple[list[Event], float]:
-    """Replaces the events' tolerances by tolerances from the noise; also returns the largest noise.
+    """Replaces the tolerances by four times the noise between runs `a` and `noise`.
 
-    For merged records, the noise is the maximum over ranks and batches, and the tolerance is never
-    below the tolerance for sums in another order.
+    Also returns the largest noise. For merged records, the noise is the maximum over ranks and
+    batches, and the tolerance is at least the tolerance for sums in another order.
     """
     measured: dict[tuple[Any, ...], float] = {}
     for event in aligned(a, noise)[0]:
@@ -241,7 +242,7 @@ def _place_of_noise(event: Event, is_merged: bool) -> tuple[Any, ...]:
 
 
 def metrics(events: Sequence[Event]) -> Report:
-    """The metrics that both runs have: their steps, and the mean of each step in both runs."""
+    """The metrics (such as the loss) that both runs have: steps, and the mean per step and run."""
     values: dict[str, dict[int, list[tuple[float, float]]]] = {}
     for event in events:
         if event.a.kind == "metric":
@@ -263,7 +264,7 @@ def _mean(values: Sequence[float]) -> Any:
 
 
 def heat(events: Sequence[Event], steps: Sequence[int]) -> Report:
-    """The largest distance of each module in each step; None if it was not recorded."""
+    """A heat map: the largest distance of each module in each step; None if not recorded."""
     columns = {step: column for column, step in enumerate(steps)}
     rows: dict[str, list[float | None]] = {}
     for event in events:

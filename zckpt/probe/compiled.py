@@ -1,9 +1,8 @@
-"""Tells which modules torch.compile compiled, and whether they can be recorded inside.
+"""Tells which modules torch.compile compiled, and whether the modules inside can be recorded.
 
-Hooks that torch must not compile split the graph. torch 2.13 allows this if the hooks exist before
-the first call, and if the graph may be split (not `fullgraph=True`). Code that was compiled before
-the hooks existed does not call them. Then only the inputs and outputs of the compiled module are
-recorded.
+Hooks cause graph breaks, because torch must not compile them. torch 2.13 allows this if the hooks
+exist before the first call, and without `fullgraph=True`. Code that was compiled before the hooks
+existed does not call them: then only inputs and outputs of the compiled module are recorded.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_one_graph(module: nn.Module) -> bool:
-    """Whether a compiled module must be one graph (`fullgraph=True`), which no hook may split.
+    """Whether a compiled module must be one graph (`fullgraph=True`), without hooks inside.
 
-    Also true if this version of torch does not show the option; then no hooks are put inside.
+    Also True if this version of torch does not tell the option: then no hooks are put inside.
     """
     return any(getattr(context, "fullgraph", True) for context in _contexts(module) or [None])
 

@@ -1,8 +1,8 @@
-"""The distance of two records of a tensor, and the tolerance for it.
+"""Computes the distance between two records of a tensor, and how large a distance is tolerated.
 
-Equal checksums mean equal bytes: the distance is 0. Otherwise the distance is the largest change of
-samples, extremes, mean and std. It is divided by the root mean square of the tensor, or by the
-number itself if that is larger. So a distance means the same for tensors of any scale.
+If the checksums are equal, the distance is 0. Otherwise it is the largest relative change of the
+samples, min, max, mean and std: the change divided by the root mean square of the tensor, or by the
+number itself if that is larger. So distances can be compared between tensors of any scale.
 
 An optimizer may turn the rounding error of a tiny gradient into a full update of one element. So
 for the samples of merged runs, the distance is the root mean square of all changes, not the largest
@@ -31,9 +31,9 @@ SMALLEST = 5e-324
 
 
 def tolerance(record: TensorRecord, narrowest: float) -> float:
-    """The distance up to which a difference of this record is tolerated.
+    """The distance up to which a difference of this record is tolerated, by the tensor's type.
 
-    `narrowest` is the tolerance of the narrowest type in the runs. It applies to metrics.
+    `narrowest` is the tolerance of the narrowest type in the runs. It is used for metrics.
     """
     if record.kind == "metric":
         return SAME if record.key.partition(".")[0] in EXACT else narrowest
@@ -41,7 +41,7 @@ def tolerance(record: TensorRecord, narrowest: float) -> float:
 
 
 def apart(a: TensorRecord, b: TensorRecord, is_merged: bool) -> tuple[float, str]:
-    """The distance of two tensors, and the two numbers that show it as a text."""
+    """The distance of two records, and a text with the two numbers that differ most."""
     if a.shape != b.shape:
         return math.inf, f"shape {list(a.shape)} against {list(b.shape)}"
     if a.dtype != b.dtype:
@@ -105,6 +105,6 @@ def _scale(record: TensorRecord) -> float:
 
 
 def has_numbers(record: TensorRecord) -> bool:
-    """Whether a record has numbers. Tensors on meta, sparse and released ones have none."""
+    """Whether a record has statistics; those of meta, sparse and released tensors have none."""
     measures = {"crc32", "mean"} if record.kind != "metric" else {"samples"}
     return not math.prod(record.shape) or not measures.isdisjoint(record.numbers)

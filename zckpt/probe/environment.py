@@ -1,6 +1,6 @@
-"""The header of a recording: facts besides weights and data that may make two runs differ.
+"""The header of a recording: settings, other than weights and data, that may make two runs differ.
 
-    modules          the class of each module, by path: `nn.Dropout` explains a difference, GELU not
+    modules          the class of each module, by path
     dropout          the modules that drop elements now, with their probability
     compiled         modules that torch.compile compiled; compiled.py tells what is recorded of them
     seeds, random_state, flags, device, threads, versions
@@ -28,7 +28,7 @@ LIBRARIES = ("torch", "numpy", "deepspeed", "transformers", "accelerate", "light
 
 
 def environment(model: nn.Module) -> dict[str, Any]:
-    """The header of a recording of `model`, as values for JSON. Draws no random number."""
+    """The header of a recording of `model`, as JSON values. Draws no random numbers."""
     by_path = modules(model)
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
@@ -79,7 +79,7 @@ def _has_cuda() -> bool:
 
 
 def flags() -> dict[str, Any]:
-    """The settings of torch that change which kernels are used."""
+    """The settings of torch that affect which kernels are used, such as TF32."""
     return {
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn.deterministic": torch.backends.cudnn.deterministic,

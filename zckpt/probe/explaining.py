@@ -1,8 +1,7 @@
 """Explains the likely cause of the first big difference of two runs.
 
-The headers tell what differs besides weights and data. The record that differs tells the module and
-its class, whether the inputs and weights of the module were equal, and whether the runs were equal
-before the first update.
+The recordings' headers tell which settings differ. The first record that differs tells the module,
+whether its inputs and weights were equal, and whether it is before or after the first update.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ METRICS = {
 
 
 def circumstances(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
-    """The differences between the headers of two runs, as phrases."""
+    """Yields phrases about differences between the headers of two recordings, such as versions."""
     for key, word in (("seeds", "seed of "), ("versions", ""), ("flags", "flag ")):
         ours, theirs = a.get(key), b.get(key)
         if ours and theirs:
@@ -58,9 +57,9 @@ def _stated(value: Any) -> str:
 
 
 class Surroundings(Struct, frozen=True):
-    """The facts around a record that differs.
+    """Facts about both runs, to explain a record that differs.
 
-    `weights` maps (rank, step, name) to whether the weight was equal, for recorded weights.
+    `weights` maps (rank, step, name) of recorded weights to whether they are equal in both runs.
     """
 
     steps: Sequence[int]
@@ -73,7 +72,7 @@ class Surroundings(Struct, frozen=True):
         return str((self.header.get("modules") or {}).get(module, ""))
 
     def drops(self, module: str) -> bool:
-        """Whether a module, or one below it, dropped elements in one of the runs."""
+        """Whether a module, or one inside it, applied dropout in one of the runs."""
         below = "" if module == "(model)" else f"{module}."
         return any(
             name == module or (below and name.startswith(below))
@@ -82,7 +81,7 @@ class Surroundings(Struct, frozen=True):
         )
 
     def equal_weights(self, rank: int, step: int, module: str) -> bool | None:
-        """Whether all weights in a module were equal; None if they were not recorded."""
+        """Whether all weights in a module were equal in both runs; None if not recorded."""
         below = "" if module == "(model)" else f"{module}."
         are_equal = [
             equal
@@ -109,18 +108,21 @@ def equal_inputs(a: TensorRecord, b: TensorRecord) -> bool | None:
 def meaning(
     a: TensorRecord, b: TensorRecord, what: str, rank: int, about: Surroundings, is_merged: bool
 ) -> str:
-    """The likely cause of the first difference, if it is between these two records."""
+    """A sentence about the likely cause, if the first difference is between these two records.
+
+    `what` is the text of `apart` about them.
+    """
     if what.startswith(("shape", "type")):
         of_batch = len(a.shape) == len(b.shape) > 0 and a.shape[1:] == b.shape[1:]
         if what.startswith("shape") and of_batch and a.kind not in OF_WEIGHTS:
-            return "the batches on each rank have other sizes: only parameters can be compared"
+            return "the batch sizes per rank differ: only parameters can be compared"
         return "the models or their precisions differ"
     if a.kind == "metric":
-        return METRICS.get(a.key.partition(".")[0], "this number differs, and no tensor before it")
+        return METRICS.get(a.key.partition(".")[0], "this number differs, but no tensor before it")
     if a.kind == "input":
-        return "the inputs of the model differ: the data"
+        return "the inputs of the model differ: the runs got different data"
     if a.kind == "forward" and a.dtype not in FLOATS:
-        return "other integers: the data differ"
+        return "integer values differ: the runs got different data"
     if a.kind == "forward" and (reason := _of_module(a, b, rank, about, is_merged)):
         return reason
     factor = _factor(a, b) if a.kind in ("backward", "gradient") else None
@@ -135,7 +137,7 @@ def meaning(
 def _of_module(
     a: TensorRecord, b: TensorRecord, rank: int, about: Surroundings, is_merged: bool
 ) -> str | None:
-    """The likely cause from the module, its inputs and its weights; None if they do not show it."""
+    """The likely cause, inferred from the module's class, inputs and weights; None if unclear."""
     inputs = True if is_merged else equal_inputs(a, b)
     weights = about.equal_weights(rank, a.step, a.module)
     kind = about.class_of(a.module)
@@ -156,7 +158,7 @@ def _of_module(
 
 
 def _factor(a: TensorRecord, b: TensorRecord) -> float | None:
-    """The factor between two gradients, if it is the same for all samples; else None."""
+    """The factor between two gradients, if all samples have the same factor; else None."""
     samples = (map(float, each.numbers.get("samples", ())) for each in (a, b))
     pairs = list(zip(*samples, strict=False))
     ratios = [one / other for one, other in pairs if one and other]
@@ -170,7 +172,7 @@ def _factor(a: TensorRecord, b: TensorRecord) -> float | None:
 
 
 def _of_position(record: TensorRecord, steps: Sequence[int]) -> str:
-    """The likely cause from the step, the batch and the kind of a record."""
+    """The likely cause, inferred from the step, batch and kind of the first differing record."""
     position = steps.index(record.step)
     later_batch = record.batch not in ("0", "eval 0", "all", "eval all")
     if position == 0 and not later_batch:

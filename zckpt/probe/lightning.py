@@ -28,9 +28,9 @@ class LightningCallback(Callback):  # type: ignore[misc]
 
     `module` is the name of the module that `training_step` calls, such as "network" if it calls
     `self.network(batch)`. The default is the LightningModule itself if it has a `forward`, or else
-    its only child. `options` are those of `zckpt.probe.record`, except `step` and `optimizer`: the
+    its only child. `options` are those of `zckpt.probe.record`, except `step` and `optimizer`. The
     step is the trainer's `global_step`, which counts the updates of every optimizer. Raises
-    TypeError for an unknown option. When training begins, it raises the errors of `record`, and
+    TypeError for an unknown option. When training begins, the errors of `record` are raised, and
     WrongOption if it is not clear which module is called.
     """
 
@@ -60,7 +60,7 @@ class LightningCallback(Callback):  # type: ignore[misc]
 
 
 def called_module(pl_module: nn.Module, name: str | None) -> nn.Module:
-    """The module whose forwards a LightningModule's `training_step` runs."""
+    """The module that a LightningModule's `training_step` calls; `name` is the user's choice."""
     if name is not None:
         try:
             return pl_module.get_submodule(name)
@@ -78,13 +78,13 @@ def called_module(pl_module: nn.Module, name: str | None) -> nn.Module:
     raise WrongOption(
         "option-needed",
         f"{type(pl_module).__name__} has no forward() and {len(children)} modules with parameters: "
-        "which one training_step calls is not known",
+        "it is not known which one training_step calls",
         hint=_choice(pl_module),
     )
 
 
 def _defines_forward(kind: type) -> bool:
-    """Whether the class or a base that is not Lightning's or torch's defines `forward`."""
+    """Whether the class defines `forward`, or inherits it from the user's own base class."""
     owner = next(each for each in kind.__mro__ if "forward" in vars(each))
     return owner.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning", "torch")
 

@@ -1,20 +1,21 @@
-"""Merges the records of ranks, so that runs of N and of M ranks can be compared.
+"""Merges the records of ranks, to compare runs on different numbers of ranks.
 
-    outputs, inputs     the ranks' rows are joined along the batch axis, batch by batch
-    their gradients     joined too, and divided by the number of ranks: a rank's loss is a mean
+    outputs, inputs     the ranks' rows are concatenated along the batch axis, batch by batch
+    their gradients     so too, but divided by the number of ranks: the loss of a rank is a mean
     weights             compared once; if ranks disagree, each is compared with the other run
     weights' gradients  the mean over the ranks of the sum over the batches
     single numbers      the mean over the ranks, such as the loss
     equal on all ranks  compared once, such as the embedding of positions
 
-Statistics of rows can be joined exactly (see core/comparison/statistics.py), and CRC-32s too. Of
-the samples, only those at the same place in both runs are compared. If the runs have different
-numbers of batches in a step (gradient accumulation), all batches of the step are joined.
+Statistics and CRC-32s of concatenated rows can be computed exactly from those of the parts (see
+core/comparison/statistics.py). Of the samples, only those at the same index in both runs are
+compared. If the runs have different numbers of batches in a step (gradient accumulation), all
+batches of the step are concatenated.
 
-The program decides which rows a rank takes. Three orders are tried on the inputs of the model: rank
-0 takes the first rows (Accelerate); ranks take rows in turns (torch's DistributedSampler); unknown.
-If the order is unknown, only numbers that do not depend on it are compared. Records that do not fit
-together are listed and not compared.
+The program decides which rows of a batch a rank gets. Two orders are tried on the inputs of the
+model: rank 0 gets the first rows (Accelerate), or ranks get rows in turns (torch's
+DistributedSampler). If neither fits, only numbers that do not depend on the order are compared.
+Records whose shapes do not fit together are listed and not compared.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ TRIED = 8  # records of inputs that are tried to find which rows a rank takes
 
 
 class RankRecord(Struct, frozen=True):
-    """A record to be merged, with its rank and batch."""
+    """A record (of one tensor) to be merged, with its rank and batch."""
 
     record: TensorRecord
     rank: int
@@ -51,7 +52,7 @@ class RankRecord(Struct, frozen=True):
 class Merged(Struct, frozen=True):
     """Both runs with the records of their ranks merged, as if each had one rank.
 
-    `order` says which rows the ranks took, and `unmerged` which records are not compared.
+    `order` says which rows of a batch the ranks got, and `unmerged` lists records not compared.
     """
 
     a: Run
@@ -61,11 +62,11 @@ class Merged(Struct, frozen=True):
 
 
 class Unmerged(Exception):
-    """Records that do not fit together; the message says why."""
+    """Raised for records of ranks that cannot be merged; the message says why."""
 
 
 def merge(a: Run, b: Run) -> Merged:
-    """Merges the records of each run's ranks, so that both compare as runs of one rank."""
+    """Merges the records of each run's ranks, to compare both like runs of one rank."""
     sides = (a, b)
     labels = _labels(a, b)
     grouped = [_grouped(run, labels) for run in sides]
@@ -120,9 +121,10 @@ def _labels(a: Run, b: Run) -> set[tuple[int, str]]:
 
 
 def _grouped(run: Run, labels: set[tuple[int, str]]) -> dict[Group, list[RankRecord]]:
-    """The records of each group, sorted by batch and then by rank.
+    """Groups the records that are merged into one; each group is sorted by batch, then by rank.
 
-    Groups are in the order of the first rank's records.
+    Groups are in the order of the first rank's records. `labels` are steps and phases in which
+    batches are not joined.
     """
     groups: dict[Group, list[RankRecord]] = {}
     for rank in sorted(run.ranks):
@@ -148,7 +150,7 @@ def _merged(
     order: str,
     shared: set[tuple[str, str]],
 ) -> list[TensorRecord]:
-    """The records of both runs, merged. Raises Unmerged."""
+    """Merges the records of one group in both runs; raises Unmerged if they cannot be merged."""
     kind, key = group[2:]
     records = [[part.record for part in own] for own in parts]
     shapes = {record.shape for own in records for record in own}
@@ -185,7 +187,7 @@ def _distance(a: TensorRecord, b: TensorRecord) -> float:
 def _pairs(
     ours: Sequence[TensorRecord], theirs: Sequence[TensorRecord]
 ) -> Iterator[tuple[TensorRecord, TensorRecord]]:
-    """Pairs the first rank of each run with all ranks of the other, to find ranks that disagree."""
+    """Pairs the first rank of each run with all ranks of the other, to find ranks that differ."""
     yield from ((ours[0], other) for other in theirs)
     yield from ((own, theirs[0]) for own in ours[1:])
 
@@ -230,7 +232,7 @@ def _summed(
     over the batches is used if it makes the two runs more equal.
     """
     if len(shapes) > 1:
-        raise Unmerged("ranks have parts of other shapes")
+        raise Unmerged("the shapes differ between ranks")
     if any(record.dtype[0] in "IUB" and record.dtype != "BF16" for record in records[0]):
         raise Unmerged("ranks have other integers")
     sums = [_mean(own, side.world) for side, own in zip(sides, records, strict=True)]
@@ -241,11 +243,11 @@ def _summed(
 
 
 def _mean(records: Sequence[TensorRecord], count: int) -> TensorRecord:
-    """The record of the sum of the records' tensors, divided by `count`.
+    """The record of the sum of several tensors, divided by `count`.
 
-    It has only the numbers that follow from those of the addends: samples, mean, counts of NaN and
-    infinite elements. The norm is an upper bound, because addends may cancel and their errors do
-    not.
+    It has only statistics that can be computed from the addends' records: samples, mean, counts of
+    NaN and infinite elements. Its norm is an upper bound for scaling distances: addends may cancel
+    each other, but their errors do not.
     """
     first = records[0]
     numbers: dict[str, Any] = {}
@@ -270,7 +272,7 @@ def _mean(records: Sequence[TensorRecord], count: int) -> TensorRecord:
 def _joined(
     side: Run, records: Sequence[TensorRecord], axis: int, order: str, samples: list[Any]
 ) -> TensorRecord:
-    """One record for the rows of all ranks."""
+    """The record of the concatenation of all ranks' rows; `samples` are its samples."""
     first = records[0]
     scale = 1 / side.world if first.kind == "backward" else 1.0
     shape = list(first.shape)
@@ -318,7 +320,7 @@ ORDERS = ("first", "in turns", "unknown")
 def _placed(
     side: Run, parts: Sequence[RankRecord], axis: int, order: str
 ) -> Iterator[tuple[int, Any]]:
-    """The samples of all parts, with their place in the joined tensor."""
+    """Yields the samples of all ranks, with their indices in the concatenated tensor."""
     if order == "unknown" or not side.samples:
         return
     total = sum(part.record.shape[axis] for part in parts)
@@ -339,10 +341,10 @@ def _placed(
 
 
 def _order(sides: Sequence[Run], grouped: Sequence[dict[Group, list[RankRecord]]]) -> str:
-    """The order in which the ranks took rows, by which the inputs of both runs agree.
+    """Finds out in which order the ranks get the rows of a batch.
 
-    The first of ORDERS for which the first inputs (without inputs: outputs) are equal within the
-    tolerance; the first of ORDERS if there is none.
+    It is the first of ORDERS for which the first inputs of both runs (or outputs, if there are no
+    inputs) are equal within the tolerance; else the first of ORDERS.
     """
     shared = [group for group in grouped[0] if group in grouped[1] and group[2] not in OF_WEIGHTS]
     inputs = [group for group in shared if group[2] == "input"]

@@ -1,9 +1,9 @@
 """Records the metrics of a run: loss, loss scale, gradient norm, learning rate.
 
-loss          the scalar that the model returns, or that `backward` of DeepSpeed's engine gets
-loss_scale, grad_norm, lr     DeepSpeed's engine, after an update
-lr            a torch optimizer that `record` got, after an update
-trainer.NAME  what a trainer logs
+loss          the scalar that the model returns, or with which `backward` of DeepSpeed is called
+loss_scale, grad_norm, lr     of DeepSpeed's engine, after an update
+lr            of the torch optimizer that `record` was given, after an update
+trainer.NAME  a number that a trainer logs
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def is_number(value: Any) -> bool:
 
 @contextmanager
 def of_engine(engine: Any, metric: Metric, has_loss: Callable[[], bool]) -> Iterator[None]:
-    """Passes the metrics of DeepSpeed's engine to `metric`, until the block ends.
+    """Calls `metric` with the metrics of DeepSpeed's engine, until the `with` block ends.
 
     The loss is the argument of `engine.backward`, unless the model has returned a loss
     (`has_loss()`).
@@ -77,7 +77,7 @@ def rates(values: Any, metric: Metric) -> None:
 
 
 def logged(logs: Mapping[str, Any], metric: Metric) -> None:
-    """Passes a trainer's logs of a step to `metric`, without times, counters and means."""
+    """Calls `metric` with the numbers that a trainer logged, without times, counters and means."""
     for name, value in logs.items():
         if is_number(value) and not name.endswith(OF_WHOLE):
             metric(f"trainer.{name}", value)

@@ -1,9 +1,9 @@
 """Reads the weights of the next modules on a thread, while the current module computes.
 
     computes    A   B   C   D        the program's thread
-    reads       B   C   D   A        the block's thread, and the program's thread if it must wait
+    reads       B   C   D   A        the reading thread, and the program's thread if it must wait
 
-The next modules are guessed. A wrong guess costs an unnecessary read, but never gives a wrong
+The next modules are guessed. A wrong guess costs an unnecessary read, but never causes a wrong
 value. The memory of released modules is reused, and has huge pages if the system allows them. A
 read into new pages of 4 KiB takes three times as long as one into new huge pages (1.6 and
 5.5 GB/s), and five times as long as one into used pages.
@@ -32,9 +32,10 @@ AHEAD = 32 << 20  # bytes; more would be evicted from the processor's cache befo
 class Order:
     """Guesses which modules are called next; `paths` are in the order of registration.
 
-    The guess is the module that followed the same two modules before, since a module that is called
-    twice has two successors. Otherwise a block is expected to call its modules as the block before
-    did, and the first block in the order of registration.
+    The guess is the module that was called after the same two modules before. (One module is not
+    enough: if it is called twice, it has two successors.) Without such a call, a layer is expected
+    to call its modules in the same order as the layer before, and the first layer in the order of
+    registration.
     """
 
     def __init__(self, paths: Mapping[int, str]) -> None:
@@ -47,7 +48,7 @@ class Order:
         self._last: tuple[int, ...] = ()
 
     def called(self, module: int) -> None:
-        """Notes that a module is called now."""
+        """Registers that a module is called now."""
         if self._last:
             before = self._places[self._last[-1]]
             self._steps[self._kinds[before]] = self._places[module] - before
@@ -55,7 +56,7 @@ class Order:
         self._last = (*self._last[-1:], module)
 
     def following(self, guessed: Collection[int]) -> Iterator[int]:
-        """The modules that are probably called after the `guessed` ones, without repetition."""
+        """Yields the modules that are probably called after those in `guessed`, each once."""
         last, seen = (*self._last, *guessed)[-2:], set(guessed)
         while (module := self._after(last)) is not None and module not in seen:
             seen.add(module)
@@ -72,7 +73,7 @@ class Order:
 
 
 class Memory(Struct, eq=False):
-    """A pool of memory for modules, of at most `most` bytes, used and free together.
+    """A pool of memory for the weights of modules, of at most `most` bytes in total.
 
     The memory of a view becomes free when the view and all tensors made from it are deleted. Only
     one thread at a time may call `take`.
@@ -86,7 +87,7 @@ class Memory(Struct, eq=False):
     def take(self, size: int) -> memoryview:
         """Returns `size` page-aligned bytes with arbitrary contents.
 
-        They count in the pool with their size rounded up by `in_pages`.
+        In the pool's total, they count with their size rounded up to full pages.
         """
         while self._returned:
             insort(self._free, self._returned.popleft(), key=len)
@@ -105,10 +106,10 @@ class Memory(Struct, eq=False):
 
 
 class WeightPart(Struct, frozen=True, eq=False):
-    """Weights that are read together: `size` bytes, in `pieces` that any thread may read.
+    """Weights of a module that are read together: `size` bytes, in `pieces` for several threads.
 
-    `make` turns the bytes into tensors for the module. A part that `stays` is loaded until the end,
-    because several modules need it.
+    `make` turns the bytes into tensors for the module. If `stays` is True, they stay loaded until
+    the end, because several modules need them.
     """
 
     size: int
@@ -118,12 +119,12 @@ class WeightPart(Struct, frozen=True, eq=False):
 
     @property
     def cost(self) -> int:
-        """The bytes of memory that this part takes: `size`, rounded up to full pages."""
+        """The number of bytes of memory for these weights: `size`, rounded up to full pages."""
         return in_pages(self.size)
 
 
 class _Load(Struct, eq=False):
-    """A part that is being read or was read. It gets memory when its first piece is begun."""
+    """A `WeightPart` that is being read or was read; it gets memory for its first piece."""
 
     part: WeightPart
     waiting: list[Any]  # pieces that no thread has begun, the first one last
@@ -139,11 +140,12 @@ Read = Callable[[Any, memoryview, bool], None]
 
 
 class Prefetcher:
-    """Reads the bytes of modules on a thread, before the modules are called.
+    """Reads the weights of modules on a thread, before the modules are called.
 
-    `parts` and `paths` have the modules as keys, in the order of registration. The called module,
-    the parts read ahead, and the parts that stay use at most the memory of the two largest modules
-    and LITTLE bytes. Modules that contain the called module are not counted.
+    `parts` and `paths` have the modules' ids as keys, in the order of registration. At any time,
+    the weights of the called module, those read ahead, and those that stay loaded need at most the
+    memory of the two largest modules and LITTLE bytes. Modules that contain the called module are
+    not counted.
     """
 
     def __init__(
@@ -172,9 +174,9 @@ class Prefetcher:
         self._thread.start()
 
     def take(self, module: int) -> list[Any]:
-        """The values of all weight parts of the module that is called now; reads them if needed.
+        """The tensors of the module that is called now, by `WeightPart`; reads them if needed.
 
-        Reads for later calls go on meanwhile. Raises the error that `read` raised for this module.
+        Reading for later calls continues. Raises the error that `read` raised for this module.
         """
         self._order.called(module)
         with self._changed:
@@ -189,14 +191,14 @@ class Prefetcher:
         return [load.value for load in loads]
 
     def finish(self) -> None:
-        """Ends the thread; raises the error of a part that no forward needed."""
+        """Ends the thread; raises an error that occurred for weights which were never used."""
         self.close()
         for part, error in self._errors.items():
             if part not in self._raised:
                 raise error
 
     def close(self) -> None:
-        """Ends the thread, after the piece that it has begun."""
+        """Ends the thread after the piece that it is reading."""
         with self._changed:
             self._closed = True
             self._loads.clear()
@@ -222,7 +224,7 @@ class Prefetcher:
         self._ahead -= part.cost
 
     def _guess(self, module: int) -> None:
-        """Begins to read the parts that are probably needed next, as far as memory allows."""
+        """Begins to read the weights that are probably needed next, as far as memory allows."""
         if next(iter(self._guessed), None) == module:
             del self._guessed[module]
         else:
@@ -243,15 +245,15 @@ class Prefetcher:
                 self._begin(part)
 
     def _make_room(self, size: int, needed: Sequence[WeightPart]) -> None:
-        """Drops parts that were read ahead in vain, if there is no memory for `size` bytes."""
+        """Drops weights that were read ahead in vain, if there is no memory for `size` bytes."""
         for part in [part for part in self._spare if part not in needed]:
             if self._ahead + size > self._room:
                 self._drop(part)
 
     def _start_again(self) -> None:
-        """Discards the guesses after a wrong one; parts that are being read or were read are kept.
+        """Discards all guesses after a wrong one; weights whose reading has begun are kept.
 
-        Kept parts may be dropped later to make room for other parts.
+        They may be dropped later to make room for other weights.
         """
         self._guessed.clear()
         for part, load in list(self._loads.items()):
@@ -266,7 +268,7 @@ class Prefetcher:
             del claimed  # it would keep the memory while this thread waits
 
     def _next(self) -> tuple[_Load, Any] | None:
-        """Waits for a piece to read; None at the end."""
+        """Waits for the next piece to read; returns None when the thread must end."""
         with self._changed:
             while not self._closed:
                 load = next((load for load in self._all() if load.waiting), None)
@@ -276,7 +278,7 @@ class Prefetcher:
             return None
 
     def _all(self) -> Iterator[_Load]:
-        """The loads that are needed now, and then the others in the order of the guessed calls."""
+        """Yields the loads that are needed now, then the others in the order of guessed calls."""
         yield from self._needed
         yield from self._loads.values()
 
@@ -331,7 +333,7 @@ class Prefetcher:
 
 
 def most(costs: Iterable[int]) -> int:
-    """The bytes that streaming keeps in memory at most: the two largest of `costs`, and LITTLE.
+    """The most bytes that streaming keeps in memory: the sum of the two largest `costs` and LITTLE.
 
     `costs` are the bytes of each module.
     """

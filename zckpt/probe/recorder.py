@@ -1,10 +1,10 @@
 """Writes a record, one line, for each tensor of a running model.
 
-Gradients come from hooks on tensors. ONNX Runtime uses an identity autograd function instead. The
-output of such a function is a view that must not be changed in place, so that `relu_(linear(x))`
+Gradients are recorded by hooks on tensors. ONNX Runtime uses an identity autograd function instead.
+The output of such a function is a view that must not be changed in place, so `relu_(linear(x))`
 would fail or train on other values. A hook on a tensor gets the gradient of the value before later
 changes in place, adds no node to the graph, and cannot change a value. (If an output is a view and
-is changed in place later, torch keeps no gradient, and none is recorded.)
+is changed in place later, torch keeps no gradient, so none is recorded.)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .subscribers import (
 
 
 class Output:
-    """Measures tensors and writes their records to a file."""
+    """Measures tensors and writes their records (one line each) to a file."""
 
     def __init__(self, file: Any, measurer: Measurer) -> None:
         self.file, self.measurer = file, measurer
@@ -43,7 +43,7 @@ class Output:
 
 
 class Recorder(Subscriber):
-    """Records the tensors of all forwards and backwards within a block of `record`."""
+    """Records the tensors of all forward and backward passes inside a `with record(...)` block."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Recorder(Subscriber):
         self._recording = False
 
     def next_step(self) -> None:
-        """Call after an update: later records belong to the next step."""
+        """Counts a completed update: later records belong to the next step."""
         self._clock.advance()
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -91,7 +91,10 @@ class Recorder(Subscriber):
             self._output.write(self._about("metric", name) | {"value": number})
 
     def only_outside(self, header: dict[str, Any]) -> list[str]:
-        """The compiled modules that were called while no module inside of them was."""
+        """The paths of called compiled modules in which no inner module could be recorded.
+
+        `header` is the header of the recording.
+        """
         return [
             path
             for path in header["compiled"]
@@ -109,7 +112,7 @@ class Recorder(Subscriber):
             self._of_leaves.pop().remove()
 
     def _begin(self) -> None:
-        """Begins a batch, at a forward of the root module."""
+        """Begins a new batch, because a forward pass of the root module begins."""
         self._release()
         self.called = True
         step, evaluating = self._clock(), not torch.is_grad_enabled()
@@ -139,7 +142,7 @@ class Recorder(Subscriber):
         return args, kwargs
 
     def _take_inputs(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Records the inputs of the root, and keeps the CRC-32s of the inputs of every module."""
+        """Records the inputs of the root module, and stores the CRC-32s of each module's inputs."""
         inputs = self._inputs[place.key] = []
         for path, tensor in (*tensors_in(args, "in"), *tensors_in(kwargs, "in")):
             if place.is_root:
@@ -155,10 +158,10 @@ class Recorder(Subscriber):
         return output
 
     def _take_parameters(self, place: Place, released: bool) -> None:
-        """Records parameters once per step, before the forward.
+        """Records a module's parameters once per step, before its forward pass.
 
-        If an engine wrapped the module after the recording began, it all-gathers the parameters
-        after zckpt's hook. Then they are recorded after the forward.
+        If an engine wrapped the module after the recording began, the engine all-gathers the
+        parameters only after zckpt's hook. Then they are recorded after the forward pass.
         """
         for below, module in used_by(place.module):
             path = ".".join(filter(None, ("" if place.is_root else place.path, below)))
@@ -177,7 +180,7 @@ class Recorder(Subscriber):
                     self._take_weight_gradient(whole, parameter)
 
     def _take_weight_gradient(self, name: str, parameter: Tensor) -> None:
-        """Hooks the gradient of a weight once per batch, since calls of a module are added up."""
+        """Hooks the gradient of a weight once per batch: it is the sum over the module's calls."""
         hooked = (self._step, self._batch, "hook", name)
         if torch.is_grad_enabled() and not self._counts[hooked]:
             self._counts[hooked] += 1
@@ -214,10 +217,10 @@ class Recorder(Subscriber):
             self._take_gradient(key, tensor)
 
     def _take_gradient(self, key: str, tensor: Tensor) -> None:
-        """Hooks the gradient of an output, also of a recomputed one.
+        """Hooks the gradient of an output, also if activation checkpointing recomputes the output.
 
-        If the first forward ran without gradients (reentrant checkpointing), only the recomputed
-        tensor gets a gradient; otherwise only the first one does.
+        If the first forward pass ran without gradients (reentrant checkpointing), only the
+        recomputed tensor gets a gradient; otherwise only the first tensor does.
         """
         handle = self._hook("backward", key, tensor)
         if tensor.is_leaf:  # hooks of other tensors are freed with the graph

@@ -10,10 +10,11 @@
     gradient     with `parameters` and `gradients`: the weights' gradients, of this rank's batch
     metric       no tensor: a number such as the loss
 
-A record's identity is its step (completed updates before it, as the checkpoint counts), its batch
-(forwards of the root within the step) and its key: path of the module, number of its call, path of
-the tensor in the output: `encoder.2.attn#0/out[0]`. The records of outputs have the CRC-32s of the
-module's inputs: if these are equal in two runs and the output is not, the module differs.
+A record is identified by its step (completed updates before it, as in a checkpoint), its batch (the
+number of the root module's forward pass within the step), its kind, and its key. The key has the
+module's path, the number of its call, and the tensor's path in the output:
+`encoder.2.attn#0/out[0]`. Records of outputs also have the CRC-32s of the module's inputs: if these
+are equal in two runs and the output is not, the module itself differs.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def record(
     overwrite: bool = False,
     subscribers: Collection[Subscriber] = (),
 ) -> Iterator[Recorder]:
-    """Records every forward and backward of `model` into `directory`, until the block ends.
+    """Records every forward and backward pass of `model` into `directory`, until the block ends.
 
     `step` is the number of completed updates when the block begins, or a function that returns the
     current number. If it is a number, each step of `optimizer` (a torch optimizer that steps once
@@ -72,8 +73,8 @@ def record(
     modules' parameters are recorded once per step, and with `gradients` their gradients too.
     `samples` elements of each tensor are kept. A tensor on a GPU is measured there, `bucket`
     elements at a time, without a CRC-32. With `device="cpu"` it is copied to the CPU and measured
-    there, with a CRC-32. `subscribers` are called before this recorder at a forward, and after it
-    at the end of the forward. Values and gradients stay the same, bit for bit.
+    there, with a CRC-32. `subscribers` are called before the recorder when a forward pass begins,
+    and after the recorder when it ends. Values and gradients stay the same, bit for bit.
 
     Raises TargetExists if this rank has recorded into `directory` before, unless `overwrite`, and
     WrongOption if `device` is neither None nor "cpu".
@@ -81,7 +82,7 @@ def record(
     if device is not None and torch.device(device).type != "cpu":
         raise WrongOption(
             "option-invalid",
-            f"tensors are measured where they are, or on the CPU, but not on {device}",
+            f"tensors are measured on their own device, or on the CPU, but not on {device}",
             hint='leave device out, or give device="cpu"',
         )
     rank, world = _rank_and_world()
@@ -132,7 +133,7 @@ def record(
 
 
 def inspect(name: str, tensor: Tensor) -> Tensor:
-    """Records a tensor inside a forward under `name`, and returns it unchanged.
+    """Records a tensor under `name` during a forward pass, and returns it unchanged.
 
     Records its gradient too, if it has one. Does nothing without an active recorder, and in code
     that torch.compile compiles.

@@ -41,8 +41,9 @@ def rank_folder(rank: int) -> str:
 class TensorRecord(Struct, frozen=True):
     """One recorded tensor.
 
-    `numbers` are min, max, mean, std, norm, nan, inf, negative, zero, positive, crc32, samples and
-    inputs, as far as the file has them. A metric is also a record, of one F64 number.
+    `numbers` are its statistics, as far as the file has them: min, max, mean, std, norm, nan, inf,
+    negative, zero, positive, crc32, samples, inputs. A metric, such as the loss, is stored as a
+    record of one F64 number.
     """
 
     step: int
@@ -55,7 +56,7 @@ class TensorRecord(Struct, frozen=True):
 
     @property
     def place(self) -> tuple[int, str, str, str]:
-        """Step, batch, kind and key, by which another run's record of the same event is found."""
+        """Step, batch, kind and key: they identify the record of the same tensor in another run."""
         return self.step, self.batch, self.kind, self.key
 
     @property
@@ -69,8 +70,8 @@ class TensorRecord(Struct, frozen=True):
 class Run(Struct, frozen=True):
     """A recorded run: the records of each rank, in the order in which they were written.
 
-    `notes` are for the user. `headers` are the first lines of the ranks' files: the environment
-    (`environment.py`), and how many samples were kept.
+    `notes` are messages for the user. `headers` are the first lines of the ranks' files: the
+    settings of the run (`environment.py`), and how many samples of a tensor were kept.
     """
 
     path: str
@@ -148,8 +149,8 @@ def _read_ranks(root: str, folders: list[str]) -> Run:
             closed = "closed" in line
             if names := line.get("only_outside"):
                 message = (
-                    f"{root}: what is inside of {listed([str(name) for name in names])} was not "
-                    "recorded: it was compiled before, or as one graph"
+                    f"{root}: modules inside of {listed([str(name) for name in names])} were not "
+                    "recorded: torch.compile compiled them before, or as one graph"
                 )
                 notes.append(note("not-compared", message, subject=str(names[0]), file=root))
             if not closed:
@@ -195,7 +196,10 @@ def _no_record(file: str, number: int) -> CorruptCheckpoint:
 
 
 def _record(line: dict[str, Any]) -> TensorRecord:
-    """The record of a line; raises KeyError, TypeError, ValueError or OverflowError."""
+    """Parses a line of a recording.
+
+    Raises KeyError, TypeError, ValueError or OverflowError if the line is not a record.
+    """
     if line["kind"] == "metric":
         line = {**line, "dtype": "F64", "shape": [], "samples": [float(line["value"])]}
     if line["kind"] not in KINDS:
@@ -267,7 +271,7 @@ def _read_dump(path: str, step: int) -> TensorRecord:
 
 
 def _parsed(text: str, step: int) -> TensorRecord:
-    """The record of a dump; raises ValueError for another text."""
+    """Parses the text of an ONNX Runtime dump of one tensor; raises ValueError for other texts."""
     head = _HEAD.match(text)
     if head is None:
         raise ValueError
@@ -286,7 +290,7 @@ def _parsed(text: str, step: int) -> TensorRecord:
 
 
 def _numbers(printed: str) -> list[float]:
-    """The numbers of a tensor as torch prints it; its dtype may follow the list."""
+    """Parses the numbers of a printed torch tensor; its dtype may follow the list."""
     inside = printed[printed.find("[") + 1 : printed.rfind("]")]
     words = map(str.strip, inside.split(","))
     words_for_numbers = {"True": 1.0, "False": 0.0}

@@ -1,7 +1,7 @@
-"""Begins and ends a recording at events of a trainer.
+"""A recording that a trainer's callback begins and ends.
 
-A trainer's callback begins a recording when training begins, and ends it when training ends or
-fails. Before that, the callback has no open file and no hook.
+It begins when training begins, and ends when training ends or fails. Before that, the callback has
+no open file and no hook.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """Measures a tensor of a running model: statistics, CRC-32 and samples of its row-major elements.
 
-    on the CPU       numpy measures the bytes in place, in parts that several threads share
+    on the CPU       numpy measures the bytes in place; several threads measure parts of them
     on a GPU         torch reduces a bucket of bounded size on the GPU in float64, without CRC-32;
                      if GPU memory is short, the bucket is copied to the CPU
     not row-major    a bucket of bounded size is copied, then measured as above
 
-Modules often return the tensor that they received. If a tensor has the address of a tensor that was
-measured before, and the same CRC-32, the earlier numbers are used. The CRC-32 takes a tenth of the
-time of all numbers.
+Modules often return the tensor that they received. If a tensor has the address and the CRC-32 of a
+tensor that was measured before, the earlier statistics are used. Computing the CRC-32 takes a tenth
+of the time of all statistics.
 
 Sums of float32, bfloat16 and float16 are computed in float32 within a row of 128 elements, and in
-float64 over the rows. The mean is exact to 1e-8 of the root mean square, a thousandth of the
-difference that another order of sums makes. This takes 0.6 of the time of `zckpt stats`, which is
-exact to the last digits.
+float64 over the rows. The error of the mean is at most 1e-8 of the root mean square, a thousandth
+of the difference that another order of summation makes. This takes 0.6 of the time of `zckpt
+stats`, which is exact to the last digits.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Measurer:
             self._pool.shutdown()
 
     def describe(self, tensor: Tensor) -> dict[str, Any]:
-        """The record of a tensor; only shape and type if the tensor has no memory."""
+        """The statistics of a tensor for its record; only shape and type if it has no memory."""
         tensor = tensor.detach()
         if hasattr(tensor, "to_local"):  # a DTensor: this rank's part
             tensor = tensor.to_local()
@@ -140,7 +140,7 @@ class Measurer:
         return statistics | checksum | {"samples": self._strided(tensor)}
 
     def _strided(self, tensor: Tensor) -> list[Any]:
-        """The samples: elements at equal distances, beginning with the first one."""
+        """The samples of a tensor: elements at equal distances, beginning with the first one."""
         count = tensor.numel()
         if not count or not self.samples or NAMES.get(tensor.dtype) not in NUMBERS:
             return []
@@ -163,7 +163,7 @@ def _parts(tensor: Tensor) -> list[memoryview]:
 
 
 def _measured(view: memoryview, dtype: str) -> tuple[int, Statistics]:
-    """The CRC-32 and the statistics, which are empty for types that are not numbers."""
+    """The CRC-32 and the statistics of some bytes; no statistics for types that are not numbers."""
     if dtype not in NUMBERS:
         return crc32(view), Statistics()
     return crc32(view), _quick(view, dtype) if dtype in NARROW else measure(view, dtype)
@@ -174,7 +174,10 @@ NARROW = ("F32", "F16", "BF16")
 
 
 def _quick(view: memoryview, dtype: str) -> Statistics:
-    """The statistics of narrow floats, summed in float32; by `measure` if that is too inexact."""
+    """The statistics of float16, bfloat16 or float32 elements, summed in float32.
+
+    If that is too inexact, `measure` computes them in float64.
+    """
     values = array(view, dtype)
     size, numbers = values.itemsize, Statistics()
     with np.errstate(over="ignore", invalid="ignore"):
@@ -276,7 +279,7 @@ def raw(tensor: Tensor) -> memoryview:
 
 
 def buckets(tensor: Tensor, most: int) -> Iterator[Tensor]:
-    """Contiguous row-major runs of at most `most` elements; only one is copied at a time."""
+    """Yields contiguous row-major parts of at most `most` elements; copies only one at a time."""
     if tensor.is_contiguous():
         yield from torch.split(tensor.view(-1), most) if tensor.numel() else ()
     elif tensor.numel() <= most:

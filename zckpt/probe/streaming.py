@@ -1,14 +1,13 @@
-"""Runs a model's forward with weights that are read from the files of a checkpoint, of any format.
+"""Runs a model while its weights are read from the files of a checkpoint, module by module.
 
-Before the forward of a module, its parameters and buffers are read, through the manifest, from the
-files that store their elements. After the forward their memory is released. While a module
-computes, a thread reads the weights of the next modules (`prefetch.py`). So streaming needs the
-memory of the two largest modules (and of the tensors of the modules around them), not of the model.
-A tied weight stays loaded if it fits into this memory. The model may be on torch's `meta` device.
-The forward asks for one module at a time, so that core/passes/streaming.py, which reads all tensors
-in one pass, is not used.
+Before the forward pass of a module, its parameters and buffers are read from the checkpoint's
+files, in any format. After the forward pass their memory is released. While a module computes, a
+thread reads the weights of the next modules (`prefetch.py`). So streaming needs the memory of the
+two largest modules (and of tensors in modules that contain them), not of the full model. A tied
+weight stays loaded if it fits into this memory. The model may be on torch's `meta` device.
+(core/passes/streaming.py is not used, because it reads all tensors in one pass.)
 
-A tensor that is not loaded is replaced by an `_Absent`. Otherwise torch would multiply a tensor on
+A weight that is not loaded is replaced by an `_Absent`. Otherwise torch would multiply a tensor on
 the CPU by one on `meta` (F.linear, torch 2.13) and return arbitrary numbers, and a model that is
 not on `meta` would compute with its original weights.
 """
@@ -60,20 +59,20 @@ def stream(
     rename: Renames = (),
     accept_weights: bool = False,
 ) -> Iterator[None]:
-    """Within the block, forwards of `model` read their weights from `checkpoint`.
+    """Inside the `with` block, forward passes of `model` read their weights from `checkpoint`.
 
-    The weights are the values that the module had when it was saved (slot `param`). If these are
-    missing or have another type than the model's, the rounded masters are used. Weights are put on
+    The weights are those that the module had when it was saved. If they are missing, or have
+    another type than the model's weights, the rounded fp32 masters are used. Weights are put on
     `device`; the default is the device of the model's weight, or the CPU if that is `meta`. Modules
     of the classes in `whole`, and some of torch's, are loaded together with all modules inside
     them. `rename` are pairs (regex, replacement) as in `--rename`. Weights get no gradients. The
-    CRC-32 of records is checked. `accept_weights` is as for `zckpt.load`.
+    CRC-32s in the files are checked. `accept_weights` is as for `zckpt.load`.
 
     Raises InconsistentCheckpoint as `zckpt.load`. Raises MissingData, which lists names of both
-    sides, if the checkpoint lacks a tensor of the model. A forward raises MissingData if a weight
-    is used while its module is not called, for example an embedding's weight in an output layer. A
-    forward, or the end of the block, raises CorruptCheckpoint if bytes contradict their file, and
-    OSError if a file cannot be read.
+    sides, if the checkpoint lacks a tensor of the model. A forward pass raises MissingData if a
+    weight is used outside of a call of its module, such as an embedding's weight in an output
+    layer. A forward pass, or the end of the block, raises CorruptCheckpoint if bytes do not have
+    the checksum that the file states, and OSError if a file cannot be read.
     """
     if not isinstance(checkpoint, Manifest):
         checkpoint = read(checkpoint, Reading(format, tag, step_policy, opens_items=True))
@@ -108,7 +107,7 @@ class _Absent(Tensor):
         if any(not isinstance(each, cls) and each.device.type != "meta" for each in tensors):
             raise MissingData(
                 "option-needed",
-                f"{absent[0].path} is used while its module is not called",
+                f"{absent[0].path} is used outside of a call of its module",
                 hint="give whole=[CLASS], with the class of the module that uses it",
                 file=absent[0].path,
             )
@@ -119,7 +118,7 @@ class _Absent(Tensor):
 
 
 class _Weight:
-    """A tensor of the model, with the module's dictionary that holds it, and its original value."""
+    """A weight of the model: the module's dictionary that contains it, and its original value."""
 
     def __init__(self, tensors: dict[str, Any], name: str, path: str) -> None:
         self.tensors, self.name, self.path = tensors, name, path
@@ -135,7 +134,7 @@ class _Weight:
 
 
 class _Piece(NamedTuple):
-    """Elements [start, stop) of an entry, to be read as `dtype` to byte `at` of a part's memory."""
+    """Elements [start, stop) of a checkpoint's tensor, to be read as `dtype` to byte `at`."""
 
     dtype: str
     entry: Entry
@@ -189,10 +188,10 @@ class _Streamer(Subscriber):
             weight.put(weight.absent)
 
     def finish(self) -> None:
-        """Raises errors that no forward raised.
+        """Ends reading, and raises errors that no forward pass has raised.
 
-        First it reads the remaining bytes of records that were read almost completely, so that
-        their checksums can be checked.
+        It first reads the remaining bytes of records (bytes with one checksum) that were read
+        almost completely, to check their checksums.
         """
         self._prefetcher.finish()
         self._checker.finish(self._readers[0])
@@ -206,7 +205,7 @@ class _Streamer(Subscriber):
             reader.close()
 
     def _fill(self, pieces: Sequence[_Piece], view: memoryview, ahead: bool) -> None:
-        """Reads the elements of a weight part into `view`.
+        """Reads the elements of weights that are read together into `view`.
 
         `ahead` is True on the prefetcher's thread.
         """
@@ -246,7 +245,10 @@ def _tensor(like: Tensor, view: memoryview, at: int) -> Tensor:
 def _parts(
     weights_by_module: Mapping[int, Sequence[_Weight]], entries: Mapping[str, Entry]
 ) -> dict[int, list[tuple[WeightPart, list[_Weight]]]]:
-    """The parts of each module: one for its weights, and one for each tied weight that stays."""
+    """Groups each module's weights into parts that are read together.
+
+    There is one part for its weights, and one for each tied weight that stays loaded.
+    """
     staying = _staying(list(weights_by_module.values()))
     tied: dict[int, WeightPart] = {}
     parts: dict[int, list[tuple[WeightPart, list[_Weight]]]] = {}
@@ -263,8 +265,8 @@ def _parts(
 def _staying(modules: Sequence[Sequence[_Weight]]) -> set[int]:
     """The ids of tied parameters that stay loaded, chosen from the largest to the smallest.
 
-    A parameter is chosen if memory then does not grow: the chosen parameters and the two largest
-    modules without them need at most what the two largest modules need without any choice.
+    A parameter is chosen only if the memory does not grow: the chosen parameters, and the two
+    largest modules without them, need no more than the two largest modules with them.
     """
 
     def needed(without: set[int]) -> int:
@@ -292,16 +294,17 @@ def _staying(modules: Sequence[Sequence[_Weight]]) -> set[int]:
 
 
 def _size(weight: _Weight) -> int:
-    """Bytes in memory, as torch aligns tensors."""
+    """The number of bytes of a weight in memory, with padding for torch's alignment."""
     return align(weight.original.numel() * weight.original.element_size(), ALIGNMENT)
 
 
 def _part(
     weights: Sequence[_Weight], entries: Mapping[str, Entry], stays: bool = False
 ) -> WeightPart:
-    """A part for `weights`. Small weights form one piece; a large one is cut between rows.
+    """Makes a `WeightPart` for weights that are read together.
 
-    So two threads can read a large weight together.
+    Small weights form one piece. A large weight is cut between rows into several pieces, which two
+    threads can read at the same time.
     """
     small: list[_Piece] = []
     pieces = [small]
@@ -328,7 +331,10 @@ def _part(
 def _owned(
     model: nn.Module, whole: tuple[type[nn.Module], ...]
 ) -> Iterator[tuple[nn.Module, list[tuple[dict[str, Any], str, str]]]]:
-    """Each module, with the tensors that its forward needs: dictionary, name in it, and path."""
+    """Yields each module, and the tensors that its forward pass needs.
+
+    A tensor is given by the module's dictionary that contains it, its name there, and its path.
+    """
 
     def tensors_of(module: nn.Module, path: str) -> Iterator[tuple[dict[str, Any], str, str]]:
         persistent = set(module._buffers) - module._non_persistent_buffers_set
@@ -361,7 +367,10 @@ def _owned(
 
 
 def sources(model: nn.Module, manifest: Manifest) -> dict[str, Entry]:
-    """The entry of every parameter and persistent buffer; raises MissingData."""
+    """Maps every parameter and persistent buffer of the model to a tensor of the checkpoint.
+
+    Raises MissingData if the checkpoint lacks one.
+    """
     wanted: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     lost = []
     for path, module in model.named_modules(remove_duplicate=False):
@@ -374,7 +383,7 @@ def sources(model: nn.Module, manifest: Manifest) -> dict[str, Entry]:
     if lost:
         raise MissingData(
             "weights-missing",
-            f"these buffers are on the meta device, and no checkpoint has them: {listed(lost)}",
+            f"these buffers are on the meta device, but not in the checkpoint: {listed(lost)}",
             hint="create the modules that compute them on the CPU",
         )
     parameter_names = {entry.parameter: entry.parameter for entry in manifest.entries.values()}
@@ -392,7 +401,7 @@ def sources(model: nn.Module, manifest: Manifest) -> dict[str, Entry]:
 
 
 def _source(manifest: Manifest, owner: str, name: str, tensor: Tensor) -> Entry:
-    """The entry that supplies a weight of the model; raises MissingData."""
+    """The checkpoint's tensor for a weight of the model; raises MissingData if there is none."""
     dtype = NAMES.get(tensor.dtype, "")
     entry = weight_of(manifest.entries, owner).supply("param", dtype)
     if entry.shape != tuple(tensor.shape):

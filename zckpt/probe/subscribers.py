@@ -1,15 +1,16 @@
-"""Calls subscribers at every forward and backward of every module.
+"""Calls subscribers in every forward and backward pass of every module.
 
     before a module's forward    subscribers in the order of registration
     after it                     subscribers in the reverse order
 
-Subscribers may change inputs, outputs and gradients. zckpt appends its hooks before the forward and
-prepends its hooks after it. So they run inside the hooks that an engine registered earlier: ZeRO
-stage 3 and FSDP2 all-gather the parameters before zckpt's first hook, and release them after its
-last hook.
+Subscribers may change inputs, outputs and gradients. zckpt's hooks run inside those that an engine
+registered earlier: it appends its forward pre-hooks, and prepends its forward hooks. So ZeRO stage
+3 and FSDP2 all-gather the parameters before zckpt's first hook, and release them after its last
+hook.
 
-All hooks are removed at the end of the block, also after an exception, and also from deep copies
-that were made inside the block. compiled.py describes compiled modules, backward.py the backward.
+All hooks are removed at the end of the `with` block, also after an exception, and also from deep
+copies that were made inside it. compiled.py is about compiled modules, backward.py about backward
+passes.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 class Place(Struct, frozen=True):
-    """One call of a module: its `path` in the model, and the number of the `call` in this forward.
+    """One call of a module: its `path` in the model, and the number of the `call`.
 
-    `recomputed` is true if activation checkpointing calls it again, during the backward.
+    Calls are counted within one forward pass of the model. `recomputed` is True if activation
+    checkpointing calls the module again, during the backward pass.
     """
 
     module: nn.Module
@@ -62,11 +64,11 @@ class Place(Struct, frozen=True):
 
 
 class Subscriber:
-    """The base class for code that runs at forwards and backwards. Override the methods you need.
+    """The base class for code that runs in forward and backward passes. Override methods you need.
 
     The value that a method returns replaces its last argument (or `args` and `kwargs`). Tensors may
-    be inside tuples, lists, mappings and dataclasses. `path` is the place of a tensor: `in[0]`,
-    `in.mask`, `out`, `out.logits`.
+    be inside tuples, lists, mappings and dataclasses. `path` tells where a tensor is in the inputs
+    or outputs: `in[0]`, `in.mask`, `out`, `out.logits`.
     """
 
     def pre_forward_module(
@@ -107,9 +109,10 @@ BACKWARD = ("pre_backward_module", "gradient_tensor", "post_backward_module")
 def subscribe(
     model: nn.Module, *subscribers: Subscriber, inside_compiled: bool = True
 ) -> Iterator[None]:
-    """Calls the subscribers at forwards and backwards of `model` and its modules in the block.
+    """Inside the `with` block, calls the subscribers for `model` and all modules in it.
 
-    With `inside_compiled`, also for modules inside compiled modules, where torch allows it.
+    They are called in forward and backward passes; with `inside_compiled`, also for modules inside
+    of compiled modules, where torch allows it.
     """
     hooks = _Hooks(subscribers)
     by_path = modules(model)
@@ -125,7 +128,7 @@ def subscribe(
 
 
 def modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules by their path in the model, without the wrappers of engines and compilers."""
+    """Maps paths to the modules in a model; paths are without wrappers of engines and compilers."""
     return dict(_modules(unwrapped(model), ROOT))
 
 
@@ -135,7 +138,7 @@ def is_below(path: str, other: str) -> bool:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside an engine's module, such as DeepSpeed's and DistributedDataParallel's."""
+    """The model inside of a wrapper, such as DeepSpeed's engine or DistributedDataParallel."""
     while type(model).__module__.partition(".")[0] in ENGINES and not is_compiled(model):
         children = dict(model.named_children())
         if len(children) != 1 or not WRAPPERS.issuperset(children):
@@ -162,7 +165,10 @@ def _modules(
 
 
 def used_by(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """A module and the modules that it uses without calling them, by their paths within it."""
+    """Yields a module, and inner modules that it uses without calling them, by relative paths.
+
+    Such modules are, for example, those in a ModuleList.
+    """
     if isinstance(module, WHOLE):
         yield from module.named_modules()
         return
@@ -173,7 +179,7 @@ def used_by(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class _Hooks:
-    """The hooks of one block, and the number of calls of each module in this forward."""
+    """The hooks of one `subscribe` block, and the numbers of calls of modules in a forward pass."""
 
     def __init__(self, subscribers: Sequence[Subscriber]) -> None:
         self.by_method = {
@@ -189,7 +195,10 @@ class _Hooks:
         self.roots: list[int] = []  # numbers of the calls of the root that have not returned
 
     def register(self, module: nn.Module, path: str, is_in_graph: bool) -> None:
-        """Hooks a module; torch must not compile the hooks if it `is_in_graph`."""
+        """Registers the hooks of a module.
+
+        If it `is_in_graph` of a compiled module, torch is told not to compile the hooks.
+        """
         pre: Callable[..., Any] = _Hook(self, module, path, "_pre")
         post: Callable[..., Any] = _Hook(self, module, path, "_post")
         leave: Callable[..., Any] = _Hook(self, module, path, "_leave")
@@ -276,16 +285,16 @@ class _Hooks:
         self.of_leaves += call.watch(tensors, tensors_in(output, "out"))
 
     def _leave(self, module: nn.Module, path: str, *about: Any) -> None:
-        """A call has returned, or has raised an error."""
+        """Called when a call of a module has returned or raised an error."""
         if path == ROOT and self.roots and not in_backward():
             self.roots.pop()
         for subscriber in self.by_method["leave_module"]:
             subscriber.leave_module(module)
 
     def _call(self, path: str, recomputed: bool) -> int:
-        """The number of the current call of a module, counted from 0 in this forward.
+        """The number of the current call of a module, counted from 0 in this forward pass.
 
-        A backward recomputes calls from the last to the first, so recomputed calls are counted
+        A backward pass recomputes calls from the last to the first, so recomputed calls are counted
         down.
         """
         if path == ROOT and self.roots and not recomputed:
@@ -294,7 +303,7 @@ class _Hooks:
 
 
 class _Hook:
-    """A hook of one module. Deep copies of the module get the hook `_silent` instead."""
+    """A hook of one module. In deep copies of the module, the hook `_silent` replaces it."""
 
     def __init__(self, hooks: _Hooks, module: nn.Module, path: str, method: str) -> None:
         self.hooks, self.module, self.path = hooks, module, path
@@ -324,7 +333,7 @@ def _silent(*about: Any) -> None:
 
 
 def in_backward() -> bool:
-    """Whether the autograd engine runs this code: a forward is then a recomputation."""
+    """Whether the autograd engine runs this code; a forward pass is then a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -341,7 +350,7 @@ def tensors_in(value: Any, path: str) -> list[tuple[str, Tensor]]:
 
 
 def mapped(value: Any, path: str, change: Callable[[str, Tensor], Tensor]) -> Any:
-    """`value` with its tensors changed; the same object if no tensor changed."""
+    """Applies `change` to all tensors in `value`; returns the same object if none changed."""
     if isinstance(value, Tensor):
         return change(path, value)
     if isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Writes a run as texts, one for each step, to compare line by line."""
+"""Writes a recorded run as text files, one for each step, which can be compared line by line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .runs import Run, TensorRecord
 
 
 def summarise(directory: str, named: Sequence[tuple[str, Run]]) -> None:
-    """Writes a folder for each run in `named`, with one text for each step.
+    """Writes a folder for each run in `named`, with one text file for each step.
 
     Lines are in the order of the first run. Raises TargetExists if the directory exists.
     """

@@ -1,7 +1,7 @@
-"""Checks a checkpoint for contradictions, compares it with another one, and measures its numbers.
+"""Checks a checkpoint for contradictions, compares it with another one, and measures its tensors.
 
     verify.py       one checkpoint alone, two checkpoints, or one and a saved proof
-    allgather/      the engine's own rule, gathered with torch.distributed
+    allgather/      `--gather`: joins the ranks' shards as the engine does, by torch.distributed
     pairs.py        which tensors are compared            report.py    lines of a report
     values.py       steps, scalars, groups                states.py    schedulers, counters, ...
     health.py       statistics of all tensors

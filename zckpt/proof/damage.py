@@ -1,7 +1,7 @@
 """Describes damage in the files of a checkpoint, and finds the tensors that it affects.
 
-A wrong CRC-32 shows which bit was flipped, if it was only one. The bytes' meaning shows whether it
-matters.
+If only one bit was flipped, a wrong CRC-32 shows which one. Where the bit lies (in a tensor, in
+padding) shows whether it matters.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Contents = list[tuple[Entry, Fragment]]
 
 
 def contents_of(manifest: Manifest, extents: Iterable[Extent]) -> dict[Extent, Contents]:
-    """Maps each extent of a record to the entries whose fragments it overlaps.
+    """Maps each byte range in `extents` to the tensors that have elements in it.
 
-    The `extents` do not overlap. All fragments are looked at in a single pass: at a large dp there
-    are millions of them.
+    The ranges do not overlap. All tensors' fragments (contiguous pieces in files) are visited in
+    one pass, since there are millions of them at a large data-parallel size.
     """
     contents: dict[Extent, Contents] = {extent: [] for extent in extents}
     in_order = sorted(contents, key=lambda extent: extent.offset)
@@ -64,9 +64,10 @@ def contents_of(manifest: Manifest, extents: Iterable[Extent]) -> dict[Extent, C
 
 
 def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
-    """A line of a report about a record with a wrong CRC-32: its tensors and the flipped bit.
+    """A report line about a record (checksummed byte range) with a wrong CRC-32.
 
-    The bit is named if a single one explains the CRC-32. Damage in padding is reported as harmless.
+    It names the tensors in the record, and the flipped bit if a single one explains the CRC-32.
+    Damage in padding is reported as harmless.
     """
     extent, stated_crc = damage.record.extent, damage.record.crc
     assert stated_crc is not None
@@ -97,8 +98,8 @@ def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
     if flipped is None:
         names = listed(line["tensors"]) or "no tensor"
         return said(
-            f"{what}: the CRC-32 of {extent.length} bytes at {extent.offset}, which hold {names}, "
-            "is not the one that the file states"
+            f"{what}: the {extent.length} bytes at {extent.offset}, which contain {names}, do not "
+            "have the CRC-32 that the file states"
         )
     place, bit = extent.offset + flipped[0], flipped[1]
     line["flipped"] = {"byte": place, "bit": bit}
@@ -117,7 +118,7 @@ def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
 
 
 def beside(manifest: Manifest) -> list[Damage]:
-    """Damaged records that neither a tensor nor a reader needs: a zip's version, and its random id.
+    """Damaged bytes that no tensor or reader of zckpt needs: a zip's version, and its random id.
 
     torch.load (2.13) refuses a file in which some of their bits are flipped.
     """
@@ -128,9 +129,9 @@ def beside(manifest: Manifest) -> list[Damage]:
 
 
 def not_zero(outcome: ComparisonOutcome, manifest: Manifest) -> list[Notice]:
-    """Notices about padding that is not zero although the engine fills it with zeros.
+    """Notices about padding that is not zero, for engines that fill padding with zeros.
 
-    Other padding may contain anything: old memory, or stale parts of weights.
+    Other engines' padding may contain anything: old memory, or stale parts of weights.
     """
     if not manifest.run.zero_padding:
         return []
@@ -148,10 +149,11 @@ def not_zero(outcome: ComparisonOutcome, manifest: Manifest) -> list[Notice]:
 
 
 def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[Notice]:
-    """Notices about records that state different CRCs although all tensors in them are equal.
+    """Notices about records (checksummed byte ranges) that differ although their tensors are equal.
 
-    Records are compared if they have the same file name, offset, length and tensors. In runs with
-    other numbers of ranks, records at the same place may hold other tensors: these are left out.
+    Such records differ only in padding. Two records are compared if they have the same file name,
+    offset, length and tensors. Others are left out: with another number of ranks, a record of the
+    same offset may contain other tensors.
     """
     records_of_b = {
         (os.path.relpath(record.extent.file, b.root), record.extent.offset, record.extent.length):
@@ -173,8 +175,8 @@ def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[
     return [
         note(
             "padding-differs",
-            f"{names[extent]}: the {extent.length} bytes at {extent.offset} differ in padding "
-            "alone: harmless, no tensor lies there",
+            f"{names[extent]}: the {extent.length} bytes at {extent.offset} differ only in "
+            "padding: harmless, no tensor lies there",
             file=extent.file,
         )
         for extent, contents in contents_of(a, names).items()
@@ -185,12 +187,15 @@ def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[
 
 
 def _places(contents: Contents) -> set[tuple[str, int, int]]:
-    """The contents of a record in comparable form: each tensor's name, byte and first element."""
+    """The tensors in a byte range as a set, to compare two ranges.
+
+    Each tensor is given by its name, offset in the range and first element.
+    """
     return {(entry.name, each.extent.offset, each.start) for entry, each in contents}
 
 
 def overlapping(manifest: Manifest) -> list[Notice]:
-    """Problems with optimizer states or masters that share bytes with each other."""
+    """Notices about optimizer states or masters that share bytes with each other."""
     problems = []
     taken: dict[str, list[tuple[int, int, str]]] = {}
     for entry in manifest.entries.values():
@@ -209,7 +214,7 @@ def overlapping(manifest: Manifest) -> list[Notice]:
 
 
 def unused(manifest: Manifest) -> list[Report]:
-    """Problems with bytes of files that nothing in the checkpoint describes."""
+    """Report lines about bytes of files that nothing in the checkpoint describes."""
     return [
         line_of(
             problem(
@@ -227,9 +232,9 @@ def unused(manifest: Manifest) -> list[Report]:
 
 
 def _solid_extents(fragments: Fragments) -> Iterator[Extent]:
-    """The extents of a tensor that contain nothing else: runs, and boxes without gaps.
+    """Yields the byte ranges of a tensor in which no other tensor can have bytes.
 
-    Other boxes may interleave with those of other tensors.
+    Slices with gaps in the file are left out, because other tensors may lie in the gaps.
     """
     if isinstance(fragments, Runs):
         yield from (fragment.extent for fragment in fragments)
@@ -239,7 +244,7 @@ def _solid_extents(fragments: Fragments) -> Iterator[Extent]:
 
 
 def digest(result: Result, manifest: Manifest) -> list[Report]:
-    """Problems with tensors whose CRC-32 differs from the one that the manifest states."""
+    """Report lines about tensors whose CRC-32 differs from the one that the manifest states."""
     problems = []
     for entry, crc in zip((result.match.a, result.match.b), result.digests, strict=True):
         stated_entry = manifest.entries.get(entry.key) if entry else None

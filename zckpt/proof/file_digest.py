@@ -1,7 +1,7 @@
-"""Compares the files of two checkpoints, whatever their tensors mean.
+"""Computes a checksum over the files of a checkpoint, to find out if two checkpoints are copies.
 
-If the files are equal, one checkpoint is a copy of the other. Then no inferred name can be wrong in
-only one of them.
+If one is a copy of the other, a parameter name that was inferred cannot be wrong in only one of
+them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def same_files(a: Manifest, b: Manifest) -> bool:
 
 
 def digest(manifest: Manifest) -> str:
-    """The CRC-32 of a checkpoint's files, in which tensors are replaced by their places.
+    """A CRC-32 over a checkpoint's files without the contents of its tensors.
 
-    It covers the names and sizes of files, the checksums that they state, and all bytes that belong
-    to no tensor and no checksum; tensors are compared separately. The name of a checkpoint that is
-    one file, alone or in a folder, is left out.
+    It covers the names and sizes of files, the checksums that they state, and the offsets of
+    tensors. It also covers all bytes that belong to no tensor and no checksum. If the checkpoint is
+    a single file, the file's name is left out.
     """
     covered: dict[str, set[Covered]] = {}
     for record in manifest.files.records:
@@ -52,7 +52,7 @@ def _covered(extent: Extent, crc: int = -1) -> Covered:
 
 
 def _between(path: str, places: Iterable[Covered]) -> Iterator[Extent]:
-    """The bytes of a file that lie in none of these places."""
+    """Yields the byte ranges of a file that lie outside of all `places`."""
     reached = 0
     for offset, length, _ in (*places, (sources.size(path), 0, 0)):
         if reached < offset:

@@ -1,7 +1,7 @@
 """Statistics of all tensors of a checkpoint, and warnings about dead or impossible numbers.
 
-Every tensor is read once, part by part, and each part is measured in its buffer: memory does not
-grow with the checkpoint. The CRC-32s of records are checked in the same pass.
+Every tensor is read once in parts, and each part is measured in its buffer, so memory does not grow
+with the checkpoint. The CRC-32s in the files are checked in the same pass.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ SECOND_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq"}
 
 
 class Total(Struct, eq=False):
-    """One tensor's statistics so far.
+    """One tensor's statistics, to which those of its parts are added.
 
-    The statistics of parts are added in the order of elements, whichever thread was first: so the
-    last digits are the same every time. Histograms of parts are added in any order. When all are
-    added, `counts` gets the counts by exponent, and the array of the histogram is dropped.
+    Parts are added in the order of elements, although threads finish in any order: so even the last
+    digits of the sums are reproducible. Histograms are added in any order. When all parts are
+    added, `counts` gets the counts by exponent, and the histogram's array is dropped.
     """
 
     numel: int
@@ -68,10 +68,10 @@ class Total(Struct, eq=False):
 
 
 class Measuring(Struct, eq=False, dict=True):
-    """One pass over tensors, shared by its threads.
+    """One pass over tensors, on which several threads work.
 
-    The tensors of a group have the same number of elements, and are read together. Tensors whose
-    types have no numbers are only read.
+    Tensors of one group have the same number of elements, and are read together. Tensors of types
+    without statistics (such as complex) are only read.
     """
 
     manifest: Manifest
@@ -123,9 +123,9 @@ class Measuring(Struct, eq=False, dict=True):
             total.add(item.start, item.stop, part)
 
     def beside(self, together: Sequence[ReadRequest], view: memoryview) -> None:
-        """Is called with the buffer that holds the same elements of all tensors of a group.
+        """Called with a buffer that contains the same elements of all tensors of a group.
 
-        Subclasses compare them there; this class does nothing.
+        Subclasses compare them; this class does nothing.
         """
 
 
@@ -139,7 +139,7 @@ def measure_all(
     copying: Copying,
     begin: Begin | None,
 ) -> Report:
-    """Statistics of every tensor whose name matches the glob, and their problems.
+    """Measures every tensor whose name matches the glob `pattern`; reports statistics and problems.
 
     Without a glob, all tensors are measured except those of slot `state`, such as random states.
     Complex and 8-bit float tensors are listed in `not_computed`. Raises WrongOption if no name
@@ -216,7 +216,7 @@ CODES = {
 
 
 def damaged(manifest: Manifest, checker: RecordChecker) -> Iterator[Report]:
-    """Records that do not have the CRC-32 that their file states, with file, offset and length."""
+    """Yields a line for each byte range whose CRC-32 is not the one that its file states."""
     contents = damage.contents_of(manifest, checker.damage)
     for extent, item in checker.damage.items():
         line = damage.meaning(manifest, item, contents[extent])
@@ -228,7 +228,10 @@ def damaged(manifest: Manifest, checker: RecordChecker) -> Iterator[Report]:
 def problems(
     manifest: Manifest, entries: Sequence[Entry], statistics: Mapping[str, Statistics]
 ) -> Iterator[Report]:
-    """Numbers that are impossible or have no effect, in the order of the manifest."""
+    """Yields lines about tensors with impossible values, such as negative second moments, or dead.
+
+    Dead are, for example, moments that are all zero after several steps.
+    """
     for entry in entries:
         if entry.slot != "state":
             for kind, message in _problems_of(manifest, entry, statistics):
@@ -271,10 +274,9 @@ def _problems_of(
 
 
 def _is_below(maximum: Statistics, now: Statistics) -> bool:
-    """Whether some element of `maximum` is less than the same element of `now`, by statistics.
+    """Whether `maximum`, a running maximum such as `max_exp_avg_sq`, is below `now` somewhere.
 
-    `maximum` is a running maximum. If it is one, its min, max, mean and norm are not below those of
-    `now`.
+    It compares only statistics: a true running maximum has no smaller min, max, mean or norm.
     """
     return (
         maximum.min < now.min

@@ -1,4 +1,4 @@
-"""Pairs the tensors that a proof compares with each other."""
+"""Pairs the tensors that `verify` and `diff` compare with each other."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .states import twins
 
 
 def own_matches(manifest: Manifest) -> list[Match]:
-    """The matches by which one checkpoint is checked: every tensor is in one of them.
+    """The pairs of tensors with which one checkpoint is checked alone.
 
-    A weight is matched with its master, and any other tensor with nothing: it is only read. Matches
-    of replicas follow.
+    A weight is paired with its master. Any other tensor has no partner: it is only read. After
+    these come the pairs of replicas.
     """
     entries = manifest.entries
     matches = list(with_masters(entries))
@@ -33,9 +33,9 @@ def own_matches(manifest: Manifest) -> list[Match]:
 
 
 def copies(manifest: Manifest, entries: Mapping[Key, Entry]) -> list[Match]:
-    """Matches replicas with the entries of the same key in `entries`; random states are left out.
+    """Pairs the manifest's replicas with the tensors of the same key in `entries`.
 
-    Each rank has its own random state.
+    Random states are left out, because each rank has its own.
     """
     return [
         Match(copy, entries[copy.key], copy=True)
@@ -45,7 +45,7 @@ def copies(manifest: Manifest, entries: Mapping[Key, Entry]) -> list[Match]:
 
 
 def mutual_matches(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], list[Key]]:
-    """Matches of the tensors that both checkpoints have, and of their replicas.
+    """Pairs the tensors that both checkpoints have, and their replicas.
 
     Also returns the keys that only `a` has, and those that only `b` has.
     """
@@ -65,9 +65,9 @@ def mutual_matches(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], li
 
 
 def _of_same_ranks(a: Manifest, b: Manifest) -> list[Match]:
-    """Matches the replicas of buffers and random states that the same rank has in both.
+    """Pairs buffers and random states of the same rank in both checkpoints.
 
-    Their values may differ between ranks, so each rank's is compared with the same rank's.
+    Their values may differ between ranks, so each is compared only with that of the same rank.
     """
     matches: list[Match] = []
     ours, theirs = (by_key((entry.key, entry) for entry in side.replicas) for side in (a, b))
@@ -81,12 +81,12 @@ def _of_same_ranks(a: Manifest, b: Manifest) -> list[Match]:
 
 
 def selected(matches: Iterable[Match], pattern: str | None) -> list[Match]:
-    """The matches whose name matches the glob; raises WrongOption if there is none."""
+    """The pairs of tensors whose name matches the glob; raises WrongOption if there is none."""
     return list(matches) if pattern is None else matching(matches, pattern)
 
 
 def only_rounded(matches: Iterable[Match], a: Manifest, b: Manifest) -> dict[str, list[str]]:
-    """Maps each side to the weights that it has only as the rounded values of the other side."""
+    """For each side, the weights that it has only in a narrower type than the other side."""
     names: dict[str, list[str]] = {"a": [], "b": []}
     for item in matches:
         if item.how != "rounded" or item.b is None or item.copy:
@@ -104,9 +104,9 @@ def only_rounded(matches: Iterable[Match], a: Manifest, b: Manifest) -> dict[str
 def missing(keys: Sequence[Key], owner: Manifest, other: Manifest) -> list[Key]:
     """The keys of tensors that `other` lacks although it should have them; `owner` has all `keys`.
 
-    A tensor should be there if `other` has the same slot for other parameters. A trained weight
-    should be there in slot `param` or `master`. Other weights are not needed by formats that keep
-    only trained ones.
+    `other` should have a tensor if it has the same slot (such as `exp_avg`) for other parameters.
+    It should have each trained weight, in the slot `param` or `master`. It may lack other weights,
+    because some formats store only trained ones.
     """
     slots = {entry.slot for entry in other.entries.values()} - {"state"}
     lost = []

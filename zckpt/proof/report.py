@@ -1,4 +1,4 @@
-"""The results of a comparison, as the lines of a report."""
+"""Turns the results of a comparison into the keys and lines of a report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from . import damage
 
 
 def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
-    """The findings of a comparison: tensors that differ, damaged files, harmless notices."""
+    """The report's keys about a comparison: tensors that differ, damage, harmless notices, counts.
+
+    `a` and `b` are the same object if one checkpoint was checked alone.
+    """
     buffers = {*a.buffers, *b.buffers}
     copies = {id(entry) for manifest in (a, b) for entry in manifest.replicas}
     differences, notes, cast = [], [], []
@@ -36,13 +39,13 @@ def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
             name = result.match.a.parameter
             message = (
                 f"the buffer {name} differs between ranks, as statistics that are not "
-                "synchronised do: rank 0's is taken"
+                "synchronised do: rank 0's values are used"
             )
             notes.append(note("rank-zero-taken", message, subject=name))
         else:
             differences.append(line)
     if cast:
-        message = f"of another type, and equal by value: {listed(cast)}"
+        message = f"stored in different types, but equal by value: {listed(cast)}"
         notes.append(note("form-differs", message, subject=cast[0]))
     for manifest in (a,) if a is b else (a, b):
         for line in _damage(outcome, manifest):
@@ -62,12 +65,15 @@ def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
 
 
 def _is_of_one_side(match: Match, copies: Collection[int]) -> bool:
-    """Whether a match compares a replica of one checkpoint with an entry that is no replica."""
+    """Whether exactly one tensor of a pair is a replica: so both are of one checkpoint.
+
+    `copies` are the `id`s of all replicas.
+    """
     return match.copy and not (id(match.a) in copies and id(match.b) in copies)
 
 
 def _damage(outcome: ComparisonOutcome, manifest: Manifest) -> list[Report]:
-    """Damaged tensors and records of one side."""
+    """Report lines about damaged tensors and byte ranges of one checkpoint."""
     problems = [line for result in outcome.results for line in damage.digest(result, manifest)]
     tensors = {line["tensor"] for line in problems}
     files = {record.extent.file for record in manifest.files.records}
@@ -81,7 +87,7 @@ def _damage(outcome: ComparisonOutcome, manifest: Manifest) -> list[Report]:
 
 
 def _by_slot(outcome: ComparisonOutcome, alone: bool) -> dict[str, int]:
-    """For each slot, the number of tensors that were read, or of pairs that were compared."""
+    """For each slot, the number of tensors that were read (if `alone`), or of pairs compared."""
     matches = [result.match for result in outcome.results if not result.match.copy]
     compared = [match.compared.key for match in matches]
     if alone:
@@ -91,7 +97,7 @@ def _by_slot(outcome: ComparisonOutcome, alone: bool) -> dict[str, int]:
 
 
 def difference(result: Result) -> Report | None:
-    """A line about a pair of tensors that differ; None if they are equal, or `b` is None."""
+    """A report line about a pair of tensors that differ; None if they are equal or not a pair."""
     match, measured = result.match, result.difference
     if match.b is None:
         return None
@@ -124,10 +130,10 @@ def difference(result: Result) -> Report | None:
 
 
 def changes(measured: Difference, elements: int) -> Report:
-    """Statistics of how much the elements changed, for `diff`: `rms`, `relative`, `histogram`.
+    """How much the elements of a tensor changed, for `diff`.
 
-    `rms` is the root mean square of the changes, `relative` is in relation to the first side. The
-    histogram counts changes by magnitude.
+    `rms` is the root mean square of the changes, `relative` is this number divided by that of the
+    first side's elements, and `histogram` counts changes by magnitude.
     """
     rms = math.sqrt(measured.squares / elements) if elements else 0.0
     relative = math.sqrt(measured.squares / measured.aa) if measured.aa > 0 else None
@@ -145,10 +151,10 @@ def _file_of(entry: Entry) -> str | None:
 
 
 def digests(results: Iterable[Result], alone: bool) -> dict[str, Report]:
-    """Maps the name of every tensor that was read to its CRC-32s, of its row-major bytes.
+    """Maps the name of every tensor that was read to the CRC-32s of its row-major bytes.
 
-    If a tensor has another name on side b, that is its `b_tensor`. If `alone`, both sides are the
-    same checkpoint, `a`.
+    `b_tensor` is the tensor's name in checkpoint b, if it differs. If `alone`, there is only one
+    checkpoint, `a`.
     """
     lines: dict[str, Report] = {}
     for result in results:

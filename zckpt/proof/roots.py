@@ -1,4 +1,4 @@
-"""Selects one model from a proof of several models."""
+"""Selects one model from a proof file about a checkpoint with several models."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..errors import AmbiguousCheckpoint, WrongOption, listed
 
 
 def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
-    """Reduces a proof of several models to the model `name`, with its names as if it were alone.
+    """Reduces a proof file's manifest of several models to the model `name`.
 
-    A proof of one model is returned unchanged. Raises WrongOption if neither side has a model of
-    this name.
+    Parameters are renamed as if it were the only model. A proof of one model is returned unchanged.
+    Raises WrongOption if neither `proven` nor `manifest` has a model of this name.
     """
     front = f"{name}."
     every = (*proven.parameters, *proven.buffers)
@@ -75,17 +75,17 @@ def refuse_several(proven: Manifest, manifest: Manifest) -> None:
     if fitting := fitting_roots(fronts, parameters, manifest.parameters):
         raise AmbiguousCheckpoint(
             "several-models",
-            f"{proven.root} proves several models, and {manifest.root} may be {listed(fitting)}",
+            f"{proven.root} has several models, and {manifest.root} may be {listed(fitting)}",
             hint=f"choose one with --root {' or --root '.join(fitting)}",
             file=proven.root,
         )
 
 
 def _own_part(key: str, value: Any, front: str) -> Any:
-    """The value of a key of the state, reduced to one model of several.
+    """Reduces a value of the state, which is stored under `key`, to one model of several.
 
-    `front` is the prefix of this model's names. Names with another prefix are left out, and the
-    others lose it. Only the keys `module` and `module_extra` contain such names.
+    `front` is the prefix of this model's names. Only names with this prefix are kept, without the
+    prefix. Only the keys `module` and `module_extra` contain such names.
     """
     if key == "module":
         return [name.removeprefix(front) for name in value if name.startswith(front)]

@@ -1,4 +1,7 @@
-"""The file that `verify --save-proof` writes about a checkpoint, and comparisons with it."""
+"""The proof file that `verify --save-proof` writes: checksums of all tensors, without the data.
+
+Another checkpoint can be compared with it later.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -57,7 +60,7 @@ MAX_PROOF = 1 << 29
 
 
 class _Digest(Struct):
-    """The type, shape and CRC-32 of a tensor in a proof; `a` is that of the proven checkpoint."""
+    """The type, shape and CRC-32 (`a`) of a tensor in a proof file."""
 
     dtype: Dtype
     shape: Sizes
@@ -65,7 +68,7 @@ class _Digest(Struct):
 
 
 class _Unsupported(Struct):
-    """A state that is not read; `tensors` are the names of its tensors."""
+    """An optimizer state that zckpt does not support; `tensors` are the names of its tensors."""
 
     key: str
     parameters: tuple[str, ...]
@@ -75,7 +78,7 @@ class _Unsupported(Struct):
 
 
 class _Held(Struct):
-    """The contents of the proof that `about` has made; older proofs lack some of them."""
+    """The keys of a proof file that `about` has made; older proofs lack some of them."""
 
     parameters: dict[str, Any]
     buffers: tuple[str, ...]
@@ -92,10 +95,7 @@ class _Held(Struct):
 
 
 def about(manifest: Manifest) -> Report:
-    """The part of a report that describes the checkpoint, except for the checksums of its tensors.
-
-    `--save-proof` writes it into the proof.
-    """
+    """Describes a checkpoint for the proof file: everything but the checksums of its tensors."""
     groups = manifest.groups
     return {
         "step": manifest.step,
@@ -131,12 +131,12 @@ def about(manifest: Manifest) -> Report:
 
 
 def _others(manifest: Manifest) -> list[State]:
-    """The states that are neither tensors of a parameter's shape, nor numbers, nor None."""
+    """The optimizer states other than tensors of a parameter's shape, numbers, and None."""
     return [s for s in states_of(manifest).values() if s.form not in ("slot", "number", "none")]
 
 
 def is_proof(path: str) -> bool:
-    """Whether a path is a file that `--save-proof` wrote, and not a checkpoint."""
+    """Whether `path` is a file that `--save-proof` wrote, not a checkpoint."""
     if not sources.is_file(path):
         return False
     with sources.opened(path) as file:
@@ -153,10 +153,10 @@ def verify_proof(
     begin: Begin | None,
     root: str,
 ) -> Report:
-    """The report on whether a checkpoint still has the CRC-32s of all tensors that a proof states.
+    """The report on whether all tensors of a checkpoint have the CRC-32s in a proof file.
 
-    `contents` is the digest of the proven files. If several models were proven, `root` is the name
-    of the one that is compared.
+    `proven` is the manifest from the proof, and `contents` its digest of the files. If the proof is
+    about several models, `root` is the name of the one to compare.
     """
     if root:
         proven = of_root(proven, root, manifest)
@@ -204,23 +204,23 @@ def verify_proof(
 def _of_first_rank(manifest: Manifest) -> list[Notice]:
     """A notice about tensors of which each rank has its own values, such as random states.
 
-    Those of ranks after the first are not compared: a proof has one checksum for each name, that
-    of the first rank. Empty if there are none.
+    Only the first rank's tensor is compared, because a proof has one checksum for each name. The
+    list is empty if there are no such tensors.
     """
     names = dict.fromkeys(
         entry.name
         for entry in manifest.replicas
         if entry.slot == "state" or entry.parameter in manifest.buffers
     )
-    what = f"{listed(list(names), 4)} of further ranks: a proof has those of the first rank"
+    what = f"{listed(list(names), 4)} of ranks after the first: a proof has only the first rank's"
     return [note("not-compared", what)] if names else []
 
 
 def _refuse_other_types(matches: Sequence[Match], a: Manifest, b: Manifest) -> None:
-    """Raises MissingData for tensors whose types differ: a proof has only their checksums.
+    """Raises MissingData for tensors whose types differ, because a proof has only checksums.
 
-    A weight that one side has in a narrower type is not refused if that side also has the exact
-    values, in a master: these are compared.
+    There is no error for a weight of a narrower type if that side also has an fp32 master: then the
+    masters are compared.
     """
     rounded, buffers = only_rounded(matches, a, b), {*a.buffers, *b.buffers}
     other_types = [
@@ -237,18 +237,18 @@ def _refuse_other_types(matches: Sequence[Match], a: Manifest, b: Manifest) -> N
             raise MissingData(
                 "proof-unsupported",
                 f"{side.root} has {listed(names, 4)} in {kind} type than {other.root}: a proof has "
-                f"checksums alone, which cannot tell whether {what} are equal",
+                f"only checksums, which cannot tell whether {what} are equal",
                 hint="compare the two checkpoints themselves",
                 file=side.root,
             )
 
 
 def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
-    """The proven checkpoint as its proof describes it: its tensors are only checksums.
+    """Reads a proof file: a manifest whose tensors are only checksums, and a digest of the files.
 
-    Also returns the digest of its contents; empty if there is none. An older proof does not list
-    states that are no tensors of a parameter's shape: it is assumed to have those of `manifest`.
-    Raises CorruptCheckpoint if the file is not a proof, or if it proves a difference.
+    The digest is "" if there is none. An older proof does not list all optimizer states: it is
+    assumed to have the other states of `manifest`. Raises CorruptCheckpoint if the file is not a
+    proof, or if `verify` had found a difference when it wrote it.
     """
     try:
         with sources.opened(path) as file:
@@ -320,7 +320,7 @@ def _check_groups(parameters: Mapping[str, Parameter], groups: Sequence[Any] | N
 
 
 def _with_tensors(item: _Unsupported, entries: dict[Key, Entry]) -> StateRow:
-    """The row of an unsupported state of a proof; its tensors are moved there from `entries`."""
+    """The row of an unsupported optimizer state in a proof; moves its tensors from `entries`."""
     tensors = tuple(entries.pop(key) for key in map(key_of, item.tensors) if key in entries)
     # if some tensors are missing
     content = item.content if len(tensors) == len(item.tensors) else ""
@@ -333,9 +333,9 @@ def _dictionary(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_parameter(parameters_by_state: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """Maps each parameter to its states, given the parameters by key of a state.
+    """Maps each parameter to its optimizer states, given the parameters by state.
 
-    A proof has no values of states: True stands for each value.
+    A proof has no values of these states, so each value is True.
     """
     keys = by_key((name, key) for key, names in parameters_by_state.items() for name in names)
     return {name: dict.fromkeys(own, True) for name, own in keys.items()}

@@ -1,7 +1,8 @@
 """Compares the files beside two checkpoints: a trainer's state, schedulers, a configuration.
 
-They are compared byte by byte. A file that one side lacks is only named: a run of another program,
-or of other ranks, has other files. But a missing file from which the same program resumes was lost.
+They are compared byte by byte. If one side lacks a file, this is usually only a notice, because
+another program or another number of ranks has other files. It is a difference if both sides are of
+the same program, and the program needs the file to resume.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ The path is not compared, since a conversion changes it.
 
 
 def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
-    """A line for each file that differs, and notices about files that only one side has.
+    """Report lines about files that differ, and notices about files that only one side has.
 
     If neither checkpoint has an optimizer, no run resumes from them: then only files that may
     contain tensors are compared.
@@ -69,9 +70,9 @@ def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
 
 
 def _sizes(a: int, b: int) -> dict[str, str]:
-    """The sizes in bytes of two files whose contents differ, as words for the report.
+    """The sizes of two files whose contents differ, as texts for the report, such as "9 bytes".
 
-    If both sizes are equal, the words are "9 bytes" and "9 other bytes".
+    If both sizes are equal, the texts are "9 bytes" and "9 other bytes".
     """
     return {"a": f"{a} bytes", "b": f"{b} other bytes" if a == b else f"{b} bytes"}
 

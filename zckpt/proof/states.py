@@ -1,8 +1,8 @@
-"""Compares what two checkpoints state besides tensors: schedulers, counters, a user's values.
+"""Compares what two checkpoints store besides tensors: schedulers, counters, a user's values.
 
-Values that both have must be equal. A value that one of them lacks is a difference too, with two
-exceptions: the other's files have no place for it, or it describes how ranks cut tensors and the
-two have different ranks. Such values are named in a notice.
+Values that both have must be equal. A value that only one has is a difference too, with two
+exceptions: the other's file format cannot store it, or it describes how ranks divide tensors and
+the two have different numbers of ranks. A notice lists such values.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _NOTHING: tuple[Any, ...] = (None, {}, [])
 
 
 def states(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
-    """The lines of a report about values that differ; notices about values not compared."""
+    """Report lines about values that differ, and notices about values that were not compared."""
     comparison = _Comparison(a, b)
     comparison.run()
     return comparison.lines, [note("not-compared", text) for text in comparison.not_compared()]
@@ -124,10 +124,10 @@ class _Comparison:
             self._compare_second_names()
 
     def _are_other_schedulers(self, a: Any, b: Any) -> bool:
-        """Whether the states of schedulers cannot be compared, so that they are no difference.
+        """Whether two states of schedulers cannot be compared, which is then not a difference.
 
-        They are of two kinds (DeepSpeed's own and torch's), or only one side has one in its state,
-        and the other may keep its own elsewhere: in a trainer's file or in the client state.
+        This is so if one is DeepSpeed's own and the other torch's, or if only one side has one
+        where the engine stores it: the other may be in a trainer's file or in the client state.
         """
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             return (COUNTER in a) != (COUNTER in b)
@@ -142,11 +142,11 @@ class _Comparison:
         return any(item.name in OF_TRAINER for item in files) or _has_within(client_state, state)
 
     def _without_states(self, a: Report, b: Report) -> tuple[Report, Report]:
-        """Drops keys with states of parameters (`OF_PARAMETERS`) from the states of both sides.
+        """Drops keys with optimizer states of parameters (`OF_PARAMETERS`) that only one side has.
 
-        A key stays only if both sides have it and have the same engine. States that one side lacks
-        are reported by `values.missing_states`. For a key of numbers that belong to no parameter
-        and that one side lacks, that side gets an empty dictionary, so each number has a line.
+        `values.missing_states` reports those. The keys are also dropped if the engines differ. If
+        one side has no numbers that belong to no parameter, it gets an empty dictionary for them:
+        then each of the other side's numbers gets a report line.
         """
         kept = OF_PARAMETERS.intersection(a, b) if self.same_engine else set()
         left = OF_PARAMETERS - kept
@@ -160,9 +160,9 @@ class _Comparison:
         return one, other
 
     def _names(self) -> list[dict[str, str]]:
-        """Maps, for each side, the names of the module to their kinds.
+        """For each side, maps the names that the module lists to their kinds, such as a buffer.
 
-        A name is left out if only one side has a tensor of that name, because tensors are compared
+        Names are left out for which only one side has a tensor, because tensors are compared
         separately.
         """
         one, other = (_weights(manifest) for manifest in self.sides.values())
@@ -173,7 +173,10 @@ class _Comparison:
         ]
 
     def _compare_second_names(self) -> None:
-        """Reports aliases of tied weights that only one side has, though both have the weight."""
+        """Reports second names (aliases) of tied weights that only one side has.
+
+        The weight itself is on both sides.
+        """
         for side, other in (("a", "b"), ("b", "a")):
             known_names = {*_names(self.sides[other]), *self.sides[other].parameters}
             lost = [
@@ -189,9 +192,9 @@ class _Comparison:
                 self.without_place[other] += lost
 
     def _leave_single_ranks(self) -> None:
-        """Drops the lines about random states of single ranks that only one side has.
+        """Drops the report lines about random states of single ranks that only one side has.
 
-        Runs of different sizes have them for different ranks, and some runs have none.
+        Runs with other numbers of ranks have other random states, and some runs have none.
         """
         for line in [*self.lines]:
             if line["key"].startswith(OF_SINGLE_RANKS) and "only" in line:
@@ -199,9 +202,9 @@ class _Comparison:
                 self.lines.remove(line)
 
     def _compare_ranks(self) -> None:
-        """Compares values that the files of ranks after the first one state.
+        """Compares the values in the files of ranks after the first one.
 
-        Values that `of_ranks` does not list equal the first rank's.
+        A manifest lists such a value (in `of_ranks`) only if it differs from the first rank's.
         """
         a, b = self.sides.values()
         for name in dict.fromkeys((*a.files.of_ranks, *b.files.of_ranks)):
@@ -214,9 +217,9 @@ class _Comparison:
                 self._compare(f"{name}: {key}", one, other)
 
     def _compare_layouts(self) -> None:
-        """Compares what files of the same name state about their place in the checkpoint.
+        """Compares what files of the same name state about their shards' positions in tensors.
 
-        A key that only one side states is not compared: some versions of an engine do not write it.
+        Keys that only one side has are not compared: some versions of an engine do not write them.
         """
         a, b = (manifest.files.layout for manifest in self.sides.values())
         for name in dict.fromkeys((*a, *b)):
@@ -232,7 +235,10 @@ class _Comparison:
             self._compare(f"{name}: layout", ours, theirs)
 
     def _compare(self, path: str, a: Any, b: Any) -> None:
-        """Compares two values in JSON, in which NaN equals itself."""
+        """Compares two JSON values (NaN equals NaN); adds lines about what differs.
+
+        `path` is the key of the values in the state.
+        """
         if a == b:  # first, since both may be very large
             return
         a, b = (self._opened(value) for value in (a, b))
@@ -253,10 +259,10 @@ class _Comparison:
             self.lines.append({"key": path, "a": a, "b": b})
 
     def _one_sided(self, path: str, a: Any, b: Any) -> None:
-        """Adds a value that only one side has to the differences, or to what is not compared.
+        """Reports a value that only one side has as a difference, or as not compared.
 
-        It is not compared if it depends on how a checkpoint was saved, or if files like those of
-        the other side have no place for it. An empty dictionary counts as no value.
+        It is not compared if it depends on how a checkpoint was saved, or if the other side's file
+        format cannot store it. An empty dictionary counts as no value.
         """
         side, other = ("a", "b") if b in _NOTHING else ("b", "a")
         if a in _NOTHING and b in _NOTHING:
@@ -269,7 +275,7 @@ class _Comparison:
             self.without_place[other].append(path)
 
     def _has_place(self, manifest: Manifest, path: str) -> bool:
-        """Whether files like those of this checkpoint could contain the value at this path."""
+        """Whether this checkpoint's file format can store a value at `path`, a key of the state."""
         part, engine = path.partition(".")[0], manifest.run.engine
         if _is_weights(manifest) or path.startswith(OF_VERSIONS):
             return False
@@ -290,7 +296,7 @@ class _Comparison:
         return self.other_wrapper and path.startswith(SCALING)
 
     def _opened(self, value: Any) -> Any:
-        """Removes one JSON tag: a tuple becomes a list, an object a dictionary by key."""
+        """Removes a tag of the manifest's JSON: a tuple becomes a list, an object a dictionary."""
         if not isinstance(value, dict) or len(value) != 1:
             return value
         ((tag, inner),) = value.items()
@@ -305,11 +311,11 @@ class _Comparison:
         return value
 
     def not_compared(self) -> Iterator[str]:
-        """Yields sentences about values that were not compared; each begins with their names."""
+        """Yields sentences about values that were not compared; each begins with the names."""
         if self.of_saving:
             yield f"{listed(self.of_saving, 4)}: the two differ in how they were saved"
         if self.of_program:
-            yield f"{SCHEDULER}: the two are of different schedulers, or of one in another place"
+            yield f"{SCHEDULER}: the two schedulers are different, or stored in different places"
         a, b = self.sides.values()
         for manifest, its_twin in ((a, b), (b, a)):
             if manifest.files.of_ranks and not self.same_files:
@@ -321,17 +327,17 @@ class _Comparison:
         for side, other in (("b", "a"), ("a", "b")):
             paths, root = self.without_place[side], self.sides[side].root
             if paths and _is_weights(self.sides[side]):
-                yield f"schedulers, counters and the like: {root} has weights alone"
+                yield f"schedulers, counters and the like: {root} has only weights"
             elif paths:
                 them = "it" if len(paths) == 1 else "them"
                 yield (
-                    f"{listed(paths, 4)}: only {self.sides[other].root} has {them}, and the files "
-                    f"of {root} have no place for {them}"
+                    f"{listed(paths, 4)}: only {self.sides[other].root} has {them}, and the format "
+                    f"of {root} cannot store {them}"
                 )
 
 
 def _scheduler_of(manifest: Manifest) -> Any:
-    """The scheduler that the engine's configuration names."""
+    """The type of the scheduler that the engine's configuration (ds_config) names; or None."""
     engine = manifest.run.engine
     config = engine.config if isinstance(engine, FlatBufferEngine) else {}
     return nested(config, "scheduler", "type")
@@ -345,7 +351,7 @@ def _has_within(value: Any, wanted: Mapping[str, Any]) -> bool:
 
 
 def by_keys(pairs: Iterable[Any]) -> dict[Any, Any]:
-    """A Python dictionary from the pairs of a key and an item that tagged JSON has for one."""
+    """A dictionary from a list of pairs, as the manifest's JSON stores dictionaries."""
     return {
         key if isinstance(key, (str, int, float)) else str(from_json(key)): item
         for key, item in pairs
@@ -353,7 +359,7 @@ def by_keys(pairs: Iterable[Any]) -> dict[Any, Any]:
 
 
 def _differing(path: str, a: Any, b: Any) -> Iterator[str]:
-    """Yields the paths at which two values in JSON differ."""
+    """Yields the paths (keys joined by dots) at which two JSON values differ."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in dict.fromkeys((*a, *b)):
             yield from _differing(inside(path, key) if path else key, a.get(key), b.get(key))
@@ -362,7 +368,7 @@ def _differing(path: str, a: Any, b: Any) -> Iterator[str]:
 
 
 def twins(a: Manifest, b: Manifest) -> bool:
-    """Whether two checkpoints have the same files: of one format, with equal sizes and names."""
+    """Whether two checkpoints have the same format, and files of the same names and sizes."""
     same_engine = a.format == b.format and engine_name(a) == engine_name(b)
     return same_engine and _sizes(a) == _sizes(b) and _wrapper(a)[1] == _wrapper(b)[1]
 
@@ -372,9 +378,9 @@ def _weights(manifest: Manifest) -> set[str]:
 
 
 def _names(manifest: Manifest) -> dict[str, str]:
-    """Maps each name that the module lists to its kind, as the report words it.
+    """Maps each name that the module lists to its kind, as a phrase for the report.
 
-    A kind is an alias (`a second name of fc1.weight`), a buffer, or just a name of the module.
+    A name is an alias ("a second name of fc1.weight"), a buffer, or another name of the module.
     """
     names = dict.fromkeys(map(str, manifest.state.get("module") or ()), "a name of the module")
     names |= dict.fromkeys(manifest.buffers, "a buffer")
@@ -384,7 +390,7 @@ def _names(manifest: Manifest) -> dict[str, str]:
 
 
 def _has_second_names(manifest: Manifest) -> bool:
-    """Whether files like these would state an alias; safetensors store each weight once."""
+    """Whether this checkpoint's files would list aliases: safetensors store each weight once."""
     engine = manifest.run.engine
     if isinstance(engine, StateDictEngine):
         return not (engine.dialect or engine.storage or _is_weights(manifest))
@@ -392,10 +398,7 @@ def _has_second_names(manifest: Manifest) -> bool:
 
 
 def _facts(manifest: Manifest) -> Report:
-    """The facts of a checkpoint that depend on how it was saved, as JSON.
-
-    Two saves of one run may differ in them.
-    """
+    """The facts of a checkpoint that may differ between two saves of one run, as JSON."""
     place = manifest.run.step_place
     facts = with_facts({}, manifest.run.engine, None).get("engine") or {}
     facts = {key: value for key, value in facts.items() if key not in OF_NAMES}
@@ -408,23 +411,23 @@ def _facts(manifest: Manifest) -> Report:
 
 
 def plain_facts(origin: Origin) -> Report:
-    """An origin as JSON, without values that are lists or dictionaries."""
+    """The facts about how a checkpoint was saved, as JSON, without lists and dictionaries."""
     facts = origin.to_json()
     return {key: item for key, item in facts.items() if isinstance(item, (str, int, type(None)))}
 
 
 def _as_of_first(manifest: Manifest, path: str) -> Any:
-    """The first rank's value, as JSON, at `path`: a key of the state, or two with a dot."""
+    """The first rank's value, as JSON, at `path`: a key of the state, or two joined by a dot."""
     part, _, key = path.partition(".")
     value = manifest.state.get(part)
     return to_json(value.get(key) if key and isinstance(value, Mapping) else value)
 
 
 def engine_name(manifest: Manifest) -> tuple[str | None, ...]:
-    """A tuple that is equal for engines whose states can be compared.
+    """A tuple that is equal for two checkpoints if their engines' states can be compared.
 
-    It has the engine's name; for a NamedWeightsEngine also the kind of its files, on which the
-    parts of the state depend.
+    It has the engine's name; for a NamedWeightsEngine (ONNX Runtime) also the kind of its files, on
+    which the contents of the state depend.
     """
     engine = manifest.run.engine
     if isinstance(engine, NamedWeightsEngine):
@@ -441,7 +444,7 @@ def _wrapper(manifest: Manifest) -> tuple[str | None, str | None]:
 
 
 def _sizes(manifest: Manifest) -> tuple[Any, ...]:
-    """The ZeRO stage, and the sizes of the grid of ranks, to compare those of two runs."""
+    """The ZeRO stage and the parallel sizes (dp, tp, ...) of a run, to compare two runs."""
     return manifest.run.origin.zero_stage or None, manifest.run.origin.sizes
 
 
@@ -451,9 +454,9 @@ def _is_weights(manifest: Manifest) -> bool:
 
 
 def _comparable_scales(a: Report, b: Report) -> tuple[Report, Report]:
-    """Converts loss scales to one form, if one side has an object and the other its numbers.
+    """Converts loss scalers to one form, if one side has an object and the other its numbers.
 
-    A side that states None scales nothing. Neither does an object whose scale is 1 and stays so.
+    None means that the loss is not scaled, and so does an object with a constant scale of 1.
     """
     if any(LOSS_SCALER in side and side[LOSS_SCALER] is None for side in (a, b)):
         a, b = ({k: v for k, v in side.items() if not _is_unscaled(k, v)} for side in (a, b))
@@ -463,7 +466,7 @@ def _comparable_scales(a: Report, b: Report) -> tuple[Report, Report]:
 
 
 def _is_unscaled(key: str, value: Any) -> bool:
-    """Whether a value is a loss scaler that scales nothing."""
+    """Whether a value is a loss scaler that does not change the loss: None, or a constant 1."""
     state = value.state if isinstance(value, Foreign) else None
     if key != LOSS_SCALER or not isinstance(state, dict):
         return key == LOSS_SCALER and value is None

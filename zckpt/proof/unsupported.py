@@ -1,7 +1,6 @@
-"""Compares states that are not read, if both checkpoints have them.
+"""Compares optimizer states that zckpt does not support, if both checkpoints have them.
 
-Their meaning need not be known. Their values are compared as JSON, and their tensors, one by one,
-with the tensors at the same places.
+Their meaning need not be known: values are compared as JSON, and tensors one by one in their order.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ Form = tuple[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], ...]
 
 
 def pairs(a: Manifest, b: Manifest) -> list[Match]:
-    """Matches the tensors of unsupported states that both checkpoints have, one by one.
+    """Pairs the tensors of unsupported states that both checkpoints have, one by one.
 
-    Only states of the same value are paired, and with the same types and shapes of tensors.
+    This is done only if the values, and the types and shapes of the tensors, are equal.
     """
     return [
         Match(one, other)
@@ -37,16 +36,16 @@ def pairs(a: Manifest, b: Manifest) -> list[Match]:
 def rest(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Report], list[Notice]]:
     """Removes the unsupported states that both checkpoints have, and reports on them.
 
-    Returns both manifests without them, lines about those that differ, and notices about the
-    others. If states differ only in the bytes of their tensors, that is no line here: the tensors
-    are compared with those of other states, as `pairs` matches them.
+    Returns both manifests without them, report lines about those that differ, and notices about the
+    others. The elements of their tensors are not compared here, but with all other tensors: see
+    `pairs`.
     """
     shared = _shared(a, b)
     lines, notes = [], []
     for (key, owners), (ours, theirs) in shared.items():
         name = f"{key} of {listed(owners, 4)}"
         if _form(ours) == _form(theirs):
-            message = f"{name}: not read, and compared as it is"
+            message = f"{name}: zckpt does not support this state; only its bytes were compared"
             notes.append(note("state-unsupported", message, subject=key))
         else:
             lines.append({"key": name, "a": _text(ours), "b": _text(theirs)})
@@ -59,9 +58,9 @@ def rest(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Report], li
 
 
 def _shared(a: Manifest, b: Manifest) -> dict[Owned, tuple[list[StateRow], list[StateRow]]]:
-    """The unsupported states that both checkpoints have, if their values are known.
+    """The unsupported states that both checkpoints have, if zckpt could read their values.
 
-    Each is a list with a row for every model rank, of `a` and of `b`.
+    Each state has two lists, for `a` and `b`, with a row for every model-parallel rank.
     """
     ours, theirs = _by_owner(a), _by_owner(b)
     return {

@@ -1,4 +1,4 @@
-"""Differences between two checkpoints that are not tensors: steps, scalars, groups."""
+"""Compares the values of two checkpoints that are not tensors: steps, scalars, optimizer groups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .states import by_keys, engine_name
 
 
 def shared_parameters(a: Manifest, b: Manifest) -> Iterator[tuple[str, Parameter, Parameter]]:
-    """The parameters that both checkpoints have: the name in `a`, then the record of each side.
+    """Yields each parameter that both checkpoints have: its name in `a`, and its data in both.
 
     A tied weight may have another name in `b`.
     """
@@ -33,7 +33,7 @@ def shared_parameters(a: Manifest, b: Manifest) -> Iterator[tuple[str, Parameter
 
 
 def shared_names(a: Manifest, b: Manifest) -> Iterator[tuple[str, str]]:
-    """For each parameter that both checkpoints have, its name in `a` and its name in `b`."""
+    """Yields each parameter that both checkpoints have: its name in `a` and its name in `b`."""
     theirs = {name: name for name in b.parameters} | b.owners
     for owner, parameter in a.parameters.items():
         if name := next(filter(theirs.__contains__, (owner, *parameter.aliases)), None):
@@ -41,10 +41,10 @@ def shared_names(a: Manifest, b: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def steps(a: Manifest, b: Manifest) -> list[Report]:
-    """Steps that differ, one line per pair of steps.
+    """Report lines about steps of parameters that differ, one line per pair of values.
 
-    If only one side has a step for a parameter, it is a difference only if the other side has steps
-    for other parameters.
+    A step that only one side has is a difference only if the other side has steps for other
+    parameters.
     """
     have_steps = [
         any(parameter.step is not None for parameter in side.parameters.values()) for side in (a, b)
@@ -64,13 +64,14 @@ def steps(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
-    """Lines and notices about the place of the step, if the two checkpoints differ in it.
+    """Report lines and notices if two checkpoints store the step in different places.
 
-    An optimizer reads its step from one place, and begins at 1 if there is none. So another place,
-    or another type of the number, is a difference (a line) if neither side names its optimizer. If
-    a side names one (a configuration or the user did), that optimizer may read another place: then
-    it is a notice, and types are not compared. In files of the same engine and stage, it is also a
-    line if one side counts in each state and the other only in a group's last state.
+    An optimizer reads its step from one place, such as the state or the group, and begins at 1 if
+    it finds none there. So another place or another type is a difference (a line), if neither side
+    names its optimizer. If a configuration or the user names the optimizer, it may read the other
+    place: then there is only a notice, and types are not compared. There is also a line if, in
+    files of the same engine and stage, one side counts in the state of each parameter and the other
+    only in that of a group's last parameter.
     """
     ours, theirs = step_place(a), step_place(b)
     if ours is None or theirs is None:
@@ -88,7 +89,7 @@ def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
     if named is None:
         return [line], []
     places = f"{line['a']} in {a.root}; {line['b']} in {b.root}"
-    return [], [note("form-differs", f"place of the step: {places}: {named} looks there")]
+    return [], [note("form-differs", f"place of the step: {places}: {named} reads it from there")]
 
 
 def _are_alike(a: Manifest, b: Manifest) -> bool:
@@ -98,9 +99,9 @@ def _are_alike(a: Manifest, b: Manifest) -> bool:
 
 
 def step_place(manifest: Manifest) -> StepPlace | None:
-    """The place in which the optimizer keeps its step.
+    """Where the optimizer stores its step: in states or groups, and in which type.
 
-    None if there is no step, or if the engine has optimizers of its own (`NamedWeightsEngine`).
+    None if there is no step, or if the engine has its own optimizers (ONNX Runtime).
     """
     has_steps = any(parameter.step is not None for parameter in manifest.parameters.values())
     if not has_steps or isinstance(manifest.run.engine, NamedWeightsEngine):
@@ -110,10 +111,10 @@ def step_place(manifest: Manifest) -> StepPlace | None:
 
 
 def scalars(a: Manifest, b: Manifest) -> list[Report]:
-    """States of one number, such as NAdam's `mu_product`, that differ in value, type or shape.
+    """Report lines about optimizer states of one number, such as NAdam's `mu_product`, that differ.
 
-    A line has `a_type`, `a_shape` and so on if these differ. A state that one side has for no
-    parameter at all is not a difference.
+    If types or shapes differ, the line has them as `a_type`, `a_shape` and so on. A state that one
+    side lacks for all parameters is not a difference here.
     """
     keys = [{row.key for row in side.states.of_form("number")} for side in (a, b)]
     lines = []
@@ -132,10 +133,10 @@ def scalars(a: Manifest, b: Manifest) -> list[Report]:
 def missing_states(
     a: Manifest, b: Manifest, reported: Collection[str]
 ) -> tuple[list[Report], list[Notice]]:
-    """Lines about optimizer states that one side lacks, or that were not read; notices.
+    """Report lines about optimizer states that one side lacks, and notices about harmless ones.
 
-    The notices are about harmless ones. `reported` are tensors that the report lists one by one. A
-    step that one side has for no parameter at all is reported like a state.
+    States that were not read are included. `reported` are tensors that the report already lists one
+    by one. A step that one side lacks for all parameters is reported like a state.
     """
     lines, notes = [], []
     for only, owner, other in (("a", a, b), ("b", b, a)):
@@ -171,7 +172,7 @@ def _missing(owner: Manifest, other: Manifest, reported: Collection[str]) -> Ite
 
 
 def unsupported_states(manifest: Manifest) -> list[Notice]:
-    """Notices about all states of the optimizer that are in the files, but were not read."""
+    """A notice for each optimizer state in the files that zckpt does not read."""
     return [
         note(
             "state-unsupported",
@@ -183,7 +184,7 @@ def unsupported_states(manifest: Manifest) -> list[Notice]:
 
 
 def _kinds(a: Scalar | None, b: Scalar | None) -> Report:
-    """The types and shapes of both numbers, for a line of the report; empty if they are equal."""
+    """The types and shapes of two numbers as keys of a report line; empty if they are equal."""
     if a is None or b is None or (a.dtype, a.shape) == (b.dtype, b.shape):
         return {}
     return {
@@ -195,7 +196,7 @@ def _kinds(a: Scalar | None, b: Scalar | None) -> Report:
 
 
 def trainable(a: Manifest, b: Manifest) -> list[Report]:
-    """A line for each parameter that is trained in only one of the checkpoints."""
+    """A report line for each parameter that is trained in only one of the checkpoints."""
     return [
         {"group": None, "key": f"trainable of {name}", "a": ours.trainable, "b": theirs.trainable}
         for name, ours, theirs in shared_parameters(a, b)
@@ -206,8 +207,8 @@ def trainable(a: Manifest, b: Manifest) -> list[Report]:
 def with_trained_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
     """Marks a parameter as frozen in both manifests if it counts as trained in only one of them.
 
-    This is done only if a state dict has no trace of an update of the parameter: such files do not
-    state whether it is frozen. Other engines do: DeepSpeed leaves it out of its groups.
+    This is done only for state dicts of torch that show no update of the parameter, because they do
+    not tell whether it is frozen. Other files tell it: DeepSpeed leaves it out of its groups.
     """
     sides = [side for side in (a, b) if isinstance(side.run.engine, StateDictEngine)]
     untouched_of = {name for side in sides for name in untouched(side)}
@@ -220,11 +221,12 @@ def with_trained_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
 
 
 def forms(a: Manifest, b: Manifest) -> list[Report]:
-    """A line if one checkpoint was saved without its frozen weights and the other was not.
+    """A report line if one checkpoint was saved without its frozen weights and the other was not.
 
-    Empty unless both sides state it, as DeepSpeed does by `frozen_param_fragments`. None there
-    means that frozen parameters were left out of the save: the engine does not ask for them. A
-    dictionary has all frozen parameters: the engine stops if it lacks one that the model has.
+    The list is empty unless both sides state it, as DeepSpeed does by `frozen_param_fragments`.
+    This key is None if frozen parameters were left out of the save; then the engine does not load
+    them. Otherwise it is a dictionary of all frozen parameters, and the engine stops if one is
+    missing.
     """
     statements = [
         side.run.engine.excludes_frozen if isinstance(side.run.engine, FlatBufferEngine) else None
@@ -240,7 +242,7 @@ def forms(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def groups(a: Manifest, b: Manifest) -> list[Report]:
-    """Lines about hyper-parameters of groups that differ, and about parameters in other groups.
+    """Report lines about optimizer groups: different hyper-parameters, or different members.
 
     Hyper-parameters that only one side has are not compared.
     """
@@ -269,10 +271,10 @@ def groups(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def without_empty_groups(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Notice]]:
-    """Drops groups without parameters, if only one of the engines can have such; adds notices.
+    """Drops groups without parameters, if only one of the two engines can store them; adds notices.
 
-    DeepSpeed removes such groups from the optimizer. The flat keys of torch (`layout` "flat") name
-    a parameter in each key, so they have no place for a group without one.
+    DeepSpeed removes such groups from the optimizer. torch's flattened optimizer keys (`layout`
+    "flat") contain a parameter's name, so they cannot store a group without parameters.
     """
     has_empty = [
         isinstance(side.run.engine, StateDictEngine) and side.run.engine.layout != "flat"
@@ -306,9 +308,9 @@ def without_empty_groups(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, 
 def hypers_of_one_side(a: Manifest, b: Manifest) -> list[Notice]:
     """Notices about hyper-parameters that only one of two checkpoints has in its groups.
 
-    They are no differences, because the versions and classes of an optimizer have different ones.
-    There are no notices if the engines differ and a side names its optimizer: such an engine has
-    hyper-parameters of its own anyway.
+    They are not differences, because versions and classes of an optimizer have different
+    hyper-parameters. There are no notices if the engines differ and a side names its optimizer:
+    then such hyper-parameters are expected.
     """
     is_named = a.optimizer is not None or b.optimizer is not None
     if a.groups is None or b.groups is None or (is_named and engine_name(a) != engine_name(b)):
@@ -327,11 +329,11 @@ def hypers_of_one_side(a: Manifest, b: Manifest) -> list[Notice]:
 
 
 def _groups_of_experts(a: Manifest, b: Manifest) -> list[Report]:
-    """The lines of `groups` if experts are spread over different numbers of ranks in `a` and `b`.
+    """Report lines about the optimizer groups of checkpoints with different expert-parallel sizes.
 
-    The names of groups of experts contain that number, and the engine splits such a group if one
-    rank has too many elements of it. So a group of `a` is compared with each group of `b` that has
-    a parameter in common with it, and the names of groups of experts are not compared.
+    The names of groups with experts contain that size, and the engine splits such a group if a rank
+    has too many elements of it. So a group of `a` is compared with each group of `b` that has a
+    parameter in common with it, and the names of groups with experts are not compared.
     """
     assert a.groups is not None
     assert b.groups is not None
@@ -360,7 +362,7 @@ def _groups_of_experts(a: Manifest, b: Manifest) -> list[Report]:
 def _hyper(group: dict[str, Any]) -> Report:
     """A group's hyper-parameters as JSON.
 
-    A 0-d tensor, such as a capturable optimizer's lr, is given as its value.
+    A 0-d tensor, such as the lr of a capturable optimizer, is converted to a number.
     """
     return plain_group(
         {key: item.value if isinstance(item, Scalar) else item for key, item in group.items()}
@@ -368,7 +370,7 @@ def _hyper(group: dict[str, Any]) -> Report:
 
 
 def _by_keys(value: Any) -> Any:
-    """Replaces dictionaries of tagged JSON, which are lists of pairs, by objects with keys."""
+    """Replaces the manifest's form of dictionaries (lists of pairs in JSON) by plain objects."""
     if isinstance(value, dict) and value.keys() == {"$dict"}:
         value = by_keys(value["$dict"])
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
 """Checks one checkpoint for contradictions, or compares it with another one.
 
-Within one checkpoint, everything that the files state twice must agree: CRC-32s of records and
-tensors, replicas on several ranks, a module's weight and the master that it was rounded from. Two
-checkpoints of any formats must be equal, bit for bit, in everything that both of them have.
+Within one checkpoint, everything that is stored twice must agree: bytes and their CRC-32s, replicas
+on several ranks, a module's weight and the master from which it was rounded. Two checkpoints of any
+formats must be equal, bit for bit, in everything that both of them have.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def verify_alone(
     copying: Copying,
     begin: Begin | None,
 ) -> Report:
-    """The part of the report of `verify` on whether one checkpoint's files contradict it."""
+    """The keys of `verify`'s report on whether one checkpoint's files contradict each other."""
     matches = selected(own_matches(manifest), pattern)
     everything = pattern is None
     outcome = compare.compare(
@@ -84,7 +84,7 @@ def verify_against(
     copying: Copying,
     begin: Begin | None,
 ) -> Report:
-    """The part of the report of `verify` on whether two checkpoints are equal.
+    """The keys of `verify`'s report on whether two checkpoints are equal.
 
     Raises MissingData if they share no weights, because then nothing would be proven.
     """
@@ -165,10 +165,10 @@ def diff(
 
 
 def _is_missing_masters(narrow: Manifest, wide: Manifest, names: Iterable[str]) -> bool:
-    """Whether `narrow` lacks a master: it has only rounded a weight that `wide` still trains.
+    """Whether `narrow` lacks an fp32 master of a weight that is trained in `wide`.
 
-    `names` are the weights that `narrow` has only as rounded values. Weights that no optimizer
-    updates have no master that could be missing.
+    `names` are the weights of which `narrow` has only rounded values. Weights that no optimizer
+    updates have no master.
     """
     shared, rounded = values.shared_parameters(narrow, wide), {*names}
     return any(theirs.trainable for name, _, theirs in shared if name in rounded)
@@ -195,7 +195,7 @@ def needs_weights(matches: Iterable[Match], a: Manifest, b: Manifest) -> None:
 
 
 def roundings(report: Report, results: Iterable[Result], a: Manifest, b: Manifest) -> Report:
-    """The keys `rounded` and `notes` of a report: weights that one side has only rounded.
+    """The keys `rounded` and `notes` of a report: weights that one side has only rounded down.
 
     `rounded` lists their names for each side.
     """
@@ -219,8 +219,8 @@ def inferences(
 ) -> Report:
     """The keys `inferred` and `unproven` of a report, about parameters whose names were inferred.
 
-    If an optimizer's state has the same wrong name in both checkpoints, the comparison finds it
-    equal: it is listed as unproven. If the files are copies, the names do not matter.
+    If both checkpoints assign an optimizer's state to the same wrong parameter, a comparison finds
+    them equal. So such parameters are listed as unproven, unless the files are copies.
     """
     compared = {match.a.parameter for match in matches if is_optimizers(match.a.slot)}
     theirs = set(b.notices.inferred if b.notices.states_inferred else a.notices.inferred)
@@ -246,12 +246,15 @@ def inferences(
 def with_values(
     report: Report, a: Manifest, b: Manifest, only_a: Sequence[Key], only_b: Sequence[Key]
 ) -> Report:
-    """Adds to a report differences in steps, groups and states, and tensors of one side only."""
+    """Adds to a report: differences in steps, groups and states, and tensors that one side lacks.
+
+    `only_a` and `only_b` are the keys of tensors that only one side has.
+    """
     lost = [
         line_of(
             problem(
                 "tensor-missing",
-                f"{other.root} lacks {name}, which {owner.root} holds",
+                f"{other.root} lacks {name}, which {owner.root} has",
                 subject=name,
             ),
             tensor=name,

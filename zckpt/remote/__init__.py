@@ -1,16 +1,16 @@
-"""Checkpoints in object stores: `s3://`, `gs://`, `az://`, `https://`, `hf://`, a program's own.
+"""Reads and writes checkpoints in object stores (`s3://`, `gs://`, `az://`, `https://`, `hf://`).
 
-A source is laid out on this machine as a folder of empty files with the names and the sizes of the
-objects. All other rooms read it like any folder, and `core/storage/byte_sources.py` provides the
-bytes. A target is written on this machine and then sent. Its last file is sent when all others have
-arrived.
+A program can also pass its own store. To read a checkpoint, this package creates a local folder of
+empty files with the names and sizes of the objects (a mirror). The other packages read it like any
+folder, and `core/storage/byte_sources.py` fetches the bytes that they ask for. A target is written
+to a local folder and then uploaded. Its last file is sent when all others have arrived.
 
     urls.py       the store and the key of a URL
-    stores.py     the operations of a store: list, read ranges, put; obstore's, fsspec's, the Hub's
+    stores.py     list, read and upload objects: by obstore, fsspec, and for the Hugging Face Hub
     failures.py   explains a store's refusal in one sentence
-    mirror.py     the folder of empty files, and the bytes of each
-    upload.py     where a target is written first, and whether it may be
-    sending.py    sends a target, checks it and commits it
-    cleanup.py    removes the remains of a dead run
+    mirror.py     the folder of empty files, and how their bytes are fetched and cached
+    upload.py     where a target is written on this machine, and whether its URL is free
+    sending.py    sends a target, compares it with the stored objects, and sends its last file
+    cleanup.py    removes the objects of a run that was stopped
     url_arguments.py  makes a function that takes paths accept URLs
 """

@@ -1,6 +1,7 @@
-"""Removes the remains of a dead run at a URL.
+"""Removes the objects that a stopped run of zckpt has left at a URL.
 
-Only the note of a run of zckpt shows which objects are zckpt's: a prefix proves no ownership.
+Only objects that the run listed in its note (zckpt-unfinished.json) are removed: other objects
+below the same prefix may belong to another program.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Upload(Struct, frozen=True):
 
     @property
     def command(self) -> str:
-        """The command of the store's own client that ends it."""
+        """The command of the AWS client that aborts this upload."""
         where = f"--bucket {quote(self.url.root)} --key {quote(self.key)}"
         return f"aws s3api abort-multipart-upload {where} --upload-id {quote(self.number)}"
 
@@ -39,19 +40,19 @@ class Upload(Struct, frozen=True):
 def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
     """Removes what a stopped run has left at a URL; a complete target is never touched.
 
-    The run's note lists its files. Unfinished multipart uploads of these files are removed too,
-    where the client lists them (S3, with boto3). All other uploads stay: the report lists them
-    (`other_uploads`), each with the command of the store's client that ends it.
+    The run's note (zckpt-unfinished.json at the URL) lists its files. Unfinished multipart uploads
+    of these files are removed too, where boto3 can list them (S3). All other uploads are kept: the
+    report lists them (`other_uploads`), each with the command that aborts it.
 
-    The user has to know whether a run still writes there. Raises WrongOption for a complete
-    checkpoint. Raises NotACheckpoint if zckpt has begun nothing there, unless there are other
-    uploads to list. Raises UnsupportedCheckpoint for a note that cannot be parsed, and TargetExists
-    if a run writes there meanwhile.
+    The caller must make sure that no run still writes there. Raises WrongOption for a complete
+    checkpoint. Raises NotACheckpoint if there is no note, unless there are other uploads to list.
+    Raises UnsupportedCheckpoint for a note that cannot be parsed, and TargetExists if a run writes
+    there meanwhile.
     """
     url = parse(path)
     if not url.key:
         raise WrongOption(
-            "option-invalid", f"{url} is a whole bucket", hint="give the target of the stopped run"
+            "option-invalid", f"{url} is a bucket", hint="give the target of the stopped run"
         )
     there = names_at(url)
     uploads = _uploads(url)
@@ -85,28 +86,28 @@ def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
 
 
 def _remains(url: Url, there: Mapping[str, StoredObject], note: Note) -> list[str]:
-    """The names of objects to remove: the existing files of the run, and its note.
+    """The names of the objects to remove: the run's files that exist, and the note that lists them.
 
-    If the target is complete, only the note. Raises TargetExists if it has the last file without
-    others.
+    If the target is complete, only the note (zckpt-unfinished.json) is removed. Raises TargetExists
+    if the run's last file exists, but another one does not.
     """
     if note.last not in there:
         return sorted({*note.names, UNFINISHED} & {*there})
     if lost := [name for name in note.names if name not in there]:
         raise TargetExists(
             "target-exists",
-            f"{url} has {note.last}, but not {listed(lost, 3)}: nothing was removed",
-            hint="another program may have written there: look at it, and remove what you do not "
-            "need with the store's client",
+            f"{url} has the last file, {note.last}, but not {listed(lost, 3)}: nothing was removed",
+            hint="another program may have written there: look at the files, and remove with the "
+            "store's client what you do not need",
             file=str(url),
         )
     return [UNFINISHED]  # the run ended between the last file and the removal of the note
 
 
 def _remove(url: Url, names: list[str], uploads: list[Upload], last: str) -> None:
-    """Removes the files, the uploads, and then the note.
+    """Removes the files `names`, the uploads, and finally the note (zckpt-unfinished.json).
 
-    Raises TargetExists before that if a run has sent the file `last` meanwhile.
+    If a run has sent the file `last` meanwhile, the note is kept, and TargetExists is raised.
     """
     store = store_of(url)
     for name in names:
@@ -118,16 +119,16 @@ def _remove(url: Url, names: list[str], uploads: list[Upload], last: str) -> Non
     if last and store.head(f"{url.key}/{last}") is not None:
         raise TargetExists(
             "target-exists",
-            f"a run has written {url}/{last} meanwhile, and files of that target are removed",
-            hint=f"the note {UNFINISHED} stays, so that nobody takes it for complete: when that "
-            "run has ended, remove the rest with the store's client",
+            f"a run has written {url}/{last} meanwhile, but its other files have been removed",
+            hint=f"{UNFINISHED} is kept, so no reader takes the target for complete: when that run "
+            "has ended, remove the other objects with the store's client",
             file=str(url),
         )
     store.delete([f"{url.key}/{UNFINISHED}"])  # last, since only the note lists the rest
 
 
 def _nothing_begun(url: Url, there: Sequence[str]) -> WrongOption | NotACheckpoint:
-    """The error for a URL without a note."""
+    """The error for a URL without a note; `there` are the names of the objects at the URL."""
     if {name.rpartition("/")[2] for name in there} & {*LASTS}:
         return WrongOption(
             "nothing-to-clean",
@@ -138,7 +139,7 @@ def _nothing_begun(url: Url, there: Sequence[str]) -> WrongOption | NotACheckpoi
     target = f": {url}/{below[0]}" if below else ""
     return NotACheckpoint(
         "nothing-to-clean",
-        f"{url} has no remains of a run of zckpt",
+        f"{url} has no files of an unfinished run of zckpt",
         hint=f"give the target of the stopped run{target}",
         file=str(url),
     )
@@ -151,7 +152,7 @@ def _client() -> Any:
 
 
 def _uploads(url: Url) -> list[Upload]:
-    """The unfinished multipart uploads below a URL."""
+    """The unfinished multipart uploads whose keys begin with a URL's key (only S3, with boto3)."""
     if url.scheme != "s3" or find_spec("boto3") is None:
         return []
     try:

@@ -1,6 +1,7 @@
 """Explains a store's refusal, and what to do, in one sentence without credentials.
 
-A library's message contains complete requests. So only the codes are extracted from it.
+A library's message may contain a complete request with credentials. So only error codes are taken
+from it.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ NO_CREDENTIALS = (
 
 
 class BrokenOff(StoreError):
-    """An answer of a store ended too early. The store's library does not repeat such a request."""
+    """A store's answer ended too early. The store's library does not retry such a request."""
 
 
 def asked(ask: Callable[[], Asked], url: Url, doing: str = "read") -> Asked:
-    """Calls `ask`, a request to a store; raises its errors as `explained` makes them.
+    """Calls `ask`, a request to a store, and returns its result; raises the errors of `explained`.
 
-    The libraries repeat requests that fail before there is an answer. This function repeats those
-    whose answer breaks off.
+    The libraries retry requests that fail before an answer begins. This function also retries
+    requests whose answer ends too early.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -75,7 +76,7 @@ def asked(ask: Callable[[], Asked], url: Url, doing: str = "read") -> Asked:
 
 
 def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
-    """Converts a library's error to one for the user; `doing` is "read", "write" or "list"."""
+    """Converts a library's exception to a ZckptError; `doing` is "read", "write" or "list"."""
     text = str(error)
     name = type(error).__name__
     if isinstance(error, ZckptError):
@@ -83,16 +84,16 @@ def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
     if name == "PreconditionError" and doing == "read":
         return SourceChanged(
             "source-changed",
-            f"{url} changed while it was read: its ETag is another one",
+            f"{url} changed while it was read: it has another ETag now",
             file=str(url),
         )
     if name == "InvalidPathError":
         key = match[1] if (match := NO_PATH.search(text)) else ""
-        return unsafe(url, f"{url}: there is the key {key!r}, which cannot be the name of a file")
+        return unsafe(url, f"{url}: the object key {key!r} cannot be the name of a file")
     if name == "NotSupportedError":
         return StoreError(
             "store-unsupported",
-            f"{url}: the server gives no ranges of bytes",
+            f"{url}: the server cannot send a range of bytes of a file",
             hint="download the checkpoint first",
             file=str(url),
         )
@@ -107,10 +108,10 @@ def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
         message = f"the credentials for {store} have expired"
         hint = "get new ones, then start again; add --resume if a target was begun"
     elif code in REGION or status in ("301", "307") or NO_REGION in text:
-        message = f"{store} is in another region than the request went to"
+        message = f"the request went to another region than that of {store}"
         hint = "set AWS_REGION to the bucket's region"
     elif code == "RequestTimeTooSkewed":
-        message = f"{store} has another time than this machine, and takes no request"
+        message = f"{store} refuses requests, because its clock and this machine's differ"
         hint = "set this machine's clock: `timedatectl` shows whether it is synchronized"
     elif code in UNKNOWN_KEY or name == "UnauthenticatedError" or status == "401":
         message, hint = f"{store} does not know the credentials", where
@@ -123,14 +124,14 @@ def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
         return SourceChanged(
             "source-changed",
             f"{url} was removed while it was read",
-            hint="start again; if its key ends in a slash, copy the rest to another prefix",
+            hint="start again; if its key ends in a slash, copy the others to another prefix",
             file=str(url),
         )
     elif status:
         message = f"{url}: the store answers {status}" + (f" ({code})" if code != name else "")
-        hint = "it was asked again several times; wait, and start again with --resume"
+        hint = "the request was repeated several times; wait, and start again with --resume"
     else:
-        message = f"{url}: the store does not answer, or breaks off"
+        message = f"{url}: the store does not answer, or its answer ends too early"
         hint = "check the network and the endpoint" + ENDPOINT.get(url.scheme, "")
         if BROKEN in text or isinstance(error, ConnectionError | TimeoutError):
             return BrokenOff("store-refused", message, hint)
@@ -142,6 +143,6 @@ def unsafe(url: Url, message: str) -> UnsupportedCheckpoint:
     return UnsupportedCheckpoint(
         "unsafe-name",
         message,
-        hint="copy the checkpoint to another prefix without it",
+        hint="copy the checkpoint to another prefix, without this object",
         file=str(url),
     )

@@ -1,11 +1,11 @@
-"""Makes a source in a store readable as a folder.
+"""Makes a checkpoint in an object store readable as a local folder (a mirror).
 
     TOP/0/s3:/bucket/runs/7/global_step10/...     empty files with names, sizes and times
 
-The objects below the URL are listed, and those beside it. A file's metadata is read in blocks,
-which are cached. Those of its neighbors are requested together with the first ones, in parallel,
-because a request takes as long as the transfer of many bytes. Large parts of tensors are requested
-as they are.
+The objects below the URL, and those beside it, are listed. The metadata of a file are read in
+blocks, which are cached. At the first read, the metadata of the neighboring files are requested in
+parallel too, because a request takes as long as the transfer of many bytes. Long reads of tensors
+are requested directly, without the cache.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ LISTS = {
 
 
 class Blocks:
-    """A cache of the blocks that were read last, of all files."""
+    """A cache of the most recently read blocks of all files."""
 
     def __init__(self, most: int = KEPT) -> None:
         self._most, self._bytes = most, 0
@@ -99,7 +99,7 @@ _numbers = itertools.count()
 
 
 class File(Struct, eq=False, dict=True):
-    """The bytes of one object, as a `byte_sources.ByteSource`."""
+    """Provides the bytes of one object to readers of its empty local file (a `ByteSource`)."""
 
     url: Url
     store: Store
@@ -111,7 +111,7 @@ class File(Struct, eq=False, dict=True):
         self._number = next(_numbers)  # unique, while an id may be reused
 
     def fetch(self, start: int, stop: int) -> bytes | memoryview:
-        """Reads bytes [start, stop) in one request, which is repeated if its answer breaks off."""
+        """Reads bytes [start, stop) in one request, which is retried if its answer ends early."""
 
         def ask() -> bytes | memoryview:
             data = self.store.read(self.stored_object, start, stop)
@@ -120,7 +120,7 @@ class File(Struct, eq=False, dict=True):
             raise failures.BrokenOff(
                 "store-refused",
                 f"{self.url} gave {len(data)} bytes instead of {stop - start}",
-                hint="a proxy may cut answers: ask again, or copy the checkpoint",
+                hint="a proxy may have cut the answer: start again, or copy the checkpoint first",
             )
 
         return failures.asked(ask, self.url)
@@ -146,7 +146,10 @@ class File(Struct, eq=False, dict=True):
         return stop - offset
 
     def _blocks_of(self, size: int, start: int, stop: int) -> bytes:
-        """Reads bytes through the cache; missing consecutive blocks are one request."""
+        """Reads bytes [start, stop) of a file of `size` bytes through the cache.
+
+        Consecutive blocks that are not in the cache are read in one request.
+        """
         with self._filling:  # another thread may be requesting the same blocks
             numbers, got = range(start // size, -(-stop // size)), dict[int, bytes]()
             for number in numbers:
@@ -165,9 +168,10 @@ class File(Struct, eq=False, dict=True):
         return data[start - begin : stop - begin]
 
     def _extended(self, first: int, last: int) -> int:
-        """The last block to request: `last`, or a later one if blocks are read in sequence.
+        """The number of the last block to request, if blocks `first` to `last` are needed.
 
-        With each request that follows the one before it, more blocks are read ahead, up to AHEAD.
+        It is greater than `last` if the file is read in sequence: each request then reads more
+        blocks ahead, up to AHEAD.
         """
         follows = _blocks.get((self._number, DATA, first - 1)) is not None
         self._ahead = min(2 * self._ahead + 1, AHEAD) if follows else 0
@@ -185,14 +189,14 @@ class File(Struct, eq=False, dict=True):
 
 
 def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """The first and the last of each run of consecutive numbers."""
+    """Yields the first and the last number of each sequence of consecutive numbers."""
     for _, run in itertools.groupby(enumerate(numbers), lambda item: item[1] - item[0]):
         consecutive = [number for _, number in run]
         yield consecutive[0], consecutive[-1]
 
 
 class Mirror(Struct, eq=False):
-    """The folder of empty files for one URL; `path` is the place of the URL itself in it."""
+    """The local folder of empty files for one URL; `path` in it stands for the URL itself."""
 
     path: str
     top: str
@@ -204,7 +208,7 @@ class Mirror(Struct, eq=False):
     def read_ahead(self, file: File) -> None:
         """Reads both ends of a file, and of the next files with the same ending in its folder.
 
-        Each file is read ahead only once.
+        This is done only once for each file.
         """
         key = file.stored_object.key
         with self.lock:
@@ -236,7 +240,10 @@ _top: list[str] = []
 
 
 def top() -> str:
-    """The folder of this process for mirrors, which is removed when the process ends."""
+    """The temporary folder for the mirrors (folders of empty files) of this process.
+
+    It is removed when the process ends.
+    """
     if not _top or not os.path.isdir(_top[0]):
         _top[:] = [tempfile.mkdtemp(prefix="zckpt-")]
         atexit.register(_remove, _top[0], os.getpid())
@@ -253,12 +260,12 @@ _written: dict[str, str] = {}
 
 
 def spell(path: str, url: str) -> None:
-    """Registers a target's path on this machine, so that `spelled` replaces it by the URL."""
+    """Registers the local path of a target, which `spelled` then replaces by the target's URL."""
     _written[path] = url
 
 
 def spelled(text: str) -> str:
-    """Replaces in a text the paths on this machine that belong to URLs by these URLs."""
+    """Replaces local paths that stand for URLs by these URLs in a text, such as a message."""
     for path, url in _written.items():
         # an unfinished target has only a path
         text = re.sub(re.escape(path) + r"(?![\w.-])", lambda _, url=url: url, text)  # type: ignore[misc]
@@ -268,7 +275,7 @@ def spelled(text: str) -> str:
 
 
 def mirrored(url: Url) -> Mirror:
-    """Makes the folder of empty files for a URL; raises StoreError and others of `failures`."""
+    """Creates the folder of empty files for a URL; raises StoreError and other errors of stores."""
     own_folder = os.path.join(top(), os.urandom(4).hex())
     base = os.path.join(own_folder, f"{url.scheme}:", *url.root.split("/"))
     mirror = Mirror(os.path.join(base, *url.key.split("/")) if url.key else base, own_folder)
@@ -288,9 +295,9 @@ def mirrored(url: Url) -> Mirror:
 
 
 def _listed(store: Store, url: Url) -> dict[str, StoredObject]:
-    """The objects of the URL, and the files beside it, by key.
+    """The objects below the URL, or the one object that it names; and the objects beside it.
 
-    They are those below the URL, or the one object that it names.
+    They are returned by their keys.
     """
     inside = [*store.below(url.key)]
     if url.key and not inside and (alone := store.head(url.key)) is not None:
@@ -302,9 +309,10 @@ def _listed(store: Store, url: Url) -> dict[str, StoredObject]:
 
 
 def _beside(store: Store, url: Url) -> list[StoredObject]:
-    """The objects beside the URL whose keys can be the paths of files.
+    """The objects in the folder that contains the URL, if their keys can be paths of files.
 
-    Empty if this user may not list them. An object at the key of a folder is left out.
+    The list is empty if this user may not list the folder. An object whose key is also that of a
+    folder is left out.
     """
     beside = _seen(lambda: store.directly_in(url.key.rpartition("/")[0])) or []
     keys = {each.key for each in beside}
@@ -317,9 +325,9 @@ def _beside(store: Store, url: Url) -> list[StoredObject]:
 
 
 def _seen(look: Callable[[], T]) -> T | None:
-    """The result of `look`, a request outside of the checkpoint.
+    """The result of `look`, a request for objects outside of the checkpoint.
 
-    None if this user may not make it, or if it finds a key that cannot be a path.
+    Returns None if this user has no permission for it, or if a key cannot be a path.
     """
     try:
         return look()
@@ -338,11 +346,11 @@ def _folders(key: str) -> Iterator[str]:
 def _finished(
     store: Store, url: Url, objects: Mapping[str, StoredObject]
 ) -> dict[str, StoredObject]:
-    """The objects, without those of unfinished targets below the URL.
+    """Returns `objects` without those that belong to unfinished targets of zckpt below the URL.
 
-    A target is unfinished if its note lists files that are not there, or cannot be parsed. The note
-    of a finished one is left out. Raises IncompleteCheckpoint if the URL itself belongs to an
-    unfinished target.
+    A target is unfinished if its note (zckpt-unfinished.json) lists files that do not exist, or
+    cannot be parsed. The note of a finished target is left out too. Raises IncompleteCheckpoint if
+    the URL itself belongs to an unfinished target.
     """
     kept = dict(objects)
     below = [each for key, each in objects.items() if os.path.basename(key) == UNFINISHED]
@@ -369,7 +377,10 @@ def _finished(
 
 
 def _notes_above(store: Store, url: Url) -> list[StoredObject]:
-    """The notes in folders above the URL, by which it may belong to an unfinished target."""
+    """The notes (zckpt-unfinished.json) in folders above the URL.
+
+    The URL may be a part of the target that such a note lists.
+    """
     above = [url.key, *_folders(url.key)][2 if store.has_listing else 0 :]
 
     def look(folder: str) -> StoredObject | None:
@@ -380,21 +391,21 @@ def _notes_above(store: Store, url: Url) -> list[StoredObject]:
 
 
 def _size(store: Store, there: Mapping[str, StoredObject], folder: str, name: str) -> int | None:
-    """The bytes of a file; None if the store has none."""
+    """The size of a file in bytes; None if the store does not have it."""
     key = f"{folder}/{name}".lstrip("/")
     stored_object = there.get(key) if store.has_listing else store.head(key)
     return stored_object.size if stored_object else None
 
 
 def note_at(store: Store, stored_object: StoredObject) -> Note | None:
-    """Reads the note of an unfinished target; None if it cannot be parsed."""
+    """Reads the note of an unfinished target (zckpt-unfinished.json); None if it is invalid."""
     if stored_object.size > unfinished.MOST:
         return None
     return unfinished.understood(bytes(store.read(stored_object, 0, stored_object.size)))
 
 
 def _lay(mirror: Mirror, base: str, file: File) -> None:
-    """Creates an empty file in the mirror, or a folder."""
+    """Creates the empty local file that stands for an object, or a local folder."""
     stored_object = file.stored_object
     is_folder = stored_object.key.endswith("/") and not stored_object.size
     if reason := strange(stored_object.key.rstrip("/") if is_folder else stored_object.key):
@@ -409,7 +420,7 @@ def _lay(mirror: Mirror, base: str, file: File) -> None:
         with open(path, "xb") as hole:
             hole.truncate(stored_object.size)
     except (FileExistsError, NotADirectoryError) as error:
-        message = f"{file.url} or a part of it is an object, and there are objects below it"
+        message = f"{file.url}: the same key is both an object and a folder of objects"
         raise failures.unsafe(file.url, message) from error
     # the nanoseconds distinguish this file from later ones with its inode; a run that is continued
     # finds the same times
@@ -423,9 +434,9 @@ def _lay(mirror: Mirror, base: str, file: File) -> None:
 
 
 def _lay_named(mirror: Mirror, base: str, url: Url, store: Store) -> None:
-    """Adds files to the mirror of a folder that its server cannot list.
+    """Creates the empty local files for a folder whose server cannot list it.
 
-    They are found by the names in `NAMED`, and by those that index files list.
+    It tries the usual file names (`NAMED`), and the names that index files list.
     """
     if url.key in mirror.files:
         return

@@ -1,11 +1,11 @@
 """Sends a target to a store, completely or not at all.
 
-It is written on this machine first, in a folder of TMPDIR named after its URL, and a run that was
-stopped continues there (`outgoing`). Then its files are sent in order:
+The target is written on this machine first, in a folder of TMPDIR named after its URL (`outgoing`
+in upload.py). A run that was stopped continues there. Then its files are sent in this order:
 
     URL/zckpt-unfinished.json   first: the files of this run, for --resume and clean-up
-    all other files             each one's size is requested, and its bytes are compared
-    the last file               manifest.json, .metadata, latest, ...: only if it is not there yet
+    all other files             the size and the bytes of each stored object are compared
+    the last file               manifest.json, .metadata, latest, ...: never overwrites an object
 
 Without the last file no reader recognizes the rest as a checkpoint.
 """
@@ -53,7 +53,7 @@ EXISTS has those for an object that exists.
 
 
 class Sums(Struct):
-    """The checksums of a file's bytes while they pass: their CRC-32, and the MD5 of each part."""
+    """Computes a file's checksums while it is sent: its CRC-32, and the MD5 of each part."""
 
     crc: int = 0
     size: int = 0
@@ -68,11 +68,12 @@ class Sums(Struct):
 
 
 def send(path: str, url: Url, run: str, words: Mapping[str, Any]) -> dict[str, Any]:
-    """Sends a complete target, and removes it here; returns lines for the report.
+    """Sends a complete target, removes its local copy, and returns keys for the report.
 
-    `run` is its mark, and `words` are the arguments of its conversion. Files that an earlier run
-    has sent are not sent again. Raises StoreError, TargetExists if another program has written
-    there meanwhile, and CorruptCheckpoint if bytes have changed on the way to the store.
+    `run` is the mark of this conversion, a text that is stored with its objects. `words` are the
+    arguments of the conversion. Files that an earlier run has sent are not sent again. Raises
+    StoreError, TargetExists if another program has written there meanwhile, and CorruptCheckpoint
+    if bytes have changed on the way to the store.
     """
     sizes = {
         os.path.relpath(file.path, path): file.stat().st_size
@@ -117,10 +118,11 @@ def send(path: str, url: Url, run: str, words: Mapping[str, Any]) -> dict[str, A
 
 
 class _Sending(Struct, dict=True):
-    """A target that is being sent from `path` to `url` by the run with the mark `run`.
+    """A target that is being sent from the local `path` to `url`.
 
-    With `read_back`, files are read again from a store that states no checksum of its own; `again`
-    counts them. `notes` are for the report.
+    `run` is the mark of the conversion, a text that is stored with its objects. With `read_back`, a
+    stored file is read again and compared, if the store states no checksum; `again` counts these
+    files. `notes` are warnings for the report.
     """
 
     store: Store
@@ -135,7 +137,7 @@ class _Sending(Struct, dict=True):
         return f"{self.url.key}/{name}"
 
     def begin(self, sizes: dict[str, int], last: str) -> set[str]:
-        """Writes the note of the unfinished target; returns the names of files sent before.
+        """Writes the note (zckpt-unfinished.json); returns the names of files sent before.
 
         Raises TargetExists if another program has written there.
         """
@@ -162,7 +164,11 @@ class _Sending(Struct, dict=True):
         return {*self.target.sent}
 
     def state(self, create: bool = False) -> None:
-        """Writes the note to the store, with the CRC-32s of all files that have arrived so far."""
+        """Writes the note (zckpt-unfinished.json) to the store.
+
+        It contains the CRC-32s of all files that have arrived so far. With `create` it must not
+        replace another run's note.
+        """
         with tempfile.NamedTemporaryFile() as file:
             file.write(json.dumps(to_builtins(self.target)).encode())
             file.flush()
@@ -179,8 +185,8 @@ class _Sending(Struct, dict=True):
             if self.store.head(key) is not None:
                 raise self._preceded(name) from error
             message = (
-                f"the store could not prevent overwriting {self.url}/{name}: zckpt only looked "
-                "before the upload, and there was no such file"
+                f"the store cannot refuse to overwrite {self.url}/{name}: zckpt only checked "
+                "before the upload that there was no such file"
             )
             self.notes.append(
                 warning("store-without-condition", message, file=f"{self.url}/{name}")
@@ -197,9 +203,9 @@ class _Sending(Struct, dict=True):
         )
 
     def note(self, name: str, crc: int) -> None:
-        """Adds a file that has arrived, and was compared, to the note.
+        """Adds a file that has arrived and was compared to the note (zckpt-unfinished.json).
 
-        The note is written to the store only if the last write is NOTED seconds ago.
+        The note is written to the store only if its last write was more than NOTED seconds ago.
         """
         with self._noting:
             self.target.sent[name] = crc
@@ -213,7 +219,7 @@ class _Sending(Struct, dict=True):
         stored = self.store.head(self.key(name))
         if stored is None or stored.size != sums.size:
             there = "nothing" if stored is None else f"{stored.size} bytes"
-            raise self._lost(name, f"the store has {there} of {sums.size} bytes", etag, stored)
+            raise self._lost(name, f"the store has {there} instead of {sums.size}", etag, stored)
         md5 = etag_of(sums.digests)
         if {md5} == {(each or "").strip('"') for each in (etag, stored.etag)}:
             return sums.crc  # the store itself has computed this MD5
@@ -230,7 +236,7 @@ class _Sending(Struct, dict=True):
         return sums.crc
 
     def _crc(self, stored: StoredObject) -> int:
-        """The CRC-32 of the bytes that the store has."""
+        """The CRC-32 of a stored object, whose bytes are read again."""
         crc = 0
         for start in range(0, stored.size, BLOCK):
             stop = min(start + BLOCK, stored.size)
@@ -240,7 +246,10 @@ class _Sending(Struct, dict=True):
         return crc
 
     def _is_ours(self, name: str) -> bool:
-        """Whether the stored object has the file's bytes, and no mark of another run."""
+        """Whether the stored object has the bytes of the local file, and no other run sent it.
+
+        Each run stores its own text, the mark, with its objects, if the store supports that.
+        """
         stored, path = self.store.head(self.key(name)), os.path.join(self.path, name)
         if stored is None or stored.size != os.path.getsize(path):
             return False
@@ -255,13 +264,13 @@ class _Sending(Struct, dict=True):
             self.store.delete([self.key(name)])  # it would make the rest look complete
         return CorruptCheckpoint(
             "upload-damaged",
-            f"{self.url}/{name} did not arrive: {what}",
-            hint="start again with --resume: what has arrived is not sent again",
+            f"{self.url}/{name} did not arrive intact: {what}",
+            hint="start again with --resume: files that have arrived are not sent again",
             file=str(self.url),
         )
 
     def _has_sent(self, stored: StoredObject, etag: str | None) -> bool:
-        """Whether a stored object is from this run, by its ETag, or else by its mark."""
+        """Whether this run has sent the stored object, by its ETag, or else by its mark."""
         if etag is not None:
             return etag == stored.etag
         with suppress(Exception):

@@ -1,8 +1,8 @@
 """The operations of object stores, and the store of a URL.
 
-obstore accesses S3, Google, Azure and web servers; it retries failed requests, with backoff. A
-program may pass its own obstore store or fsspec filesystem. All methods raise the libraries' own
-errors, which `failures` explains.
+The package obstore accesses S3, Google, Azure and web servers; it retries failed requests, with
+backoff. A program may pass its own obstore store or fsspec filesystem. All methods raise the
+libraries' own errors, which `failures.explained` converts.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ OWN_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNAT
 
 
 class StoredObject(Struct, frozen=True):
-    """An object: its key, its bytes, its ETag if the store has one, its time in nanoseconds.
+    """An object's key, size in bytes, ETag (if the store has one), and time in nanoseconds.
 
-    A folder has a key that ends in a slash, and no bytes.
+    A folder has a key that ends in a slash, and the size 0.
     """
 
     key: str
@@ -44,7 +44,7 @@ class StoredObject(Struct, frozen=True):
 
 
 def part_size(size: int) -> int:
-    """The bytes of each part of an upload of `size` bytes."""
+    """The size of each part, in bytes, of a multipart upload of `size` bytes."""
     return max(PART, ((size // MOST_PARTS >> 20) + 1) << 20)
 
 
@@ -61,14 +61,14 @@ def etag_of(digests: Sequence[bytes]) -> str:
 
 
 def blocks_of(path: str, size: int) -> Iterator[bytes]:
-    """The bytes of a local file in blocks."""
+    """Yields the bytes of a local file in blocks of `size` bytes; the last may be shorter."""
     with open(path, "rb") as file:
         while data := file.read(size):
             yield data
 
 
 class Objects:
-    """An object store of obstore, whose methods take keys. `Filesystem` has the same methods."""
+    """Accesses an object store by the package obstore. `Filesystem` has the same methods."""
 
     has_listing = True
 
@@ -79,25 +79,25 @@ class Objects:
         self._is_folder = type(store).__name__ == "LocalStore"  # it stores no metadata with a file
 
     def below(self, key: str) -> Iterator[StoredObject]:
-        """All objects below a key."""
+        """Yields all objects whose keys begin with `key` and a slash."""
         for batch in self._call.list(self.client, key or None):
             yield from map(_stored_object, batch)
 
     def directly_in(self, key: str) -> list[StoredObject]:
-        """The objects and the folders directly below a key."""
+        """The objects and folders directly in the folder `key`, without those in subfolders."""
         level = self._call.list_with_delimiter(self.client, key or None)
         folders = [StoredObject(f"{folder}/", 0) for folder in level["common_prefixes"]]
         return [*folders, *map(_stored_object, level["objects"])]
 
     def head(self, key: str) -> StoredObject | None:
-        """One object; None if there is none."""
+        """The size, ETag and time of the object at `key`; None if there is no object."""
         try:
             return _stored_object(self._call.head(self.client, key))
         except FileNotFoundError:
             return None
 
     def read(self, stored_object: StoredObject, start: int, stop: int) -> bytes | memoryview:
-        """Bytes [start, stop); raises the library's error if the object was replaced."""
+        """Reads bytes [start, stop); raises the library's error if the object was replaced."""
         options: dict[str, Any] = {"range": (start, stop)}
         if stored_object.etag and not stored_object.etag.startswith(
             "W/"
@@ -115,10 +115,10 @@ class Objects:
     def put(
         self, key: str, path: str, passed: Callable[[bytes], None], create: bool, mark: str
     ) -> str | None:
-        """Sends a file, and returns its ETag; with `create` only if there is no such object.
+        """Uploads the file at `path` and returns its ETag; with `create` it overwrites no object.
 
-        `passed` is called with the bytes in their order. `mark` is stored with them, where a store
-        can.
+        `passed` is called with the bytes in their order. `mark` identifies the run, and is stored
+        as the object's metadata, if the store supports that.
         """
         size = os.path.getsize(path)
         length = part_size(size)
@@ -140,7 +140,7 @@ class Objects:
         return _quoted(answer["e_tag"])
 
     def mark(self, stored_object: StoredObject) -> str | None:
-        """The mark of an object; None if it has none."""
+        """The text that `put` stored as the object's mark; None if there is none."""
         attributes = self._call.get(
             self.client, stored_object.key, options={"head": True}
         ).attributes
@@ -158,7 +158,7 @@ def _stored_object(item: Any) -> StoredObject:
 
 
 def _quoted(etag: str | None) -> str | None:
-    """An ETag as HTTP writes it: Azure's lists omit the quotation marks."""
+    """An ETag in quotation marks, as HTTP requires; Azure's listings omit them."""
     return etag if etag is None or etag.endswith('"') else f'"{etag}"'
 
 
@@ -175,7 +175,7 @@ class Web(Objects):
 
 
 class Hub(Objects):
-    """A repository of the Hugging Face Hub at one commit; its files are read from a web server."""
+    """A repository of the Hugging Face Hub at one commit; its files are read by HTTPS."""
 
     def __init__(self, url: Url) -> None:
         import huggingface_hub as hub
@@ -266,7 +266,11 @@ Store = Objects | Filesystem
 
 
 def store_of(url: Url) -> Store:
-    """The store of a URL; raises MissingExtra, and WrongOption for an object that is no store."""
+    """The store of a URL.
+
+    Raises MissingExtra if a package is not installed, and WrongOption if the program passed an
+    object that is not a store.
+    """
     if url.store is not None:
         if type(url.store).__module__.partition(".")[0] == "obstore":
             return Objects(url.store)
@@ -274,7 +278,7 @@ def store_of(url: Url) -> Store:
             return Filesystem(url.store)
         raise WrongOption(
             "option-invalid",
-            f"{type(url.store).__name__} is neither a store of obstore nor a filesystem of fsspec",
+            f"{type(url.store).__name__} is neither an obstore store nor an fsspec filesystem",
         )
     needed = ("obstore", "huggingface_hub") if url.scheme == "hf" else ("obstore",)
     if lacking := [name for name in needed if find_spec(name) is None]:
@@ -302,8 +306,8 @@ def store_of(url: Url) -> Store:
 def _profile() -> dict[str, Any]:
     """Options for an S3 store: credentials and region as boto3 finds them.
 
-    boto3 also reads profiles and the results of `aws sso login`. Empty if the environment has keys,
-    without boto3, and if boto3 finds no credentials.
+    boto3 also reads profiles and the results of `aws sso login`. The dictionary is empty if the
+    environment has keys, if boto3 is not installed, or if boto3 finds no credentials.
     """
     if any(map(os.environ.get, OWN_KEYS)) or not find_spec("boto3"):
         return {}

@@ -1,4 +1,4 @@
-"""Where the target of a URL is written first on this machine, and whether it may be written."""
+"""Where a target for a URL is written first on this machine; refuses URLs that exist already."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OF_RUNNING = {
 
 
 def order(name: str) -> tuple[int, str]:
-    """A sort key that puts files in the order in which they are sent; those of `LASTS` come last.
+    """A sort key for file names: the order in which files are sent. Names in `LASTS` come last.
 
     Of two files of the same name, the one in a deeper folder is sent first.
     """
@@ -52,7 +52,7 @@ def order(name: str) -> tuple[int, str]:
 
 
 def folder_for(url: Url) -> str:
-    """The folder of TMPDIR in which the target of this URL is written first."""
+    """The folder in TMPDIR in which the target for this URL is written before it is sent."""
     name = f"zckpt-to-{url.scheme}-{crc32(str(url).encode()):08x}-{os.getuid()}"
     folder = os.path.join(tempfile.gettempdir(), name)
     os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -68,7 +68,7 @@ def folder_for(url: Url) -> str:
 
 
 def mark_of(command: str, words: Mapping[str, Any], sources: Sequence[str]) -> str:
-    """A text that identifies a run by its command, its options, and the files of its sources."""
+    """A checksum as text that identifies a run by its command, options and source files."""
     said = {
         name: word
         for name, word in words.items()
@@ -86,10 +86,12 @@ def mark_of(command: str, words: Mapping[str, Any], sources: Sequence[str]) -> s
 
 @contextmanager
 def outgoing(url: Url, words: Mapping[str, Any], run: str) -> Iterator[tuple[str, bool]]:
-    """The path on this machine at which the target of a URL is to be written first.
+    """Yields the local path at which the target for a URL is to be written, and whether it exists.
 
-    The second value is True if the run with the mark `run` has already completed the target. Raises
-    TargetExists if there is another target, and WrongOption for processes that share a target.
+    The second value is True if this conversion has already sent the complete target; `run` is the
+    text by which its objects are recognized.
+    Raises TargetExists if another target is at the URL, and WrongOption if several processes share
+    the conversion.
     """
     if url.scheme in ("https", "http", "hf"):
         raise WrongOption(
@@ -104,7 +106,7 @@ def outgoing(url: Url, words: Mapping[str, Any], run: str) -> Iterator[tuple[str
             hint="give a folder of a shared filesystem, or --single",
         )
     if not url.key:
-        raise WrongOption("option-invalid", f"{url} is a whole bucket", hint=f"give {url}/NAME")
+        raise WrongOption("option-invalid", f"{url} is a bucket", hint=f"give {url}/NAME")
     resume = bool(words.get("resume"))
     is_done = is_complete(url, run if resume else "", resume)
     folder = folder_for(url)
@@ -140,9 +142,11 @@ def refuse_inside(source: Url, target: Url) -> None:
 
 
 def is_complete(url: Url, run: str, resume: bool) -> bool:
-    """Whether the run with this mark has completed the target.
+    """Whether this conversion has already completed the target at the URL.
 
-    Raises TargetExists if anything else is at the URL, except remains that `resume` continues.
+    `run` is the mark, a text that is stored with all objects of one conversion.
+
+    Raises TargetExists if anything else is there. An unfinished target is no error with `resume`.
     """
     there = names_at(url)
     if not there:
@@ -169,20 +173,26 @@ def is_complete(url: Url, run: str, resume: bool) -> bool:
 
 
 def note_of(url: Url, store: Store, stored_object: StoredObject) -> Note:
-    """Reads the note of an unfinished target; raises UnsupportedCheckpoint if it is invalid."""
+    """Reads the note of an unfinished target (zckpt-unfinished.json).
+
+    Raises UnsupportedCheckpoint if it is invalid.
+    """
     if (note := note_at(store, stored_object)) is None:
         raise UnsupportedCheckpoint(
             "version-unsupported",
-            f"{url}/{UNFINISHED} is no note that this zckpt understands: nothing was changed",
-            hint="look at it: a newer zckpt may have written it; if you do not need what is there, "
-            f"remove it with the store's client{_client_line(url)}",
+            f"this zckpt cannot parse {url}/{UNFINISHED}: nothing was changed",
+            hint="a newer zckpt may have written it; if you do not need the files of this target, "
+            f"remove them with the store's client{_client_line(url)}",
             file=str(url),
         )
     return note
 
 
 def _client_line(url: Url) -> str:
-    """The end of a hint: the store's own command that removes everything below a URL."""
+    """The end of a hint: ": " and the client's command that removes everything below a URL.
+
+    It is "" for a store whose client zckpt does not know.
+    """
     command = REMOVING.get(url.scheme)
     return f": {command.format(quote(str(url)))}" if command else ""
 

@@ -3,8 +3,8 @@
     @takes_urls("path", "against")
     def verify(path, against=None, ...): ...
 
-A URL is replaced by the path of its mirror. In the results and errors of the function, the path is
-replaced by the URL again.
+A URL is replaced by the path of its mirror, a local folder of empty files from which zckpt can read
+the objects. In the results and errors of the function, the path is replaced by the URL again.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Result = TypeVar("Result")
 def takes_urls(
     *sources: str, target: str | None = None, keep: bool = False
 ) -> Callable[[Callable[Words, Result]], Callable[Words, Result]]:
-    """Decorates a function whose parameters `sources` are read, and whose `target` is written.
+    """Makes a function accept URLs: its parameters `sources` are read, and `target` is written.
 
-    With `keep` the mirrors stay until the process ends, because the function's result reads from
-    them.
+    With `keep`, the local folders that stand for sources exist until the process ends, because the
+    function's result reads from them.
     """
 
     def decorate(function: Callable[Words, Result]) -> Callable[Words, Result]:
@@ -77,7 +77,10 @@ def takes_urls(
 def _sent(
     function: Callable[..., Any], words: dict[str, Any], target: str, url: Url, run: str
 ) -> Any:
-    """Calls a function that writes a target, sends that to a store, and returns the report."""
+    """Calls a function that writes a local target, sends the target to a store; returns the report.
+
+    `words` are the function's arguments, and `run` is a text that is stored with the objects.
+    """
     started = time.monotonic()
     with upload.outgoing(url, words, run) as (path, is_done):
         # the check before the rename belongs to the store's commit
@@ -99,16 +102,17 @@ def _sent(
 
 
 def jobs_for(memory: int, *paths: Any) -> int:
-    """The number of threads that a command uses to read; more if one of the paths is a URL.
+    """The number of threads with which a command reads; greater if one of the paths is a URL.
 
-    Each thread waits for a request. It uses two buffers of at least 1 MiB.
+    With a URL, threads mostly wait for requests. Each uses two buffers of at least 1 MiB, which
+    must fit into `memory` bytes.
     """
     is_remote = any(map(is_url, paths))
     return max(1, min(JOBS, memory >> 21)) if is_remote else DEFAULT_COPYING.jobs
 
 
 def _more_jobs(names: Mapping[str, inspect.Parameter], words: dict[str, Any], url: Any) -> None:
-    """Uses more threads for reading, unless the caller gives their number."""
+    """Sets a higher number of threads in `words` if `url` is a URL and the caller set none."""
     if "jobs" in names:
         memory = words.get("memory", names["memory"].default)
         words.setdefault("jobs", jobs_for(memory, url))
@@ -118,7 +122,7 @@ def _more_jobs(names: Mapping[str, inspect.Parameter], words: dict[str, Any], ur
 
 @contextmanager
 def local(path: Any) -> Iterator[str]:
-    """The path on this machine at which a URL can be read; a local path is returned unchanged."""
+    """Yields the local folder (mirror) from which a URL can be read; a local path unchanged."""
     if not is_url(path):
         yield path
         return
@@ -130,13 +134,16 @@ def local(path: Any) -> Iterator[str]:
 
 
 def kept(path: Any) -> str:
-    """The path for reading a URL until the process ends; a local path is returned as it is."""
+    """The local folder (mirror) from which a URL can be read until the process ends.
+
+    A local path is returned unchanged.
+    """
     return mirror.mirrored(parse(path)).path if is_url(path) else os.fspath(path)
 
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Inside the block, replaces paths of mirrors in errors by the URLs."""
+    """Replaces local paths that stand for URLs in errors raised inside the `with` block."""
     try:
         yield
     except ZckptError as error:
@@ -150,7 +157,7 @@ def telling() -> Iterator[None]:
 
 
 def translated(value: Any) -> Any:
-    """A report with URLs in place of the local paths that stand for them."""
+    """Returns a report in which local paths that stand for URLs are replaced by the URLs."""
     if isinstance(value, str):
         return spelled(value)
     if isinstance(value, dict):

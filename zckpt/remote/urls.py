@@ -1,4 +1,4 @@
-"""Parses URLs of object stores: the store and the key."""
+"""Parses URLs of object stores into the store (such as a bucket) and the key."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class At(Struct, frozen=True):
 
 
 def is_url(path: object) -> bool:
-    """Whether a path lies in an object store."""
+    """Whether `path` is a URL of an object store, or a path in a program's store (`At`)."""
     if isinstance(path, At):
         return True
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
@@ -88,7 +88,10 @@ def _wrong(message: str, hint: str) -> WrongOption:
 
 
 def _repository(rest: str) -> tuple[str, str]:
-    """`org/name@revision` of the Hub, and the path in it; datasets keep their prefix."""
+    """Splits the rest of an hf:// URL into `org/name@revision` and the path in the repository.
+
+    A prefix `datasets/` or `spaces/` stays in front of `org/name`.
+    """
     parts = rest.split("/")
     count = 3 if parts[0] in ("datasets", "spaces") else 2
     if len(parts) < count or not all(parts[:count]):
@@ -105,7 +108,7 @@ def _key(key: str, url: str) -> str:
 
 
 def strange(key: str) -> str:
-    """Why a key cannot be the path of a file; empty if it can."""
+    """The reason why a key cannot be the path of a file, as the end of a sentence; "" if it can."""
     parts = key.split("/")
     if wrong := [part for part in parts if part in ("", ".", "..")]:
         return f"has the part {wrong[0]!r} between slashes"

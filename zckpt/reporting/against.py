@@ -1,4 +1,4 @@
-"""The section `against`: what differs from another checkpoint, and how the rest was compared.
+"""The section `against` of a report: how a checkpoint differs from another one.
 
 It is made from the report of `zckpt diff`.
 """
@@ -30,10 +30,11 @@ OTHERS = {
 
 
 def section(checkpoint: Found, report: Report, other: str, step: Any) -> Report:
-    """The section: changes by layer, the first and worst difference, and what was compared how.
+    """The section `against`: changes by layer, first and largest difference, what was compared.
 
-    `step` is the step of the other checkpoint. The root mean square of a layer's change is over all
-    weights of the layer. The relative change is over the tensors that differ.
+    `report` is that of `zckpt diff`. `other` and `step` are the path and step of the other
+    checkpoint. A layer's root mean square change is over all its weights, and its relative change
+    over the tensors that differ.
     """
     lines = [line for line in report["differences"] if line.get("count")]
     by_name = {line["tensor"]: line for line in lines}
@@ -59,9 +60,10 @@ def section(checkpoint: Found, report: Report, other: str, step: Any) -> Report:
 def _layers(
     checkpoint: Found, lines: Mapping[str, Report]
 ) -> tuple[list[Report], list[Counter[int]]]:
-    """The change of each layer's weights, and counts of its changes by magnitude.
+    """How much each layer's weights changed, and for each layer a histogram of the changes.
 
-    If a parameter has an fp32 master, the change is the change of the master.
+    If a parameter has an fp32 master, the changes of the master are used. `lines` are those of
+    `diff`, by tensor.
     """
     masters = {entry.parameter for entry in checkpoint.entries if entry.slot == "master"}
     by_layer = by_key(
@@ -81,7 +83,7 @@ def _layers(
 
 
 def _layer(name: str, weights: Sequence[tuple[int, Entry]], lines: Mapping[str, Report]) -> Report:
-    """The change of the weights of one layer; `weights` are pairs (row of the table, entry)."""
+    """How much one layer's weights changed; `weights` are pairs (row of the table, tensor)."""
     elements = sum(entry.numel for _, entry in weights)
     changed = [(each, entry, lines[entry.name]) for each, entry in weights if entry.name in lines]
     squares = first = 0.0
@@ -103,7 +105,7 @@ def _layer(name: str, weights: Sequence[tuple[int, Entry]], lines: Mapping[str, 
 
 
 def _place(checkpoint: Found, line: Report) -> Report:
-    """The first element that differs in a tensor."""
+    """The first element that differs in a tensor, its two values, and the largest difference."""
     return {
         "tensor": checkpoint.numbers.get(line["tensor"]),
         "name": line["tensor"],
@@ -115,7 +117,7 @@ def _place(checkpoint: Found, line: Report) -> Report:
 
 
 def _proof(report: Report, lines: Iterable[Report]) -> Iterator[Report]:
-    """What was compared, how, and with which result."""
+    """Yields what was compared (such as all masters), by bits or by value, and the result."""
     unequal = Counter({line["tensor"]: key_of(line["tensor"])[1] for line in lines}.values())
     for slot, count in report["slots"].items():
         differing = unequal[slot]
@@ -138,7 +140,7 @@ def _not_compared(report: Report) -> Iterator[Report]:
 
 
 def _differences(report: Report) -> Iterator[Report]:
-    """The differences in everything but tensors that both sides have."""
+    """Yields the differences in values that are not tensors, and values that one side lacks."""
     for key in OTHERS:
         for line in report[key]:
             if "only" in line:

@@ -1,4 +1,4 @@
-"""The section `map`: which file stores which elements."""
+"""The section `map` of a report: which file stores which elements of which tensor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Piece = tuple[str, int, int, int, int]
 
 
 def section(checkpoint: Found, problems: Sequence[Report]) -> Report:
-    """Files, pieces of tensors, and damaged bytes."""
+    """The section `map`: the files, the byte ranges of tensors in them, and damaged bytes."""
     manifest, entries, places = checkpoint.known, checkpoint.entries, checkpoint.places
     damaged = [line for line in problems if line.get("file") and "offset" in line]
     numbers = {path: number for number, path in enumerate(manifest.files.paths)}
@@ -63,7 +63,7 @@ def section(checkpoint: Found, problems: Sequence[Report]) -> Report:
 
 
 def files_alone(checkpoint: Found) -> Report:
-    """The section for a checkpoint that cannot be read: only its files."""
+    """The section `map` for a checkpoint that could not be read: it lists only the files."""
     wrong: dict[str, State] = {
         checkpoint.real(line["file"]): "missing" if line["kind"] == "missing" else "unreadable"
         for line in checkpoint.faults
@@ -82,7 +82,8 @@ def _file(row: Row, origin: Origin | None, state: str, size: int | None) -> Repo
 def rank_of(origin: Origin | None, row: Row) -> Report | None:
     """The rank that wrote a file, from the file's name; None if the name has no rank.
 
-    DeepSpeed's `mp` numbers model ranks. It is split into `pp` and `tp` if their sizes are known.
+    DeepSpeed's number `mp` of a model-parallel rank is split into `pp` and `tp` if their sizes are
+    known.
     """
     numbers = {axis: number for axis, number in row.rank if axis in AXES}
     tp, pp = (origin and origin.tp) or 1, (origin and origin.pp) or 1
@@ -95,9 +96,10 @@ def rank_of(origin: Origin | None, row: Row) -> Report | None:
 
 
 def _columns(entries: Sequence[Entry], groups: Sequence[int], files: dict[str, int]) -> Report:
-    """The pieces of tensors in the section as columns, with one row for each piece.
+    """The pieces of tensors (contiguous byte ranges in files) as columns, one row per piece.
 
-    If there are too many pieces, each row is the sum over the pieces of one file, layer and slot.
+    If there are too many, each row is the sum over all pieces of one file, layer and slot (kind of
+    tensor, such as `exp_avg`).
     """
     rows: list[tuple[Any, ...]] = []
     sums: dict[Key, list[int]] = {}
@@ -122,7 +124,7 @@ def _columns(entries: Sequence[Entry], groups: Sequence[int], files: dict[str, i
 
 
 def _add(sums: dict[Key, list[int]], key: Key, start: int, stop: int, at: int, length: int) -> None:
-    """Adds elements and bytes to a sum. The offset of the sum is the lowest offset."""
+    """Adds a piece to a sum: its number of elements and of bytes, and the lowest file offset."""
     total = sums.setdefault(key, [0, 0, at, 0])
     total[:] = 0, total[1] + stop - start, min(total[2], at), total[3] + length
 
@@ -132,7 +134,10 @@ def _count(entry: Entry) -> int:
 
 
 def _pieces(entry: Entry) -> Iterator[Piece]:
-    """Yields the pieces of a tensor; a box is one piece, from its first to its last element."""
+    """Yields the pieces of a tensor: file, first and last element, byte offset, and length.
+
+    A box (a rectangular slice of the tensor) is one piece, from its first to its last element.
+    """
     for box in boxes_of(entry.fragments):
         if length := prod(box.sizes) * box.size:
             yield box.extent.file, box.start, box.stop, box.reach.offset, length

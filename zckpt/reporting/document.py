@@ -1,4 +1,4 @@
-"""Makes the document of `zckpt report`, for a checkpoint or a run."""
+"""Makes the JSON document of `zckpt report`, for a checkpoint or a run."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def report(
     begin: Begin | None = None,
     **source: Unpack[api.NamedKeywords],
 ) -> Report:
-    """The document of the checkpoint or the run at `path`, from which a page is made.
+    """The JSON document about the checkpoint or the run at `path`, from which a page is made.
 
-    `docs/report.md` describes the sections. Every byte is read once, and once more for the
-    comparison with the checkpoint `against`. Faults, such as a lost rank, damaged bytes or steps
-    that differ, are listed in `faults`; the other sections show the rest. If `path` is a run, only
-    checkpoints of step `since` or later are read. `source` are the arguments of `read`. Raises a
-    ZckptError only if there is nothing to show.
+    `docs/report.md` describes its sections. Every byte is read once, and once more to compare with
+    the checkpoint `against`. Problems, such as a lost rank, damaged bytes or steps that differ, are
+    listed in `faults`; the other sections describe everything that could be read. If `path` is a
+    run, only checkpoints of step `since` or later are read. `source` are the arguments of `read`.
+    Raises a ZckptError only if there is nothing to show.
     """
     started = time.monotonic()
     copying = Copying(jobs, memory)
@@ -89,17 +89,17 @@ def report(
 
 
 def _nothing(candidate: Candidate, error: ZckptError) -> Report:
-    """The document of a folder in a run that holds no checkpoint, such as an empty one."""
+    """The document for a folder of a run that contains no checkpoint, such as an empty folder."""
     checkpoint = Found(candidate.path)
     checkpoint.faults.append(line_of(error.notice, kind="unreadable", fault=True))
     return _not_read(checkpoint, candidate)
 
 
 def _checkpoints(path: str, source: Mapping[str, Any]) -> tuple[list[Candidate], list[Candidate]]:
-    """The checkpoints to show, the oldest first, and the missing ones that the run names.
+    """The checkpoints to show, the oldest first, and missing checkpoints that the run names.
 
-    If `source` chooses a checkpoint, or `path` is no run, there is only one. A run may name a
-    checkpoint that was removed, or the file with the name may be cut short.
+    There is only one if `source` chooses it (such as by `tag`), or if `path` is not a run. A
+    checkpoint is missing if it was removed, or if the file that names it was cut short.
     """
     itself = [alone(path, source.get("tag"))]
     if source.get("tag") or source.get("format") or not os.path.isdir(path):
@@ -150,7 +150,7 @@ def _document(
 
 
 def _not_read(checkpoint: Found, candidate: Candidate) -> Report:
-    """The document of a checkpoint of which only the names of files could be read."""
+    """The document for a checkpoint that could not be read, with the names of its files."""
     wrong = faults.section(checkpoint, ())
     return _begun(checkpoint, candidate) | {
         "faults": wrong,
@@ -160,7 +160,7 @@ def _not_read(checkpoint: Found, candidate: Candidate) -> Report:
 
 
 def _begun(checkpoint: Found, candidate: Candidate) -> Report:
-    """The keys that every document has."""
+    """The beginning of a document: the keys that every document has."""
     return {
         "zckpt": VERSION,
         "command": "report",
@@ -172,7 +172,7 @@ def _begun(checkpoint: Found, candidate: Candidate) -> Report:
 
 
 def _metadata_sections(checkpoint: Found) -> Report:
-    """The sections that need no tensor."""
+    """The sections of the document that are made without reading a tensor."""
     return {
         "tensors": numbers.table(checkpoint),
         "layers": numbers.names(checkpoint),
@@ -182,7 +182,7 @@ def _metadata_sections(checkpoint: Found) -> Report:
 
 
 def _read(checkpoint: Found, copying: Copying, begin: Begin | None, lines: list[Report]) -> Report:
-    """Reads the tensors and returns their sections; adds faults to `lines`."""
+    """Reads the tensors and returns the sections about them; adds the faults found to `lines`."""
     done = measured(checkpoint, copying, begin)
     lines += done.problems
     lines += faults.contradictions(checkpoint.known)
@@ -212,7 +212,7 @@ def _against(
     begin: Begin | None,
     lines: list[Report],
 ) -> Report:
-    """The section `against`; empty, with a fault added to `lines`, if both cannot be compared."""
+    """The section `against`. If the comparison fails, it is empty, and `lines` gets a fault."""
     if checkpoint.lost or checkpoint.stated:
         message = f"not compared with {against}, because this checkpoint has faults"
         lines.append(line_of(warning("not-compared", message, file=against), kind="warning"))

@@ -1,4 +1,4 @@
-"""The section `faults`: what is wrong with a checkpoint, worst first."""
+"""The section `faults` of a report: what is wrong with a checkpoint, worst first."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ ORDER = {kind: place for place, kind in enumerate(KINDS)}
 
 
 def section(checkpoint: Found, lines: Iterable[Report]) -> list[Report]:
-    """The lines without duplicates, worst first. File paths are relative to the checkpoint."""
+    """Sorts the fault lines, worst first, without duplicates. File paths become relative."""
     every = [_line(checkpoint, line) for line in (*checkpoint.faults, *lines)]
     unique = {(line["code"], line["message"], line.get("tensor")): line for line in every}
     return ordered(unique.values())
 
 
 def ordered(lines: Iterable[Report]) -> list[Report]:
-    """The lines, each with all keys of FIELDS, worst first."""
+    """Sorts the fault lines, worst first, and gives each all keys of FIELDS."""
     full = [{key: line.get(key) for key in FIELDS} for line in lines]
     return sorted(full, key=lambda line: ORDER[line["kind"]])
 
@@ -64,7 +64,7 @@ def _line(checkpoint: Found, line: Report) -> Report:
 
 
 def of_files(checkpoint: Found) -> Iterator[Report]:
-    """The warnings of the reader, and files that are missing, damaged or from another save."""
+    """Yields the reader's warnings, and lines on missing or damaged files or other saves' files."""
     verdict = checkpoint.judged
     yield from (line_of(notice, kind="warning") for notice in checkpoint.known.notices.warnings)
     for notice in verdict.missing:
@@ -80,7 +80,7 @@ def of_files(checkpoint: Found) -> Iterator[Report]:
 
 
 def contradictions(manifest: Manifest) -> Iterator[Report]:
-    """Tensors that share bytes, and bytes that belong to no tensor."""
+    """Yields lines about tensors that share bytes, and about bytes that belong to no tensor."""
     for notice in damage.overlapping(manifest):
         yield line_of(notice, kind="missing")
     for line in damage.unused(manifest):
@@ -88,7 +88,7 @@ def contradictions(manifest: Manifest) -> Iterator[Report]:
 
 
 def denormal(lines: Iterable[tuple[str, Report]]) -> Iterator[Report]:
-    """Tensors with denormal numbers of their type."""
+    """Yields a line for each tensor with denormal numbers; `lines` are statistics by tensor."""
     for name, line in lines:
         if count := line.get("denormal"):
             message = f"{name} has {count:,} denormal numbers"

@@ -1,4 +1,4 @@
-"""The section `masters`: how far 16-bit weights are from their masters."""
+"""The section `masters` of a report: how far 16-bit weights are from their fp32 masters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from .measuring import Distance, original, place_of
 
 
 def section(checkpoint: Found, distances: Mapping[str, Distance]) -> Report | None:
-    """The distances in ULP by layer; None if no weight has a master to compare with."""
+    """The section `masters`: distances in ULP (units in the last place) by layer; or None.
+
+    None if no weight has a master to compare with.
+    """
     places = checkpoint.places
     rows: dict[int, Report] = {}
     for name, (elements, difference) in distances.items():

@@ -1,6 +1,6 @@
 """Measures all tensors in one pass: statistics, checksums, masters, and Adam's next update.
 
-The tensors of a parameter are read together, range by range, so that no element is read twice.
+The tensors of a parameter are read together, range by range. So no element is read twice.
 Elements in lost files are skipped.
 """
 
@@ -36,9 +36,10 @@ UPDATE = "UPDATE"
 
 
 class Rule(Struct, frozen=True):
-    """The hyper-parameters of Adam's update of one parameter.
+    """The numbers that Adam's update of one parameter needs.
 
-    `first` and `second` are the bias corrections 1 - beta**step. `slot` holds the second moment.
+    `first` and `second` are the bias corrections 1 - beta**step. `slot` is the state that contains
+    the second moment, such as `exp_avg_sq`.
     """
 
     eps: float
@@ -48,9 +49,10 @@ class Rule(Struct, frozen=True):
 
 
 class Pass(health.Measuring):
-    """Statistics of all tensors, CRC-32s, distances of masters, and Adam's updates.
+    """One pass over all tensors, for statistics, CRC-32s, distances of masters, Adam's updates.
 
-    `rules` is keyed by parameter. `totals` has the updates too, under `parameter/UPDATE`.
+    `rules` is keyed by parameter. `totals` has the statistics of each tensor, and of Adam's next
+    update under the name `parameter/UPDATE`.
     """
 
     histograms: bool = False
@@ -82,7 +84,10 @@ class Pass(health.Measuring):
             self._update(rule, slots[FIRST], slots[rule.slot], view)
 
     def _compare(self, master: ReadRequest, weight: ReadRequest, view: memoryview) -> None:
-        """Adds the distance of weights from their masters, which are first rounded if needed."""
+        """Adds the distance of a part of a weight from its master to the sum for this tensor.
+
+        The master is first rounded to the weight's type if needed. `view` has the read bytes.
+        """
         how = agreement(master.entry, weight.entry)
         if how is None:
             return
@@ -119,7 +124,7 @@ class Pass(health.Measuring):
 
 
 def rule_of(manifest: Manifest, parameter: str, slots: dict[str, Entry]) -> Rule | None:
-    """The hyper-parameters of Adam's update of a parameter.
+    """The numbers for Adam's update of a parameter, which has the states `slots`.
 
     None if one of them is unknown, or if the optimizer's update is not Adam's.
     """
@@ -155,10 +160,10 @@ Distance = tuple[int, Difference]
 
 
 class Measured(Struct, frozen=True):
-    """The results of a pass.
+    """The results of a pass over all tensors.
 
-    `updates` are the RMS of Adam's update by parameter. `ranges` are the elements that were read of
-    a tensor, if not all were.
+    `updates` has the root mean square of Adam's next update by parameter. `ranges` has the ranges
+    of elements that were read, for tensors that were not read completely.
     """
 
     lines: dict[str, Report]
@@ -171,7 +176,10 @@ class Measured(Struct, frozen=True):
 
 
 def measured(checkpoint: Found, copying: Copying, begin: Begin | None) -> Measured:
-    """Reads all tensors of a checkpoint once, and then the other bytes that have checksums."""
+    """Measures all tensors of a checkpoint, then checks the other bytes that have checksums.
+
+    Every byte is read once.
+    """
     manifest, lost = checkpoint.known, checkpoint.lost
     entries, ranges = checkpoint.entries, {}
     if lost:
@@ -222,13 +230,16 @@ def digest_of(entries: Sequence[Entry], covers: dict[str, Cover]) -> str:
 
 
 def place_of(entry: Entry, element: int) -> tuple[str, int] | None:
-    """The file of an element, and its byte offset there."""
+    """The path of the file that stores an element of a tensor, and the byte offset; or None."""
     run = next(entry.fragments.runs(element, element + 1, SIZES[entry.dtype]), None)
     return None if run is None else (run.extent.file, run.extent.offset)
 
 
 def original(element: int, ranges: Sequence[tuple[int, int]] | None) -> int:
-    """The index of an element in its tensor, from its index among the elements of `ranges`."""
+    """The index of an element in its tensor, given its index among the elements that were read.
+
+    `ranges` are the ranges [start, stop) that were read; None if all elements were.
+    """
     for start, stop in ranges or ():
         if element < stop - start:
             return start + element

@@ -1,7 +1,7 @@
-"""The section `next`: what the user can do with a checkpoint now.
+"""The section `next` of a report: what the user can do with a checkpoint now.
 
-complete   the line that resumes from it, and the command for another number of ranks
-damaged    what is lost, what is left, and what to do: go on from an older one, or export
+complete   the line of code that resumes from it, and the command for another number of ranks
+damaged    what is lost, what is left, and what to do: resume from an older one, or export
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST = 3  # names in a sentence
 
 
 class Harm(Struct):
-    """What is lost of one kind of tensors: the layers, and the numbers of elements."""
+    """What is lost of one kind of tensor (such as masters): the layers, and how many elements."""
 
     layers: dict[str, None] = field(default_factory=dict)
     lost: int = 0
@@ -38,7 +38,7 @@ class Harm(Struct):
 
 
 def section(checkpoint: Found, candidate: Candidate, faults: Sequence[Report]) -> Report:
-    """What to do, as sentences and commands. `older` is None until `with_older` sets it."""
+    """The section `next` as sentences and commands; its key `older` is set by `with_older`."""
     path = folder_of(candidate)
     report: Report = {
         "resumes": False,
@@ -70,7 +70,7 @@ def section(checkpoint: Found, candidate: Candidate, faults: Sequence[Report]) -
         steps.append(_step("see what can be restored", command))
     missing = [os.path.basename(checkpoint.real(each)) for each in checkpoint.lost]
     if missing:
-        steps.append(_step(f"put {listed(missing, MOST)} back, if there is a copy", None))
+        steps.append(_step(f"copy {listed(missing, MOST)} back, if you have another copy", None))
     if (step := mending(path, None, instead_of(path))) is not None:
         steps.append(step)
     if not wrong and checkpoint.judged.alone:
@@ -88,14 +88,14 @@ def mending(path: str, tag: str | None = None, older: str | None = None) -> Repo
     return None
 
 
-COMPLETE, ALONE = "weights complete", "weights without an optimizer: no run goes on from them"
+COMPLETE, ALONE = "weights complete", "weights without an optimizer: no run resumes from them"
 
 
 def with_older(report: Report, older: Iterable[Candidate]) -> Report:
-    """Adds the newest checkpoint of `older` that is complete to a section `next`.
+    """Adds the newest complete checkpoint of `older` to `report`, a section `next`.
 
-    `older` are checkpoints of the same run, the newest first. `report` stays unchanged if none is
-    complete.
+    `older` are checkpoints of the same run, the newest first. If none is complete, `report` is
+    returned unchanged.
     """
     for candidate in older:
         with suppress(ZckptError, OSError):
@@ -129,7 +129,7 @@ def _step(what: str, command: str | None) -> Report:
 
 
 def _lost(checkpoint: Found, faults: Sequence[Report]) -> Iterator[str]:
-    """A phrase for each kind of tensors with lost or damaged elements."""
+    """Yields a phrase for each kind of tensor (such as masters) with lost or damaged elements."""
     if _has_weights_alone(checkpoint) and any(
         line["kind"] in ("missing", "unreadable") for line in faults
     ):
@@ -158,9 +158,9 @@ def _has_weights_alone(found: Found) -> bool:
 
 
 def _kind(checkpoint: Found, entry: Entry) -> str:
-    """The kind of a tensor: weights, masters or other optimizer state.
+    """The kind of a tensor: weights, masters, or other optimizer state.
 
-    A master without a 16-bit weight counts as the weight.
+    A master counts as the weight if the checkpoint has no 16-bit weight for it.
     """
     if entry.slot == "param" or (
         entry.slot == "master" and (entry.parameter, "param") not in checkpoint.known.entries
@@ -170,7 +170,7 @@ def _kind(checkpoint: Found, entry: Entry) -> str:
 
 
 def _harms(checkpoint: Found) -> Mapping[str, Harm]:
-    """What lost files contained, by the kind of tensors."""
+    """What lost files contained: layers and numbers of elements, by the kind of tensor."""
     harms: dict[str, Harm] = {}
     for entry in checkpoint.entries if checkpoint.lost else ():
         rest, _ = kept(entry, checkpoint.lost)
@@ -185,7 +185,7 @@ def _harms(checkpoint: Found) -> Mapping[str, Harm]:
 
 
 def _damaged(checkpoint: Found, faults: Sequence[Report]) -> Mapping[str, dict[str, Any]]:
-    """The layers with damaged values, by the kind of tensors."""
+    """The layers with damaged values, by the kind of tensor (weights, masters, other state)."""
     kinds: dict[str, dict[str, Any]] = {}
     for line in faults:
         if line["kind"] in DAMAGED and line["tensor"] in checkpoint.numbers:

@@ -32,7 +32,7 @@ def table(checkpoint: Found, lines: Mapping[str, Report] | None = None) -> Repor
 
 
 def names(checkpoint: Found) -> dict[str, str]:
-    """The names of layers by the figures' row, for rows named otherwise: `h.0` for the row "0"."""
+    """Maps rows of the figures to the names of layers, where these differ: "0" to `h.0`."""
     pairs = zip(checkpoint.places.rows, checkpoint.places.names, strict=True)
     return {row: name for row, name in pairs if name != row}
 
@@ -44,9 +44,10 @@ def finite(value: Any) -> Any:
 
 
 def section(checkpoint: Found, lines: Mapping[str, Report], updates: Mapping[str, float]) -> Report:
-    """A number for each layer and kind of parameter, by slot.
+    """The section `numbers`: for each slot, a number per layer and kind of parameter.
 
-    For weights it is the RMS of the module's weight, or of the master if there is no such weight.
+    For weights the number is the root mean square of the module's weight, or of the master if there
+    is no such weight. `lines` has statistics by tensor, and `updates` Adam's updates by parameter.
     """
     places = checkpoint.places
     by_slot: dict[str, list[list[Any]]] = {"param": []}

@@ -1,4 +1,4 @@
-"""Makes the document of `probe-diff`, which shows two recorded runs on a page."""
+"""Makes the document for the page of `probe-diff`, which compares two recorded runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import summary
 def document(report: Report) -> Report:
     """Makes the document of a page from a report of `probe-diff`.
 
-    It has the first differences, and the records that only one run has.
+    It lists the first differences, and records (of a tensor) that only one run has.
     """
     big, first = report["big"], report["first"]
     result = f"{report['differing']:,} of {report['records']:,} records differ"

@@ -1,4 +1,4 @@
-"""The section `run`: the checkpoints of a run over time."""
+"""The section `run` of a report: how a run's checkpoints changed over time."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ MEASURES = {"norms": "param", "updates": "update", "moments": "exp_avg", "second
 
 
 def section(checkpoints: Sequence[Report], shown: Report, losses: Sequence[Any] = ()) -> Report:
-    """The section for all checkpoints, the oldest first. The page shows the last one in full.
+    """The section `run`: a row per checkpoint, the oldest first, and the curve of the losses.
 
-    `losses` are pairs of a step and a logged loss, also for steps between the checkpoints.
+    `checkpoints` are summaries by `checkpoint`, and `shown` is the newest one's full document.
+    `losses` are pairs of a step and a logged loss, including steps between checkpoints.
     """
     of_layers = (row for line in checkpoints for key in MEASURES for row in line[key])
     rows = (shown.get("numbers") or {}).get("rows", ())
@@ -66,16 +67,19 @@ STATED = ("saved", "loss", "evaluation_loss", "learning_rate", "epoch")
 
 
 def of_layers(document: Mapping[str, Any], key: str) -> dict[str, float]:
-    """For each layer: the norm of its weights, or for another measure its root mean square.
+    """For each layer: the norm of its weights if `key` is "param", else a root mean square.
 
-    `key` is the measure; "param" is that of weights.
+    `key` is a slot, such as "exp_avg", or the measure of Adam's update.
     """
     roots = {row: _root(key, sums) for row, sums in _sums(document, key).items()}
     return {row: root for row, root in roots.items() if finite(root) is not None}
 
 
 def total(document: Mapping[str, Any], key: str) -> float | None:
-    """As `of_layers`, but one number for the model; None if it is unknown."""
+    """For the complete model: the norm of the weights if `key` is "param", else a root mean square.
+
+    `key` is as for `of_layers`. None if the number is unknown.
+    """
     every = [*_sums(document, key).values()]
     sums = [sum(squares for squares, _ in every), sum(elements for _, elements in every)]
     root: float | None = finite(_root(key, sums)) if every else None
@@ -88,7 +92,7 @@ def _root(key: str, sums: Sequence[float]) -> float:
 
 
 def _sums(document: Mapping[str, Any], key: str) -> dict[str, list[float]]:
-    """For each layer, the sum of squares and the number of elements."""
+    """For each layer, the sum of squares of the elements of `key`, and their number."""
     numbers, table = document.get("numbers") or {}, document.get("tensors") or {}
     sums: dict[str, list[float]] = {}
     for measure in numbers.get("measures", ()):
@@ -119,7 +123,7 @@ def faults_of(checkpoints: Sequence[Report]) -> list[Report]:
 
 
 def notes_of(checkpoints: Sequence[Candidate]) -> list[Report]:
-    """Warnings about the order of the checkpoints in a run. They are no faults."""
+    """Report lines with warnings about the order of a run's checkpoints; they are not faults."""
     of_others = {id(each): each.name for each in checkpoints[:-1]}
     return [
         line_of(note, kind="warning", fault=False, checkpoint=of_others.get(id(candidate)))
@@ -129,7 +133,7 @@ def notes_of(checkpoints: Sequence[Candidate]) -> list[Report]:
 
 
 def missing_checkpoints(run: str, checkpoints: Sequence[Candidate]) -> list[Report]:
-    """Faults for checkpoints that the run names and that are missing."""
+    """A fault for each missing checkpoint that the run names as its last one."""
     lost = [
         (
             problem(

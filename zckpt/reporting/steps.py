@@ -1,4 +1,4 @@
-"""The section `steps`: every place that stores a step, and the groups side by side."""
+"""The section `steps` of a report: every stored step, and the optimizer groups side by side."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from ..judging.damaged_source import Found, file_in
 
 
 def section(checkpoint: Found) -> Report:
-    """Returns every place that stores a step, and the hyper-parameters of every group.
+    """The section `steps`: every place that stores a step, and every group's hyper-parameters.
 
-    `agrees` is None for an engine's counter, which is never the optimizer's step.
+    The key `agrees` tells whether a place has the checkpoint's step. It is None for an engine's
+    counter, which is never the optimizer's step.
     """
     manifest = checkpoint.known
     owners = Counter(item.step for item in manifest.parameters.values() if item.trainable)
@@ -68,7 +69,7 @@ def _named(found: Found, where: str) -> str | None:
 
 
 def agreeing(manifest: Manifest, stated_steps: tuple[tuple[str, float | int], ...]) -> str:
-    """The stored steps and the number of places of each, for a sentence."""
+    """Tells which steps are stored, and in how many places each is, as part of a sentence."""
     steps = [step for _, step in stated_steps] or [
         each.step for each in manifest.run.steps if each.truth
     ]

@@ -57,15 +57,15 @@ def auto_resume(
         verify      "records" reads all bytes and checks those that have checksums; "files" only
                     checks that all files exist, have the right size and belong to one save
         scratch     the directory for resharded copies, instead of `run`/.zckpt
-        keep        how many older resharded copies stay there
+        keep        how many older resharded copies are kept in that directory
         ds_config   the ds_config of the next run, if it changes: a dictionary, or the path of a
                     JSON file
-        single      this process works alone, whatever variables a launcher has set, to prepare a
-                    job that others run. Then dp defaults to the source's
+        single      this process works alone and ignores a launcher's variables, such as to prepare
+                    the start of another job. Then dp defaults to the source's
         copy        False: for DeepSpeed only empty files with the engine's names are written below
                     `run`/.zckpt. In this process `engine.load_checkpoint`, and so the program's
                     trainer, then loads the checkpoint through them;
-                    `zckpt.deepspeed.undo()` takes that back
+                    `zckpt.deepspeed.undo()` reverts this
         copying     a `zckpt.Copying`: the number of threads, and the memory
         tell        is called in rank 0 with the warnings. By default they become Python warnings,
                     unless the logger "zckpt" prints them. The logger gets them in any case, and at
@@ -105,7 +105,7 @@ def auto_resume(
 
 
 def _what_is_resumed(resumed: Resumed | None) -> str:
-    """The line for the log: the checkpoint that is resumed, and why newer ones are not; or ""."""
+    """A line for the log: which checkpoint is resumed, and why newer ones are not."""
     if resumed is None:
         return ""
     report = resumed.report
@@ -135,7 +135,7 @@ def _outcome_of_all(launch: Launch, *about: Any) -> Outcome:
         return WrongOption(
             "launcher-variables",
             f"this process is rank {launch.rank} of {launch.size}, and MASTER_ADDR and MASTER_PORT "
-            "do not say where they meet",
+            "do not say where the processes meet",
             hint="call torch.distributed.init_process_group first, or set both; if this process "
             "runs alone: single=True (--single)",
         )

@@ -1,17 +1,17 @@
-"""The folder of resharded checkpoints: their places, locks, and which ones are removed.
+"""The folder of a run's resharded checkpoints: paths, locks, and which ones are removed.
 
     RUN/.zckpt/checkpoint-500-dp16             complete; or SCRATCH/RUN-CRC/checkpoint-500-dp16
-    RUN/.zckpt/checkpoint-500-dp16-names       names of its files, for a run that needs no copy
-    RUN/.zckpt/checkpoint-500-dp16.partial     begun: the next start with this size continues it
+    RUN/.zckpt/checkpoint-500-dp16-names       empty files, if the engine loads without a copy
+    RUN/.zckpt/checkpoint-500-dp16.partial     unfinished: the next start on 16 ranks continues it
     RUN/.zckpt/lock                            locked by the one job that writes in the folder
 
 One job writes at a time. A second job waits, and then finds what the first has written. A process
 that resumes from a directory locks it until the process ends, so that no other job removes it. All
 locks are made with flock, which end with the process, also after a crash. On a filesystem without
-locks, jobs do not wait: each job writes into a `.partial` of its own (copying/without_locks.py),
+locks, jobs do not wait: each job writes into its own `.partial` (copying/without_locks.py),
 and complete directories are never removed.
 
-zckpt removes only directories that have its mark or its journal, and belong to this user. A
+zckpt removes only directories that belong to this user and contain zckpt's mark or journal file. A
 directory is opened from the folder's descriptor, without following links, before it is examined.
 The folder itself may be a link of this user to a directory of this user.
 """
@@ -65,7 +65,7 @@ def make(folder: str, run: str) -> None:
     except OSError as error:
         raise UnsupportedCheckpoint(
             "nowhere-to-write",
-            f"{run} must be resharded, but nothing can be written below {folder}"
+            f"{run} must be resharded, but zckpt cannot write in {folder}"
             + (f": {error.strerror}" if error.strerror else ""),
             hint="name a folder where there is space: scratch=, or --scratch DIR",
             file=run,
@@ -86,7 +86,7 @@ def opened(folder: str) -> Folder:
             if not all(_is_ours(above, uid) for uid in (link.st_uid, above.itself().st_uid)):
                 raise TargetExists(
                     "target-unsafe",
-                    f"{folder} is a link of another user, or leads to a directory of one",
+                    f"{folder} is a link of another user, or leads to another user's directory",
                     hint="name a folder of yours: scratch=, or --scratch DIR",
                     file=folder,
                 )
@@ -97,7 +97,7 @@ def opened(folder: str) -> Folder:
 
 
 def _is_ours(above: Folder, uid: int) -> bool:
-    """Whether `uid` is this user, or the owner that a network filesystem sets for new files."""
+    """Whether files of `uid` are this user's, also if a network filesystem sets another owner."""
     with suppress(OSError):
         return uid == os.geteuid() or uid == above.owner_of_new_files()
     return False
@@ -105,7 +105,7 @@ def _is_ours(above: Folder, uid: int) -> bool:
 
 @contextmanager
 def alone_in(folder: str) -> Iterator[None]:
-    """Waits for the folder's lock and holds it in the block: no other job writes meanwhile."""
+    """Waits for the folder's lock and holds it inside the `with` block, so no other job writes."""
     path = os.path.join(folder, LOCK)
     with opened(folder) as above, above.opened(path, os.O_RDWR | os.O_CREAT) as file:
         if os.fstat(file).st_nlink > 1:
@@ -161,15 +161,15 @@ def hold(path: str) -> None:
 
 
 def let_go(path: str) -> None:
-    """Undoes `hold`, for a directory that will be written again."""
+    """Releases the lock of `hold`, for a directory that will be written again."""
     if (file := _held.pop(path, None)) is not None:
         os.close(file)
 
 
 def remove(path: str) -> bool:
-    """Removes a directory that zckpt has written, complete or begun.
+    """Removes a directory that zckpt has written, complete or unfinished.
 
-    Returns False if it stays, because a running process holds it or zckpt did not write it.
+    Returns False if it stays, because a running process has locked it or zckpt did not write it.
     """
     if not os.path.lexists(path):
         return True
@@ -189,7 +189,7 @@ def sweep(folder: str, current: str) -> list[str]:
 
 
 def tidy(folder: str, current: str, keep: int) -> list[str]:
-    """Removes the oldest directories, so that `keep` stay beside `current`; returns their paths.
+    """Removes the oldest directories until `current` and `keep` others are left; returns the paths.
 
     The oldest is the one that was written first, whatever its step, because a directory that was
     needed recently may be needed again. All of them can be written again from the run.
@@ -248,7 +248,7 @@ def _is_begun(path: str) -> bool:
 
 
 def _remove_begun(above: Folder, directory: Folder) -> bool:
-    """Removes an unfinished directory, its journal last, so that a later job can finish a removal.
+    """Removes an unfinished directory, and its journal last: a later job can finish the removal.
 
     Returns False if a running job has locked the journal.
     """
@@ -264,7 +264,7 @@ def _remove_begun(above: Folder, directory: Folder) -> bool:
 
 
 def _remove_marked(above: Folder, directory: Folder) -> bool:
-    """Removes a complete directory, or goes on removing it.
+    """Removes a complete directory, or finishes a removal that was interrupted.
 
     The directory is renamed first, so that other jobs find it complete or not at all.
     """
@@ -291,7 +291,7 @@ def _empty(directory: Folder, last: str = "") -> None:
 
 
 def _is_at(file: int, path: str) -> bool:
-    """Whether the open directory is still the one at the path."""
+    """Whether the open directory (descriptor `file`) is still the one at `path`."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except FileNotFoundError:

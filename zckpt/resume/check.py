@@ -1,4 +1,4 @@
-"""The report of `zckpt check`: whether an engine loads a checkpoint, and what makes it fit."""
+"""The report of `zckpt check`: whether an engine loads a checkpoint, or which command is needed."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def check(
 
     `tag` chooses a checkpoint of a run. If no program can resume from the newest one,
     `goes_on_from` is the report on the checkpoint that `auto_resume` would take. Missing or damaged
-    files, and files from different saves, are listed as `obstacles`. Raises a ZckptError that tells
-    nothing about the checkpoint, such as NotACheckpoint.
+    files, and files from different saves, are listed as `obstacles`. Raises only a ZckptError that
+    says nothing about a checkpoint's state, such as NotACheckpoint.
     """
     checkpoints, older = candidates(path), list[Candidate]()
     first = alone(path)  # weights, maybe
@@ -151,7 +151,7 @@ def _reasons(
         except ZckptError as error:
             reasons = [*error.notices]
     else:
-        message = f"saved in the format {manifest.format}; {to} is asked for"
+        message = f"saved in the format {manifest.format}, but the program loads {to}"
         reasons = [problem("format-differs", message, subject=to)]
     if other is None:
         return reasons, []
@@ -164,9 +164,9 @@ def _reasons(
 
 
 def _as_in(other: Manifest | None, manifest: Manifest, words: Words, to: str) -> Words:
-    """Adds the ZeRO stage of the run `other` (--like) to the options, if they state none.
+    """Returns the options `words` with the ZeRO stage of the run `other` (--like).
 
-    Only a stage that differs from the checkpoint's is added.
+    It is added only if `words` have no stage, and if it differs from the checkpoint's stage.
     """
     if other is None or not to == manifest.format == other.run.origin.format:
         return words
@@ -214,7 +214,7 @@ def _fix(
             return {"refused": line_of(lasting[0])}
     notes = [each for each in decision.layout.warnings if each.code in SAID_WITH_FIX]
     if "groups_from" in cure.words:
-        message = "the command also takes the hyper-parameters of RUN, such as its learning rate"
+        message = "the command also uses the hyper-parameters of RUN, such as its learning rate"
         notes.append(warning(REGROUPED, message, subject="param_groups"))
     return {"fix": cure.command(source.path, reading, question.files), "warnings": said(notes)}
 
@@ -222,10 +222,10 @@ def _fix(
 def _tried(
     source: Candidate, manifest: Manifest, cure: Conversion, reading: Mapping[str, Any]
 ) -> api.Decision:
-    """What a conversion would write; raises the error with which it would refuse.
+    """What the conversion `cure` would write; raises the error that the conversion would raise.
 
-    The manifest is read again only if the conversion reads it differently: with names for an
-    optimizer without names, or with model ranks apart.
+    The source is read again only if the conversion reads it differently: with --param-names for an
+    optimizer without names, or without joining model-parallel ranks.
     """
     is_in_doubt = manifest.groups is None or manifest.run.origin.pp or manifest.run.origin.tp
     is_read_alike = not (is_in_doubt or cure.words.get("tp"))
@@ -234,9 +234,9 @@ def _tried(
 
 
 def _dialect_of(decision: api.Decision) -> str | None:
-    """The value of `--dialect` that the target needs so that the trainer finds its files; or None.
+    """The value of `--dialect` with which the trainer finds the target's files; None if any fits.
 
-    The dialect is the program whose names of files and keys a format writes.
+    A dialect is a program whose file names and keys the format can write.
     """
     options = decision.format.options or ()
     dialects = {choice for each in options if each.name == "dialect" for choice in each.choices}

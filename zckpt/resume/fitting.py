@@ -59,7 +59,10 @@ class Asked(Struct, frozen=True):
         options_of(of_target(self.words))  # raises WrongOption for a wrong value
 
     def of(self, manifest: Manifest) -> Words:
-        """The options for this checkpoint, with dp = size / (tp * pp) and the ds_config's stage.
+        """The options of the next run for this checkpoint.
+
+        dp       the number of processes / (tp * pp), if it is not given
+        stage    the ZeRO stage of the ds_config
 
         Raises WrongOption if tp * pp does not divide the number of processes.
         """
@@ -74,7 +77,7 @@ class Asked(Struct, frozen=True):
                     "sizes-do-not-fit",
                     f"{counted(self.size, 'process', 'processes')} cannot be divided by tp * pp = "
                     f"{ranks}",
-                    hint="start a multiple of it, or give another tp= or pp= (--tp, --pp)",
+                    hint=f"start a multiple of {ranks}, or give another tp= or pp= (--tp, --pp)",
                 )
             words["dp"] = self.size // ranks
         if (config := words.get("config")) is not None:
@@ -85,8 +88,8 @@ class Asked(Struct, frozen=True):
     def unused(self, to: str) -> list[Notice]:
         """Warnings about options that do not apply to the format `to`, such as a ZeRO stage.
 
-        Sizes get no warning, since files that are not divided by ranks fit any sizes. For zckpt's
-        universal format there are no warnings: no engine loads it before it is converted.
+        Sizes such as `dp` get no warning: if a format's files are not divided among ranks, they fit
+        any size. The universal format gives no warnings, because no engine loads it directly.
         """
         other_words = {name: word for name, word in self.words.items() if name not in SIZES_OF_RUN}
         words = {} if formats.named(to).is_neutral else other_words
@@ -105,7 +108,10 @@ class Conversion(Struct, frozen=True):
     def command(
         self, source: str, reading: Mapping[str, Any], files: Mapping[str, str] = {}
     ) -> str:
-        """The command line for a target DST. `files` maps an option to the file with its value."""
+        """The shell command for this conversion of `source`, with the word DST as its target.
+
+        `files` maps an option to the file with its value.
+        """
         more = {} if self.to is None else {"to": self.to}
         tail = [
             word
@@ -146,7 +152,7 @@ def conversion(manifest: Manifest, to: str, words: Mapping[str, Any]) -> Convers
 
 
 def to_load(candidate: Candidate, manifest: Manifest) -> str:
-    """What the user must set so that the program loads this tag; "" if nothing."""
+    """Tells what the user must set to make the program load this checkpoint; "" if nothing."""
     say, tag = formats.named(manifest.format).to_load, str(manifest.run.origin.tag)
     is_below = say is not None and os.path.isdir(os.path.join(candidate.path, tag))
     return say(candidate.path, tag) if say and is_below else ""
@@ -168,7 +174,7 @@ def batch(
 ) -> list[Notice]:
     """A warning about the batch size per rank, if the number of data-parallel ranks changes.
 
-    Empty if one of `lines` warns of it already.
+    The list is empty if one of `lines`, the notices so far, warns of it already.
     """
     before, now = manifest.run.origin.dp, words["dp"]
     of_zero = manifest.format in ("deepspeed", "onnxruntime")  # other formats state no size

@@ -1,8 +1,8 @@
-"""Reports an interrupted save: which files are complete, and what of an older checkpoint fits.
+"""Reports an interrupted save: which files are complete, and which tensors an older save also has.
 
-It combines answers of other modules: the verdict says which checkpoint is complete, and the
-inventory which of its files exist. Another rank's file stands in for a lost one, so that the names
-and shapes of all tensors are known.
+`judging/verdict.py` tells which checkpoint is complete, and `judging/inventory.py` which of its
+files exist. If a rank's file is lost, another rank's file is read instead, because it has the names
+and shapes of the same tensors.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def interrupted(
 ) -> Report | None:
     """Reports on the newest checkpoint of a run, if its save was interrupted; None otherwise.
 
-    `path` is a run, or a checkpoint of one; `tag` chooses a checkpoint. `files` of the report are
-    those of this checkpoint, with their states. `older` is the newest complete checkpoint besides.
-    `tensors` counts the tensors of the interrupted one, and `alike` those with the same type and
-    shape in the older one. `frozen` are weights among these that no training changes.
+    `path` is a run, or a checkpoint of one; `tag` chooses a checkpoint. The report's `files` lists
+    the files of this checkpoint and whether each is complete. `older` is the newest complete
+    checkpoint. `tensors` counts the tensors of the interrupted one, and `alike` those that have the
+    same type and shape in the older one. `frozen` names the frozen weights among these.
     """
     reading = reading or {}
     with suppress(ZckptError, OSError):
@@ -85,7 +85,10 @@ def _newest_whole(
 
 
 def _fitting(manifest: Manifest | None, older: Manifest | None) -> Report:
-    """Counts the tensors that an older checkpoint has with the same name, type and shape."""
+    """Counts the tensors that have the same name, type and shape in an older checkpoint.
+
+    Returns the keys `tensors`, `alike` and `frozen` of the report.
+    """
     if manifest is None or older is None:
         return {"tensors": None, "alike": None, "frozen": []}
     alike = [

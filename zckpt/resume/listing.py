@@ -186,16 +186,16 @@ def _row(
 
 
 def _answer(problems: Sequence[Notice], is_known: bool) -> bool | None:
-    """False if there are problems, True if the checkpoint could be read, else None (unknown)."""
+    """False if there are problems; else True, or None (unknown) if it could not be read."""
     return False if problems else True if is_known else None
 
 
 def _failed(error: ZckptError | OSError, question: str, row: Report) -> Report:
     """The keys to change in the row of a checkpoint after an error.
 
-    `question` is the key whose value was being found out, such as "whole". Its value becomes False
-    if the error shows that the checkpoint is broken, and None (unknown) for any other error, such
-    as one of the disk. An InconsistentCheckpoint changes the key "of_one_save" instead.
+    `question` is the key whose value was to be determined, such as "whole". It becomes False if
+    the error shows that the checkpoint is broken, and None (unknown) for any other error, such as
+    an error of the disk. An InconsistentCheckpoint changes the key "of_one_save" instead.
     """
     notices = error.notices if isinstance(error, ZckptError) else [notice_of(error)]
     is_answer = isinstance(error, BROKEN) and not isinstance(error, NO_ANSWER)
@@ -208,7 +208,7 @@ def _failed(error: ZckptError | OSError, question: str, row: Report) -> Report:
 
 
 def _obstacles(manifest: Manifest, asked: Asked) -> list[Notice]:
-    """The reasons why the engine does not load a checkpoint at the requested size."""
+    """The reasons why the engine cannot load a checkpoint on the requested number of ranks."""
     try:
         return obstacles(manifest, asked.of(manifest))
     except ZckptError as error:  # such as sizes that do not fit this one

@@ -1,6 +1,7 @@
-"""Resumes without a copy: the path that a run gets has the names of the files, not their tensors.
+"""Resumes without a copy: the run gets the path of a directory of empty files with right names.
 
-The engine's own loader, which is given that path, loads the source instead (`zckpt/loading/`).
+When the engine's own loader is given that path, it loads the source checkpoint instead
+(`zckpt/loading/`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ..errors import MissingExtra, WrongOption
 from .runs import Candidate
 
 ENGINE = "deepspeed"
-HINT = "leave out copy=False: it is written for this size then"
+HINT = "leave out copy=False: then zckpt writes a copy for this number of ranks"
 
 
 def refuse_engine(source: str, engine: str) -> None:
@@ -23,20 +24,21 @@ def refuse_engine(source: str, engine: str) -> None:
     Raises MissingExtra if torch or DeepSpeed is not installed.
     """
     if engine != ENGINE:
-        message = f"{source}: the engine of {engine} loads no checkpoint without a copy"
+        what = "only DeepSpeed can load a checkpoint without a copy"
+        message = f"{source}: {what}, and this one is for {engine}"
         raise WrongOption("load-unsupported", message, hint=HINT, file=source)
     try:
         import deepspeed  # noqa: F401
 
         from ..loading.support import refuse_version
     except ImportError as error:
-        message = "copy=False needs torch and deepspeed, of which one is not installed"
+        message = "copy=False needs torch and deepspeed, but one of them is not installed"
         raise MissingExtra("extra-missing", message, hint=HINT) from error
     refuse_version(source)
 
 
 def tag_in(source: str, report: Mapping[str, Any]) -> str:
-    """Returns the tag of a target, which is the folder of its files in the `report` of `reshard`.
+    """Returns the target's tag: the name of the folder with its files in the report of `reshard`.
 
     Raises WrongOption if the engine could not load these files from memory.
     """
@@ -49,7 +51,7 @@ def tag_in(source: str, report: Mapping[str, Any]) -> str:
 
 
 def absolute(path: str) -> str:
-    """Returns a path that means the same in other directories and processes; a URL unchanged."""
+    """Returns the absolute path, which is valid in other processes too; a URL unchanged."""
     return path if api.is_url(path) else os.path.abspath(path)
 
 

@@ -1,9 +1,9 @@
 """The steps of `auto_resume` until all ranks have a path.
 
 1. rank 0 lists the checkpoints, and reads the metadata of the newest one
-2. if the engine does not load it at this size, rank 0 looks for a resharded copy, or free space
+2. if the engine cannot load it on this number of ranks, rank 0 looks for a resharded copy or space
 3. all ranks read all bytes of what will be loaded or resharded, and check the checksums
-4. all ranks write the resharded copy together, once; `cache.py` knows the place and the locks
+4. all ranks write the resharded copy together, once; `cache.py` chooses the path and locks it
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class Resuming(Struct, dict=True):
             raise Told(
                 WrongOption(
                     "option-needed",
-                    f"{self.run} is in an object store, from which the engine loads nothing",
-                    hint="name a folder that all nodes see: scratch=, or --scratch DIR",
+                    f"{self.run} is in an object store, and the engine cannot load from there",
+                    hint="name a folder that all nodes share: scratch=, or --scratch DIR",
                 )
             )
         self.folder = cache.folder_of(self.run, self.scratch)
@@ -156,9 +156,9 @@ class Resuming(Struct, dict=True):
         )
 
     def planned(self, candidate: Candidate) -> Words:
-        """The plan for a checkpoint, after the bytes that will be read were checked.
+        """How to resume from a checkpoint, after checking the bytes that will be read.
 
-        It has a `reason` if the checkpoint cannot be used.
+        The result has a `reason` if the checkpoint cannot be used.
         """
         while True:
             plan: Words = self.ranks.told(partial(self._plan, candidate))
@@ -189,10 +189,10 @@ class Resuming(Struct, dict=True):
     def taken(
         self, candidate: Candidate, plan: Words, left: list[Words]
     ) -> tuple[Resumed, list[Report]] | None:
-        """The path to resume from, after writing the resharded copy if the plan asks for it.
+        """The path to resume from, after writing a resharded copy if `plan` asks for one.
 
-        None if another job, on a filesystem without locks, has put another target there meanwhile.
-        The caller then plans again.
+        Returns None if meanwhile another job has put another copy at this path, which can happen on
+        a filesystem without locks. The caller then plans again.
         """
         target = plan["target"]
         if target and not plan["is_complete"]:
@@ -250,7 +250,10 @@ class Resuming(Struct, dict=True):
             return api.translated(to_builtins(candidates(run)))
 
     def _plan(self, candidate: Candidate) -> Words:
-        """The plan: load the checkpoint unchanged, or a resharded copy; or the `reason` why not."""
+        """How to resume: from the checkpoint itself, or from a resharded copy.
+
+        The result has a `reason` if the checkpoint cannot be used.
+        """
         with api.local(candidate.path) as path:
             try:
                 plan = api.translated(self._plan_at(candidate, replace(candidate, path=path)))
@@ -262,7 +265,10 @@ class Resuming(Struct, dict=True):
             return {**plan, "removed": self._removed}
 
     def _plan_at(self, candidate: Candidate, here: Candidate) -> Words:
-        """The plan; `here` is the checkpoint's path on this machine, if `candidate` is a URL."""
+        """How to resume from `candidate`, as in `_plan`.
+
+        `here` is the same checkpoint with a path on this machine, if `candidate` has a URL.
+        """
         judgement = judged(here, self._reading)
         manifest = judgement.manifest
         if manifest is None or judgement.obstacles:
@@ -353,11 +359,14 @@ class Resuming(Struct, dict=True):
         return api.reshard(candidate.path, target, tag=candidate.tag, **words)
 
     def _note(self, candidate: Candidate) -> bytes | None:
-        """The content of zckpt-names.json, which states the source; None if a copy is written."""
+        """The content of zckpt-names.json: the source that the engine loads without a copy.
+
+        None if a copy is written.
+        """
         return None if self.copy else note_of(names.absolute(candidate.path), candidate.tag)
 
     def _becomes_alone(self, target: str) -> bool:
-        """Waits for the folder's lock; returns False if this job holds it already."""
+        """Waits for the folder's lock and acquires it; returns False if this job had it already."""
         if self._is_alone:
             return False
         cache.make(self.folder, self.run)
@@ -367,7 +376,7 @@ class Resuming(Struct, dict=True):
         return True
 
     def _removes(self, target: str) -> bool:
-        """Removes a target, complete or begun; returns whether nothing is left."""
+        """Removes a target and its `.partial` directory; returns whether both are gone."""
         is_gone = self._remove(target)
         return self._remove(target + cache.PARTIAL) and is_gone
 
@@ -378,9 +387,9 @@ class Resuming(Struct, dict=True):
         return is_gone
 
     def _missing(self, target: str) -> Report | None:
-        """The first problem of a resharded copy that was complete when it was written, or None.
+        """The first problem of a resharded copy from an earlier start, as a line of the report.
 
-        It is a line of the report. Files may have been lost since.
+        Files may have been lost since then. None if there is no problem.
         """
         problems = judged(alone(target), {}).problems
         return line_of(problems[0]) if problems else None
@@ -393,8 +402,9 @@ class Resuming(Struct, dict=True):
     def _finish(self, candidate: Candidate, plan: Words, report: Words | None) -> Words | None:
         """Locks the directory that was written, removes old ones, and returns what was done.
 
-        `report` is that of the copy; None if no copy is written: then the directory of names is
-        written here first. The result is None if another job's target is at that path.
+        `report` is the report of `reshard` about the copy. If no copy is needed, it is None, and
+        the directory of empty files is written here. Returns None if another job's target is at
+        that path.
         """
         if report is None:
             report = self._written(candidate, plan, {"names": self._note(candidate)})
@@ -413,6 +423,6 @@ class Resuming(Struct, dict=True):
 
 
 def _of(candidate: Words) -> str:
-    """The message about why a checkpoint was skipped, with its path in front if it lacks it."""
+    """The message about why a checkpoint was skipped. It begins with the checkpoint's path."""
     path, message = candidate["path"], str(candidate["reason"]["message"])
     return message if message.startswith(path) else f"{path}: {message}"

@@ -1,7 +1,7 @@
 """Finds the checkpoints of a run, the newest first, and the path that the engine loads for each.
 
     RUN/checkpoint-500, RUN/checkpoints/checkpoint_3      a folder each: the Trainer, Accelerate
-    RUN/step3/model_and_optim, RUN/global_step_3/actor    numbered folders around one each
+    RUN/step3/model_and_optim, RUN/global_step_3/actor    a checkpoint in each numbered folder
     RUN/lightning_logs/version_0/checkpoints/*.ckpt       a folder or a file each: Lightning
     RUN/global_step500, RUN/iter_0000500, RUN/step-500    tags: DeepSpeed, Megatron-Core, torchtitan
 
@@ -85,16 +85,16 @@ def alone(path: str, tag: str | None = None) -> Candidate:
 
 
 def no_checkpoint(run: str, error: NotACheckpoint) -> NotACheckpoint:
-    """The error that the run has no checkpoint, made from the error about its path."""
+    """Returns the error "the run has no checkpoint", with the hint of the error about its path."""
     if error.code == "no-such-path":
         return error.again(code="no-checkpoint")
     return error.again(code="no-checkpoint", message=f"{run} has no checkpoint", file=run)
 
 
 def folder_of(candidate: Candidate) -> str:
-    """The folder that users know: the trainer's folder, not the engine's folder inside.
+    """The trainer's folder of a checkpoint, for messages, instead of the engine's folder inside.
 
-    `run5/checkpoint-500` for the path `run5/checkpoint-500/global_step500`.
+    For example, `run5/checkpoint-500` if the path is `run5/checkpoint-500/global_step500`.
     """
     above = os.path.dirname(candidate.where) or os.curdir
     return above if formats.is_of_trainer(above) else candidate.where
@@ -111,7 +111,7 @@ def since(checkpoints: Iterable[Candidate], step: float, run: str) -> list[Candi
         last = max(number for _, number in numbers if number is not None)
         raise WrongOption(
             "option-names-nothing",
-            f"{run} has no checkpoint since step {step:.15g}",
+            f"{run} has no checkpoint of step {step:.15g} or later",
             hint=f"the last one is of step {last:.15g}",
         )
     return kept
@@ -129,7 +129,7 @@ def judged(candidate: Candidate, reading: Mapping[str, Any]) -> Verdict:
 def instead_of(path: str, tag: str | None = None) -> str | None:
     """The newest other checkpoint of the same run that is complete by its metadata, or None.
 
-    `path` is a checkpoint or a run. In a run, the other ones are all but `tag` or the newest.
+    `path` is a checkpoint, or a run; in a run it stands for the checkpoint `tag`, or the newest.
     """
     with suppress(ZckptError, OSError):
         for candidate in others(path, tag):
@@ -140,7 +140,10 @@ def instead_of(path: str, tag: str | None = None) -> str | None:
 
 
 def others(path: str, tag: str | None) -> list[Candidate]:
-    """The other checkpoints of a run, the newest first. Their names differ only in numbers."""
+    """The other checkpoints of the same run, the newest first.
+
+    Their names differ from the name of `path`, or from `tag`, only in numbers.
+    """
     checkpoints = candidates(path)
     if tag is not None:
         return [each for each in checkpoints if tag not in (each.tag, each.name)]
@@ -156,11 +159,11 @@ def others(path: str, tag: str | None) -> list[Candidate]:
 
 
 def damage(report: Report, accept_weights: bool = False) -> list[Notice]:
-    """The faults in a report of `verify`, also of files that resuming does not read."""
+    """The faults in a report of `verify`, including damage in files that resuming does not read."""
     fields = Notice.__struct_fields__
     notices = [Notice(**{key: line[key] for key in fields}) for line in report["problems"]]
     for line in () if accept_weights else report["differences"]:
-        message = f"{line['tensor']}: two stored copies differ"
+        message = f"{line['tensor']}: two stored replicas differ"
         notices.append(problem("tensor-differs", message, subject=line["tensor"]))
     return notices
 
@@ -185,7 +188,7 @@ def candidates(run: str) -> list[Candidate]:
     if not sources.is_folder(run):
         raise NotACheckpoint(
             "not-a-checkpoint",
-            f"{run} is a file, and not a run",
+            f"{run} is a file, not the folder of a run",
             hint="give the folder in which a run has saved",
             file=run,
         )
@@ -195,10 +198,11 @@ def candidates(run: str) -> list[Candidate]:
 def _by_tag(run: str, inside: bool = False) -> list[Candidate]:
     """The checkpoints of a run that stores tags; empty for another folder.
 
-    A folder `inside` a run may be a trainer's checkpoint, in which the engine stores one tag.
+    `inside`: `run` is a folder below the run. It may be one checkpoint of a trainer, in which the
+    engine stores one tag.
 
-    The tag that the run's pointer names comes first. If it is not the newest one, a later save has
-    not ended, or the user has set the run back.
+    The tag that the run's pointer file (such as `latest`) names comes first. If it is not the
+    newest tag, a later save has not ended, or the user has gone back to an older checkpoint.
     """
     for format in FORMATS:
         if len(tags := format.tags(run)) > (inside and format.pointer is not None):
@@ -238,9 +242,9 @@ def _set_back(run: str, pointed: str, newest: str) -> Notice:
 
 
 def _newest_first(paths: Iterable[str]) -> dict[str, Notices]:
-    """Maps the paths of checkpoints, the newest first, to warnings.
+    """Sorts the paths of checkpoints, the newest first, and maps each to its warnings.
 
-    A checkpoint has a warning if only the times of its files show its place in the order.
+    A checkpoint gets a warning if its position in the order rests only on the times of its files.
     """
     order = formats.by_age(paths)[::-1]
     notes: dict[str, Notices] = {standing.path: () for standing in order}
@@ -260,8 +264,8 @@ def _newest_first(paths: Iterable[str]) -> dict[str, Notices]:
 def _in_folders(run: str) -> list[Candidate]:
     """The checkpoints that are folders or files below a run.
 
-    They are those in the run's folder; if there are none, those one level deeper, and so on, down
-    to DEPTH levels.
+    The run's folder is searched first. If it contains no checkpoint, the folders in it are
+    searched, and so on down to DEPTH levels.
     """
     level = [run]
     for _ in range(DEPTH):
@@ -284,9 +288,10 @@ def _in_folders(run: str) -> list[Candidate]:
 
 
 def _checkpoints(folder: str, names: Iterable[str]) -> list[str]:
-    """The paths of checkpoints in a folder, and of names like them that differ only in numbers.
+    """The paths of the checkpoints in a folder.
 
-    Of similar names, folders are examined only until one is found to be a checkpoint.
+    Names that differ only in numbers are treated alike: when one of them is found to be a
+    checkpoint, all count as checkpoints, and the others are not opened.
     """
     by_shape = by_key((_shape(name), name) for name in names)
     alike_names: list[str] = []
@@ -299,8 +304,8 @@ def _checkpoints(folder: str, names: Iterable[str]) -> list[str]:
 def _ordered(paths: Iterable[str]) -> list[Candidate]:
     """The checkpoints, the newest first, except that the current one comes before all others.
 
-    It is the one to which a link such as `latest` leads, or which a file of the program names.
-    Without either, the newest one is the current one.
+    The current checkpoint is the target of a link such as `latest`, or is named in a file of the
+    program. Without either, it is the newest one.
     """
     notes = _newest_first(paths)
     links = {
@@ -332,7 +337,10 @@ def _is_tracked(path: str) -> bool:
 
 
 def _lacking(paths: Iterable[str]) -> dict[str, list[Notice]]:
-    """Warnings for a trainer's file that one checkpoint lacks and all (two or more) others have."""
+    """Warns if a checkpoint lacks a trainer's file that all other checkpoints of the run have.
+
+    There must be at least two others. Returns the warnings by the checkpoint's path.
+    """
     roles = {path: roles_beside(path) for path in paths}
     counts = Counter(role for own in roles.values() for role in own)
     common = {role for role, count in counts.items() if count == len(roles) - 1 >= 2}
@@ -365,15 +373,15 @@ def _refuse_several(run: str, runs: list[str]) -> None:
 
 
 def _paths(inside: dict[str, list[str]]) -> list[str]:
-    """The paths of the folders in a level."""
+    """The paths of all folders of one level; `inside` maps folders to the names in them."""
     paths = (os.path.join(folder, name) for folder, names in inside.items() for name in names)
     return [path for path in paths if sources.is_folder(path)]
 
 
 def _names(folder: str) -> list[str]:
-    """The names of folders in a folder, and of files that may be checkpoints.
+    """The names in a folder that may be checkpoints: subfolders, and files by their endings.
 
-    Hidden names are left out, and links to a name beside them.
+    Hidden names are left out, and links to another name in the same folder.
     """
     if sources.is_denied(folder):
         return []
@@ -409,7 +417,10 @@ def _is_saved(path: str) -> bool:
 
 
 def _is_one(path: str, neutral: bool = False) -> bool:
-    """Whether a format recognizes the path. Universal checkpoints count only if `neutral`."""
+    """Whether a format recognizes the path as a checkpoint.
+
+    zckpt's universal checkpoints count only if `neutral` is True.
+    """
     try:
         return any(f.detect(path) for f in FORMATS if neutral or not f.is_neutral)
     except (ZckptError, OSError):

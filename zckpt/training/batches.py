@@ -1,4 +1,4 @@
-"""The global batch of a run, and how another number of ranks keeps it."""
+"""The global batch size of a run, and how to keep it on another number of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHANGES = "batch-size-changes"
 
 
 def global_batch(manifest: Manifest) -> int | None:
-    """The samples of one update, by the engine's configuration or the program's arguments."""
+    """The number of samples per update, from the engine's configuration or the arguments."""
     engine, origin = manifest.run.engine, manifest.run.origin
     total: Any = arguments(manifest.state.get("client_state")).get("global_batch_size")
     if isinstance(engine, FlatBufferEngine):
@@ -29,9 +29,9 @@ def global_batch(manifest: Manifest) -> int | None:
 
 
 def changes(source: Manifest, ranks: int) -> list[Notice]:
-    """A warning with the batch size that the program must set for a run on `ranks` ranks.
+    """Warns which batch size per rank keeps the global batch size on `ranks` ranks.
 
-    The global batch then stays the same. For targets that state no batch size themselves.
+    It is for targets whose files do not state a batch size.
     """
     total = global_batch(source)
     if total is None or ranks == source.dp:
@@ -49,5 +49,5 @@ def changes(source: Manifest, ranks: int) -> list[Notice]:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value can be a number of samples."""
+    """Whether a value can be a number of samples: a positive integer."""
     return type(value) is int and 0 < value < MOST_SAMPLES

@@ -38,7 +38,7 @@ def is_best(siblings: Iterable[Sibling]) -> bool:
 
 
 def pointing_to(siblings: Iterable[Sibling], path: str) -> Shell:
-    """The file trainer_state.json with `path` as the best checkpoint, in the Trainer's form."""
+    """A new trainer_state.json in which `path` is the best checkpoint, as the Trainer writes it."""
     state = {**(json_of(siblings, STATE) or {}), KEY: path}
     text = (json.dumps(state, indent=2, sort_keys=True) + "\n").encode()
     return Shell.of(STATE, text)
@@ -47,8 +47,8 @@ def pointing_to(siblings: Iterable[Sibling], path: str) -> Shell:
 def not_written(best: str, siblings: Iterable[Sibling], keeps_format: bool) -> Notice:
     """The warning that the run's best checkpoint is not converted together with this one.
 
-    It proposes `--checkpoints` if that works: the best one is beside this one, and the target has
-    the source's format, as with `reshard`.
+    It proposes `--checkpoints` if the best one is in the same folder as this one and the target
+    keeps the source's format, as with `reshard`: otherwise that option does not work.
     """
     text = (
         f"{STATE} names the best checkpoint {best}, which is not written: with "
@@ -67,9 +67,10 @@ def not_written(best: str, siblings: Iterable[Sibling], keeps_format: bool) -> N
 def chosen(
     run: str, which: str, oldest_first: Callable[[str, Iterable[str]], list[str]]
 ) -> list[str]:
-    """The checkpoints of a run directory that `which` selects, in the order of `oldest_first`.
+    """The paths of the checkpoints in a Trainer's output directory that `which` selects.
 
-    Raises NotACheckpoint if there are none, or if the best one is missing.
+    `which` is the value of `--checkpoints`. The paths are sorted by `oldest_first`. Raises
+    NotACheckpoint if there are none, or if the best one is missing.
     """
     with os.scandir(run) as items:
         checkpoint_names = [
@@ -80,7 +81,7 @@ def chosen(
         raise NotACheckpoint(
             "not-a-checkpoint",
             f"{run} contains no checkpoint-N folder",
-            hint="--checkpoints takes a Trainer's output directory",
+            hint="--checkpoints needs a Trainer's output directory as the source",
             file=run,
         )
     if which == "all":

@@ -1,7 +1,7 @@
-"""Known faults of training programs that write or load wrongly without an error.
+"""Known bugs of training programs that save or load wrong values without an error.
 
-Only arguments, versions or values show these faults. Each fault has the sign by which a reader or a
-writer of zckpt finds it; the code that can see the sign uses the fault here. docs/faults.md is made
+Files do not state these bugs: only saved arguments, versions or values are signs of them. The
+readers and writers of zckpt that detect such a sign use the messages here. docs/faults.md is made
 from this table: `python -m tests.fault_page > docs/faults.md`.
 """
 
@@ -11,9 +11,9 @@ from msgspec import Struct
 
 
 class Fault(Struct, frozen=True):
-    """One fault: the program, what is wrong, its sign, its place in the source, zckpt's action.
+    """A bug: the program, what is wrong, the sign in files, the source code, and zckpt's action.
 
-    `message` is the clause for reports and errors, and `hint` the next step for the user.
+    `message` is the clause about it in reports and errors, and `hint` the next step for the user.
     """
 
     name: str
@@ -30,32 +30,31 @@ class Fault(Struct, frozen=True):
 INTERLEAVED = Fault(
     "megatron-fsdp2-gated",
     "Megatron-Core",
-    "0.16.1, and newer by its source",
+    "0.16.1, and newer according to the source code",
     "With torch's FSDP2 and a gated MLP, the rows of gate and up are interleaved per rank, in "
-    "weights, masters and moments. Only a run of as many ranks loads them into the right rows.",
+    "weights, masters and moments. Only a run with the same number of ranks loads them correctly.",
     "`use_torch_fsdp2` and `swiglu` among the saved arguments, with more than one data rank",
     "`transformer/mlp.py`, `apply_swiglu_sharded_factory`; `utils.py`, "
     "`make_tp_sharded_tensor_for_checkpoint`",
-    "It puts the rows into the module's order for every other format. It refuses to write "
-    "Megatron-Core's files for another size, and experts.",
+    "For every other format, it writes the rows in the module's order. It refuses to write "
+    "Megatron-Core's files for another number of ranks, and refuses runs with experts.",
     "Megatron-Core with torch's FSDP2 interleaves the rows of gated layers (linear_fc1) by ranks, "
-    "and loads them rightly only with as many ranks as saved them",
-    "resume with the same number of ranks, which loads the directory as it is; or convert to "
-    "another format",
+    "and loads them correctly only with the same number of ranks",
+    "resume with the same number of ranks from the directory itself, or convert to another format",
 )
 MIXED_BUCKETS = Fault(
     "megatron-mixed-buckets",
     "Megatron-Core",
     "0.14 to 0.19.2",
-    "`fully_reshardable` files of several gradient buckets have masters and moments of other "
-    "places, if a bucket has padding at its end. The weights are right.",
+    "With several gradient buckets, `fully_reshardable` files contain masters and moments at wrong "
+    "offsets if a bucket has padding at its end. The weights are right.",
     "masters do not round to their weights",
     "`optimizer/distrib_optimizer.py`: the gathered buffer lacks the padding that offsets count",
-    "It refuses the optimizer's state. `--masters-from-weights` gives up what is wrong, and "
-    "`--weights-only` takes the weights.",
-    "Megatron-Core up to 0.19.2 writes fully_reshardable files of several buckets wrongly, and the "
-    "moments with them",
-    "--masters-from-weights gives these up, and --weights-only takes the weights alone",
+    "It refuses the optimizer's state. `--masters-from-weights` drops the wrong masters and "
+    "moments, and `--weights-only` writes only the weights.",
+    "Megatron-Core up to 0.19.2 writes wrong masters and moments into fully_reshardable files if "
+    "there are several gradient buckets",
+    "--masters-from-weights drops the wrong ones, and --weights-only writes only the weights",
 )
 OLD_QKV = Fault(
     "megatron-old-qkv",
@@ -72,30 +71,30 @@ LOCAL_LAYERS = Fault(
     "megatron-fsdp-stages",
     "Megatron-FSDP",
     "Megatron-Core 0.16.1 and 0.19.2",
-    "Pipeline stages number their layers from 0, so that several stages save one key: the files "
-    "have the layers of one stage.",
+    "All pipeline stages number their layers from 0 and save the same keys, so the files contain "
+    "the layers of one stage only.",
     "several stages or model chunks among the arguments or keys of an `fsdp_dtensor` directory",
     "`transformer/fsdp_dtensor_checkpoint.py`",
     "It refuses them.",
-    "Megatron-FSDP numbers the layers of each from 0, so that they wrote the same keys",
+    "Megatron-FSDP numbers the layers of each from 0, so all of them wrote the same keys",
     "train and save it with one pipeline stage",
 )
 ADAPTER_PART = Fault(
     "accelerate-peft-part",
     "Accelerate",
     "before 1.15",
-    "With PEFT under FSDP2 and `FULL_STATE_DICT`, only rank 0 writes a file, which has its part of "
-    "the adapter. The other parts are lost.",
+    "With PEFT under FSDP2 and `FULL_STATE_DICT`, only rank 0 writes a file, which contains only "
+    "its shards of the adapter. The shards of the other ranks are lost.",
     "DTensors of several ranks in `pytorch_model_fsdp*.bin` whose names are an adapter's",
     "`accelerate/utils/fsdp_utils.py`, `save_fsdp_model`",
-    "It refuses the file, and names the whole `adapter_model.safetensors` beside it.",
-    "accelerate before 1.15 lost their parts, with PEFT under FSDP2",
+    "It refuses the file, and names the complete `adapter_model.safetensors` beside it.",
+    "with PEFT under FSDP2, accelerate before 1.15 loses the shards of the other ranks",
 )
 ZERO_SCALARS = Fault(
     "torch-consolidated-scalars",
     "torch",
     "2.13",
-    "The consolidation of Hugging Face's storage writes 0 for weights without dimensions (0-d).",
+    "When torch consolidates Hugging Face shards, it writes 0 for 0-d weights (no dimensions).",
     "a 0-d weight is 0 in safetensors without metadata",
     "`torch/distributed/checkpoint/_consolidate_hf_safetensors.py`",
     "It warns, and names the weights.",
@@ -108,7 +107,7 @@ UNSCALED_GRADIENTS = Fault(
     "0.18.3 to 0.19.8",
     "In fp16 without ZeRO, gradients are divided by the loss scale, but the loss is not multiplied "
     "by it. Moments are smaller than with ZeRO.",
-    "fp16 and a move to or from stage 0, by the version in the files",
+    "fp16, a conversion to or from stage 0, and such a version in the files",
     "`runtime/fp16/fused_optimizer.py` and `runtime/engine.py`",
     "It keeps the moments as they are, and warns that the first updates differ.",
     "in fp16 without ZeRO, DeepSpeed since 0.18.3 divides gradients by the loss scale, but does "
@@ -118,43 +117,43 @@ UNIVERSAL_STAGE_3 = Fault(
     "deepspeed-universal-stage-3",
     "DeepSpeed",
     "0.14.5 to 0.17.6",
-    "The loader of universal directories takes one group in one sub-group at stage 3, and on "
-    "several machines it loads wrong values without an error.",
-    "stage 3 and the version of a target's source",
-    "`runtime/zero/stage3.py`: `param_shapes[0]`, and cuts by the local rank",
+    "At stage 3, the loader of universal directories supports only one parameter group with one "
+    "sub-group. On several machines it loads wrong values without an error.",
+    "a target for stage 3, and the version that saved the source",
+    "`runtime/zero/stage3.py`: `param_shapes[0]`, and slices by the local rank",
     "It warns when it writes such a directory.",
-    "before 0.18 its universal loader of stage 3 takes only one group in one sub-group, and on "
-    "several machines it loads wrong values without an error",
+    "before 0.18 its universal loader of stage 3 supports only one parameter group with one "
+    "sub-group, and on several machines it loads wrong values without an error",
     "load with 0.18 or newer, or write --to deepspeed",
 )
 TRANSPOSED = Fault(
     "deepspeed-zenflow",
     "DeepSpeed",
     "ZenFlow before 0.19.7, and at stage 3 up to 0.19.8",
-    "Matrices are transposed, under shapes that do not show it.",
+    "Matrices are saved transposed, but the saved shapes are those of the untransposed matrices.",
     "`zenflow` in the saved ds_config, its stage, and the version",
     "`runtime/zenflow/zenflow_utils.py`, `_flatten_dense_tensors`; `engine_stage3.py`",
     "It refuses them.",
-    "whose files have matrices transposed",
+    "which saves matrices transposed",
 )
 QUANTIZED = Fault(
     "deepspeed-moq",
     "DeepSpeed",
     "0.4.0 to 0.19.6",
-    "With MoQ, 16-bit weights are quantized after each update, and masters are not: weights are "
-    "not the rounded masters.",
+    "With MoQ, 16-bit weights are quantized after each update, but masters are not: the weights "
+    "differ from the rounded masters.",
     "`quantize_training` or `weight_quantization` in the saved ds_config",
     "`runtime/quantize.py`",
     "It keeps both, and warns; `verify` lists the weights.",
-    "the run quantized its weights after each update (MoQ): they are not the rounded masters, and "
-    "both are kept as they are; `verify` lists these weights",
+    "the run quantized its weights after each update (MoQ), so they differ from the rounded "
+    "masters; both are kept unchanged, and `verify` lists these weights",
 )
 LOST_FROZEN = Fault(
     "deepspeed-frozen",
     "DeepSpeed",
     "before 0.9.1",
     "Frozen weights are not saved at stage 3.",
-    "frozen names without elements",
+    "frozen parameters that are listed with 0 elements",
     "`runtime/engine.py`",
     "It warns, and names the weights.",
     "DeepSpeed before 0.9.1 did not save frozen weights in stage 3",
@@ -166,14 +165,14 @@ COUNTED_START = Fault(
     "The engine makes one update with zero gradients when it starts, and counts it.",
     "step 1, and every moment is zero",
     "`runtime/zero/stage_1_and_2.py`, `initialize_optimizer_states`",
-    "It warns, and trusts no counter of the engine for the step.",
-    "DeepSpeed before 0.13.2 counts its own start as one",
+    "It warns, and does not use the engine's counter as the step.",
+    "DeepSpeed before 0.13.2 counts its start as an update",
 )
 LOST_STEPS = Fault(
     "deepspeed-universal-steps",
     "DeepSpeed",
     "before 0.14.1",
-    "`ds_to_universal.py` writes the step only of optimizers that keep it in the group.",
+    "`ds_to_universal.py` writes the step only if the optimizer stores it in the parameter group.",
     "moments without a step in a universal directory",
     "`checkpoint/ds_to_universal.py`",
     "It warns.",
@@ -184,12 +183,12 @@ HASHED_GROUPS = Fault(
     "deepspeed-expert-groups",
     "DeepSpeed",
     "0.19.8",
-    "If layers have different expert-parallel sizes, their groups stand in the order of Python's "
-    "hashes of texts, which each process has of its own.",
+    "If layers have different expert-parallel sizes, their groups are in the order of Python's "
+    "string hashes, which differs between processes.",
     "ranks list the groups of one optimizer in different orders",
     "`moe/utils.py`, `split_params_into_different_moe_groups_for_optimizer`",
     "It refuses such files without ZeRO, and sorts the groups by name with ZeRO.",
-    "lists its groups in another order than ep rank 0's",
+    "lists the optimizer groups in another order than the file of ep rank 0",
     "sort the groups in the training program, or set PYTHONHASHSEED, and save again",
 )
 
@@ -197,15 +196,16 @@ SHARED_FILES = Fault(
     "deepspeed-mesh-stage-3",
     "DeepSpeed",
     "0.19.8",
-    "With `mesh_param=(data ranks, sequence ranks)`, ZeRO stage 3 cuts over all ranks, but names "
-    "files by the data rank alone: the ranks of a sequence write over each other, and parts of all "
-    "parameters are lost. The engine resumes from such files with wrong weights.",
+    "With `mesh_param=(data ranks, sequence ranks)`, ZeRO stage 3 partitions over all ranks, but "
+    "names files by the data-parallel rank only. The ranks that share a sequence overwrite each "
+    "other's files, and shards of all parameters are lost. The engine resumes from such files with "
+    "wrong weights.",
     "at stage 3, a rank has as many elements as if there were several times as many ranks",
-    "`runtime/zero/partition_parameters.py` cuts over the world; `runtime/engine.py`, "
+    "`runtime/zero/partition_parameters.py` partitions over all ranks; `runtime/engine.py`, "
     "`_get_zero_ckpt_name`",
     "It refuses them.",
-    "parts of all parameters are lost: with mesh_param, DeepSpeed (0.19.8) cuts stage 3 over all "
-    "ranks, and those of one sequence write the same files",
+    "shards of all parameters are lost: with mesh_param, DeepSpeed (0.19.8) partitions stage 3 "
+    "over all ranks, but the ranks that share a sequence write the same files",
     "give the engine mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp instead of "
     "mesh_param, or train at stage 2",
 )

@@ -1,7 +1,7 @@
-"""The hyper-parameters that the groups of a target get.
+"""Chooses the hyper-parameters of the optimizer groups in a target.
 
-First come those that the source stores, then the user's (`--group-defaults`), then the defaults of
-torch's own optimizer, with a warning.
+A value that the source stores comes first, then the user's value (`--group-defaults`), then the
+default of torch's own optimizer, with a warning.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from .options import Options
 
 
 def are_inferred(source: Manifest) -> bool:
-    """Whether the hyper-parameters come from a config and a scheduler, not from groups.
+    """Whether hyper-parameters were read from the ds_config and the scheduler, not from groups.
 
-    DeepSpeed's elastic files store none (0.19.8).
+    DeepSpeed's elastic files have no groups with hyper-parameters (0.19.8).
     """
     return isinstance(source.run.engine, FlatBufferEngine) and source.run.engine.elastic
 
 
 def are_given(source: Manifest) -> bool:
-    """Whether the user has stated the hyper-parameters, because the source stores none."""
+    """Whether the hyper-parameters come from the user, because the source stores none."""
     return isinstance(source.run.engine, FlatBufferEngine) and source.run.engine.given
 
 
 def given_groups(source: Manifest, options: Options) -> list[dict[str, Any]]:
-    """Every group, completed with `--group-defaults`.
+    """The hyper-parameters of every group, completed with `--group-defaults`.
 
-    Stored hyper-parameters take precedence over `--group-defaults`, inferred ones do not.
+    A value that the source stores takes precedence over `--group-defaults`, but a value that was
+    inferred (see `are_inferred`) does not.
     """
     count = 1 + max((item.group or 0 for item in source.parameters.values()), default=0)
     groups: Sequence[dict[str, Any]] = source.groups or [{}] * count
@@ -78,8 +79,8 @@ def torch_groups(
 ) -> tuple[list[dict[str, Any]], list[Notice]]:
     """Completes all groups with the keys of torch's own optimizer; warns about assumed values.
 
-    `named` is the class that `--optimizer` names, which is an Adam. DeepSpeed's and Apex's Adam
-    decay weights as AdamW does, unless the config states otherwise.
+    `named` is the class given with `--optimizer`, which is always an Adam. DeepSpeed's and Apex's
+    Adam decay weights as AdamW does, unless the configuration states otherwise.
     """
     groups = given_groups(source, options)
     name = likely_optimizer(source) or ("adam" if named else "")
@@ -95,7 +96,7 @@ def torch_groups(
     warnings = []
     if assumed:
         values = ", ".join(f"{key}={value}" for key, value in assumed.items())
-        message = f"hyper-parameters that the source does not hold are {name}'s defaults: {values}"
+        message = f"hyper-parameters that the source does not store get {name}'s defaults: {values}"
         warnings.append(warning("value-assumed", message, subject=next(iter(assumed))))
     complete = [{**needed, **group} for group in groups]
     for group in complete:  # a list if it comes from a JSON config

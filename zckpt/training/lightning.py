@@ -1,10 +1,10 @@
-"""Detects Lightning's state in a checkpoint, and where Lightning looks for it.
+"""Detects a checkpoint of PyTorch Lightning, and tells under which keys Lightning loads its state.
 
     lightning    x.ckpt                {"state_dict": {...}, "optimizer_states": [{...}], ...}
                  .metadata, meta.pt    items of `state_dict` and `optimizer_0`; the rest in meta.pt
                  checkpoint/, latest   DeepSpeed's, with the rest as the client's state
 
-Programs that store files of their own beside an engine's are found by these: see trainers.py.
+Trainers that store their own files beside the engine's are detected by these files: trainers.py.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ META = "meta.pt"
 
 
 class Keys(Struct, frozen=True):
-    """Where Lightning keeps the state dicts: the keys of the model and the optimizer, and a file.
+    """The keys under which Lightning stores the state dicts of model and optimizer, and a file.
 
-    A single `file` has the state dicts too. In a directory of items (`.metadata`), the state dicts
-    are items, and `file` has everything else.
+    In a checkpoint of one file, `file` contains everything. In a directory of
+    torch.distributed.checkpoint, the state dicts are items of the directory, and `file` contains
+    everything else.
     """
 
     model: tuple[Any, ...]
@@ -39,10 +40,10 @@ class Keys(Struct, frozen=True):
     file: str
 
     def numbered_as(self, optimizer: tuple[Any, ...] | None) -> Keys:
-        """These keys with the number of another optimizer, whose own keys are `optimizer`.
+        """These keys for another optimizer, whose keys in the source are `optimizer`.
 
-        The number is at the end of the last key. Unchanged if there is none, or if `optimizer` is
-        None.
+        The number at the end of the last key is replaced. Nothing changes if `optimizer` is None or
+        has no number.
         """
         number = NUMBER.search(str(optimizer[-1])) if optimizer else None
         if number is None:
@@ -73,10 +74,10 @@ loads both from a single file only.
 
 
 def place_of(state: Collection[Any], model: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The path at which a target stores a model.
+    """The keys under which a target stores a model.
 
-    It is the source's path, except for weights that Lightning trains beside averages: they replace
-    the averages.
+    They are those of the source, `model`, with one exception: if Lightning stores averages of the
+    weights as the model and the trained weights elsewhere, the trained weights become the model.
     """
     return WHOLE.model if LIGHTNING in state and model == (TRAINED,) else model
 
@@ -91,8 +92,8 @@ def resuming(
 ) -> Callable[[str], str]:
     """A function that maps a path to the line of code with which the program resumes from it.
 
-    `file` is the file in that directory that Lightning gets. `otherwise` is used without a program,
-    and for the state of an optimizer that is not Lightning's first.
+    `file` is the file in that directory that Lightning loads. `otherwise` is returned if no known
+    program saved the source, and for an optimizer that is not Lightning's first.
     """
     if not is_in(source):
         return trainers.resuming(source.files.siblings, otherwise)

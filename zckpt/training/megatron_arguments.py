@@ -1,7 +1,8 @@
 """The arguments that Megatron's programs save with a run, and the sizes among them.
 
-When they load, Megatron's programs compare their arguments with these, and stop if they differ. So
-a target for another grid has other numbers in them. They are in the client state under `args`:
+When Megatron's programs load, they compare their own arguments with the saved ones, and stop if
+these differ. So zckpt changes the sizes in a target for other parallel sizes. The arguments are in
+the client state under `args`:
 
     Megatron-DeepSpeed   an object: tensor_model_parallel_size (below version 3
                          model_parallel_size), pipeline_model_parallel_size, padded_vocab_size
@@ -33,9 +34,10 @@ def arguments(client_state: Mapping[Any, Any] | None) -> Mapping[Any, Any]:
 
 
 def with_sizes(client_state: Mapping[Any, Any], sizes: Mapping[str, int]) -> dict[Any, Any]:
-    """Sets `sizes` in the program's arguments in a client state, by the names of the arguments.
+    """Returns a client state in which the program's arguments have the given `sizes`.
 
-    Arguments that the program did not save are not added.
+    `sizes` is keyed by the names of the arguments. Arguments that the program did not save are not
+    added.
     """
     values = arguments(client_state)
     changed = {**values, **{name: size for name, size in sizes.items() if name in values}}

@@ -1,13 +1,14 @@
-"""The files that each program reads beside an engine's when it resumes, and what a loss causes.
+"""A table of the files that trainers read when they resume, and what happens if one is missing.
 
-A row is what the program's source code does, in the version that was read;
-tests/resume/test_needs.py lets the programs themselves confirm it. Only this table makes a file
-necessary. To add a file that a new trainer needs, add its row, and run `python -m tests.needs_page
-> docs/resume-files.md`.
+The rows follow the source code of the programs; tests/resume/test_needs.py checks them with the
+programs themselves. zckpt requires a file only if this table says that it is needed. To add a file
+of a new trainer, add a row, and run `python -m tests.needs_page > docs/resume-files.md`.
 
-    ends      an error: the run does not begin
-    anew      without any message, the program begins the optimizer or the schedule anew
-    goes on   the run goes on soundly, with other random numbers or without a convenience
+What happens without the file:
+
+    ends      an error: the run does not start
+    anew      without any message, the optimizer or the learning rate schedule starts anew
+    goes on   the run continues correctly, with other random numbers or without a minor feature
     unread    resuming does not read the file
 """
 
@@ -36,11 +37,11 @@ ENDING = ".ckpt"
 
 
 class Need(Struct, frozen=True):
-    """A file that a program may read, and what happens if it is `missing` or `damaged`.
+    """A file that a trainer may read, and what happens if it is `missing` or `damaged`.
 
-    `name` is the usual name of such a file, `read_by` the function that reads it. A row may be
-    limited to an `engine`'s format, to a scheduler of the "program" or of the "engine", and to
-    saves with a file `beside` it.
+    `name` is the file's usual name, and `read_by` the function that reads it. Three fields may
+    limit the row: to the format `engine`, to runs whose scheduler belongs to the "program" or the
+    "engine" (`scheduler_of`), and to saves that also have the file `beside`.
     """
 
     role: Role
@@ -145,9 +146,9 @@ OF_RUN = frozenset(
 
 
 def for_weights_alone(manifest: Manifest) -> Manifest:
-    """Leaves out the files that only a continued run needs, such as a scheduler's; adds a note.
+    """Leaves out the files that only a resumed run needs, such as a scheduler's; adds a note.
 
-    For targets of weights alone. `OF_RUN` has the roles of these files.
+    It is for weights-only targets. `OF_RUN` lists the roles of these files.
     """
     of_run = [
         item
@@ -158,13 +159,14 @@ def for_weights_alone(manifest: Manifest) -> Manifest:
     if not of_run:
         return manifest
     names = listed([item.name for item in of_run], len(of_run))
-    left = note("file-omitted", f"{names}: weights alone continue no run", file=of_run[0].path)
+    message = f"{names}: not copied, because no run resumes from weights only"
+    left = note("file-omitted", message, file=of_run[0].path)
     siblings = tuple(item for item in manifest.files.siblings if item not in of_run)
     return manifest.replace(siblings=siblings, omitted=(*manifest.notices.omitted, left))
 
 
 def of_program(manifest: Manifest) -> list[Need]:
-    """The rows of NEEDS that apply to a checkpoint; of several rows for one role, the first."""
+    """The rows of the table `NEEDS` that apply to a checkpoint: the first row for each role."""
     rows: dict[str, Need] = {}
     scheduler_of = "engine" if _engine_has_scheduler(manifest) else "program"
     names = {os.path.basename(path) for path in manifest.files.paths}
@@ -181,8 +183,8 @@ def of_program(manifest: Manifest) -> list[Need]:
 def _engine_has_scheduler(manifest: Manifest) -> bool:
     """Whether the program loads its scheduler's state from the engine's files.
 
-    DeepSpeed saves the scheduler of Trainer and Accelerate if they pass it one: if the ds_config
-    has an optimizer, or if a scheduler of the ds_config makes it (transformers 5.24,
+    DeepSpeed saves the scheduler of Trainer and Accelerate if they pass one to it. They do so if
+    the ds_config defines an optimizer or a scheduler (transformers 5.24,
     integrations/deepspeed.py).
     """
     engine = manifest.run.engine
@@ -194,8 +196,8 @@ def _engine_has_scheduler(manifest: Manifest) -> bool:
 def _program(manifest: Manifest) -> str | None:
     """The program that resumes from a checkpoint; None if unknown.
 
-    It is detected by files beside the checkpoint and by names of the engine's files: by several,
-    because each one may be missing. The Trainer writes its state last.
+    It is detected by the trainer's files and by the names of the engine's files. Several files are
+    checked, because any of them may be missing: the Trainer, for example, writes its state last.
     """
     names = {item.name for item in (*manifest.files.siblings, *manifest.files.omitted_files)}
     files = manifest.files.paths
@@ -220,7 +222,7 @@ def _program(manifest: Manifest) -> str | None:
 def reads_pointer(manifest: Manifest) -> bool:
     """Whether the program reads the pointer file (`latest`) to find the engine's folder.
 
-    Accelerate names the folder itself (1.15), and so may a program without files of its own.
+    Accelerate passes the folder's name itself (1.15), and a program without own files may do so.
     """
     folder, tag = os.path.split(manifest.root)
     of_lightning = tag == TAG and folder.endswith(ENDING)

@@ -1,10 +1,10 @@
 """Decides which objects of a source may be written into a pickle.
 
-A checkpoint may name any class or function of Python. zckpt reads such a name as data. If it wrote
-the name into a pickle again, the program that loads the target would call it: data would have
-become a program. So a pickle gets only the names of a closed list: COMMON, those that engines need
-(`Format.objects`), and those that the user allows with `--allow-object`. All others are left out,
-and the report names them.
+A pickle may name any class or function of Python. zckpt reads such a name as data. If it wrote the
+name into a pickle again, the program that loads the target would call the class or function. So
+zckpt writes only names of a closed list: COMMON, those that engines need (`Format.objects`), and
+those that the user allows with `--allow-object`. All others are left out, and the report lists
+them.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ REACHES_ALL = "builtins.getattr"  # Python 3.11 writes it for a member of an enu
 
 
 def runs_programs(name: str) -> bool:
-    """Whether a name is one of RUNNING, or in a module of it."""
+    """Whether a class or function can run programs: it is in `RUNNING`, or in a module there."""
     parts = name.split(".")
     return any(".".join(parts[:count]) in RUNNING for count in range(1, len(parts) + 1))
 
@@ -134,11 +134,11 @@ def runs_programs(name: str) -> bool:
 def without_others(
     manifest: Manifest, needed: Collection[str], admitted: Collection[str]
 ) -> Manifest:
-    """The manifest without values that name a class or function outside of the closed list.
+    """The manifest without values whose pickle would name a class or function that is not allowed.
 
-    `needed` are the names that engines put into their own files, `admitted` those of
-    `--allow-object`. A value that names another class or function is left out with its key in the
-    nearest dictionary. Raises CorruptCheckpoint for a value that contains itself.
+    Allowed are `COMMON`, `needed` (names that engines put into their own files), and `admitted`
+    (those of `--allow-object`). Any other value is left out of the innermost dictionary that
+    contains it. Raises CorruptCheckpoint for a value that contains itself.
     """
     filtered = _Filter((COMMON | {*needed, *admitted}) - {ITSELF.name})
     state = filtered.dictionary(manifest.state_with_states, "")
@@ -161,9 +161,10 @@ def without_others(
 
 
 def others_of(manifest: Manifest, needed: Collection[str]) -> list[str]:
-    """The classes and functions outside of the closed list that a checkpoint names.
+    """The classes and functions that a checkpoint's pickles name and that are not allowed.
 
-    A pickle may call a function and drop its result; such a name counts too.
+    Names of functions whose result the pickle discards are included. `needed` are the names that
+    engines put into their own files.
     """
     names = _Names()
     values = (manifest.state_with_states, manifest.groups, _config(manifest))
@@ -172,18 +173,18 @@ def others_of(manifest: Manifest, needed: Collection[str]) -> list[str]:
 
 
 def _sorted(names: Iterable[str]) -> list[str]:
-    """Sorts names for an error; those by which torch describes tensors come last.
+    """Sorts names of classes and functions for a message; torch's tensor functions come last.
 
-    Users need these less.
+    Users are less interested in these.
     """
     return sorted(names, key=lambda name: (name in DESCRIBING, name))
 
 
 def admissible(value: Any, needed: Collection[str]) -> list[str]:
-    """The names in a value that the user may allow with `--allow-object`, sorted.
+    """The classes and functions in a value that the user may allow with `--allow-object`, sorted.
 
-    Empty if any of them must never be allowed. `needed` are the names that engines put into their
-    own files.
+    The list is empty if one of them must never be allowed. `needed` are the names that engines put
+    into their own files.
     """
     names = _Names().of(value) - COMMON - {*needed}
     never = ITSELF.name in names or any(map(runs_programs, names))
@@ -195,7 +196,7 @@ def _config(manifest: Manifest) -> Mapping[str, Any] | None:
 
 
 def _refusal(names: list[str]) -> str:
-    """The reason, for a note, why a value that names these classes or functions is left out.
+    """Says, for a note, why a value that refers to these classes or functions is left out.
 
     It proposes `--allow-object`, unless a name can run programs.
     """
@@ -203,32 +204,33 @@ def _refusal(names: list[str]) -> str:
     if not running and ITSELF.name in names:
         own_names = [name for name in names if name != ITSELF.name]
         return (
-            f"it has an object that refers to itself ({listed(own_names, 4)}), and zckpt writes "
-            "none: save plain dictionaries and lists"
+            f"it has an object that refers to itself ({listed(own_names, 4)}), which zckpt cannot "
+            "write: save plain dictionaries and lists instead"
         )
     if not running:
         options = " ".join(f"--allow-object {name}" for name in names[:4])
         return (
-            f"it names {listed(names, 4)}, which a program that loads the target would run; if you "
-            f"trust that, add {options}"
+            f"it refers to {listed(names, 4)}, which a program that loads the target would run; if "
+            f"you trust that, add {options}"
         )
     if running == [REACHES_ALL]:
-        return f"it names {listed(names, 3)}, and {REACHES_ALL} can reach code that runs programs"
+        what = f"it refers to {listed(names, 3)}"
+        return f"{what}, and {REACHES_ALL} can reach code that runs programs"
     return (
-        f"it names {listed(running, 3)}, from a part of Python that runs programs; nothing that a "
-        "trainer saves needs that, so the checkpoint may be hostile"
+        f"it refers to {listed(running, 3)}, which can run programs; no trainer needs to save "
+        "that, so the checkpoint may be hostile"
     )
 
 
 class _Names(Struct, eq=False):
-    """Collects the classes and functions that values name; each container is visited once."""
+    """Collects the classes and functions to which values refer; visits each container once."""
 
     names_by_id: dict[int, frozenset[str]] = field(default_factory=dict)
 
     def of(self, value: Any, depth: int = 0) -> frozenset[str]:
-        """The classes and functions that a value names, at any depth.
+        """The names of the classes and functions to which a value refers, at any depth.
 
-        Raises CorruptCheckpoint if it is nested too deeply or contains itself.
+        Raises CorruptCheckpoint if the value is nested too deeply or contains itself.
         """
         if isinstance(value, Global):
             return frozenset((value.name,))
@@ -256,7 +258,10 @@ class _Names(Struct, eq=False):
 
 
 class _Filter(Struct, eq=False):
-    """Leaves out values with names that are not `allowed`; collects notes for the report."""
+    """Leaves out values that refer to classes or functions which are not `allowed`.
+
+    `omitted` collects a note for the report about each.
+    """
 
     allowed: Collection[str]
     named: _Names = field(default_factory=_Names)
@@ -265,9 +270,9 @@ class _Filter(Struct, eq=False):
     omitted: list[Notice] = field(default_factory=list)
 
     def dictionary(self, value: Mapping[Any, Any], path: str) -> dict[Any, Any]:
-        """The dictionary without items that name a class or function which is not allowed.
+        """The dictionary without items that refer to a class or function which is not allowed.
 
-        A note is added for each item that is left out.
+        A note is added for each item that is left out. `path` is the dictionary's key in the state.
         """
         kept: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
         for key, item in value.items():
@@ -280,13 +285,14 @@ class _Filter(Struct, eq=False):
         return kept
 
     def _wrong(self, value: Any) -> frozenset[str]:
-        """The classes and functions that a value names and that are not allowed."""
+        """The classes and functions to which a value refers and that are not allowed."""
         return self.named.of(value).difference(self.allowed)
 
     def _lost(self, value: Any) -> frozenset[str]:
-        """Disallowed names for which `value` as a whole must be left out.
+        """The disallowed classes and functions that can only be avoided by leaving out `value`.
 
-        Others are in dictionaries within it, which can leave them out.
+        Names that occur only inside of dictionaries in `value` are not returned, because these
+        dictionaries can leave out single items.
         """
         if not self._wrong(value) or isinstance(value, dict):
             return frozenset()
@@ -309,7 +315,7 @@ class _Filter(Struct, eq=False):
         return self.lost[id(value)]
 
     def _kept(self, value: Any, path: str) -> Any:
-        """The value, in which dictionaries at any depth lack items that are not allowed."""
+        """The value without the disallowed items of dictionaries in it, at any depth."""
         if not self._wrong(value):
             return value
         if id(value) not in self.kept:

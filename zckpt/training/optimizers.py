@@ -1,9 +1,9 @@
-"""The hyper-parameters and states of each optimizer.
+"""The hyper-parameters and states of each known optimizer (torch 2.13, DeepSpeed 0.19.8).
 
-torch 2.13, DeepSpeed 0.19.8. If a source of another format does not store a hyper-parameter of an
-optimizer in `OPTIMIZERS`, its default is used, with a warning. A file names the optimizer, or
-`SIGNATURES` infer its name. Groups of an unnamed optimizer stay unchanged. `WRITTEN` of steps.py
-has the optimizers that keep their step in a special place.
+If a source does not store a hyper-parameter that the target needs, and the optimizer is in
+`OPTIMIZERS`, the default is used, with a warning. The optimizer's name comes from a file, or is
+inferred from its states by `SIGNATURES`. Without a name, its groups stay unchanged. Optimizers that
+store their step in a special place are in `WRITTEN` of steps.py.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class KnownOptimizer(Struct, frozen=True):
-    """What zckpt knows about one optimizer.
+    """The states and default hyper-parameters of one optimizer.
 
-    `family` names optimizers with the same states: one may continue the state of another.
-    `defaults` are the defaults of its hyper-parameters; if empty, zckpt does not complete its
-    groups. `states` (tensors of a parameter's shape) and `numbers` are what the optimizer requires
-    of each parameter.
+    Optimizers of one `family` have the same states: one can continue the state of another.
+    `defaults` are the defaults of the hyper-parameters; if it is empty, zckpt does not complete the
+    groups. For each parameter the optimizer needs the `states` (tensors of the parameter's shape)
+    and the `numbers`.
     """
 
     family: str | None
@@ -65,12 +65,12 @@ UNKNOWN = KnownOptimizer(None)
 
 
 def known_optimizer(name: str) -> KnownOptimizer:
-    """What zckpt knows about the optimizer with this `plain_name`; `UNKNOWN` if it is unlisted."""
+    """The facts about the optimizer with this `plain_name`; `UNKNOWN` if it is not listed."""
     return OPTIMIZERS.get(name, UNKNOWN)
 
 
 def plain_name(name: str) -> str:
-    """An optimizer's name in lower case, without the words for its implementation."""
+    """An optimizer's name in lower case, without the words "fused", "cpu" and similar ones."""
     return IMPLEMENTATION.sub("", name.lower())
 
 
@@ -85,10 +85,11 @@ def keep_other_states(ours: str | None, theirs: str | None) -> bool:
 
 
 class Signature(Struct, frozen=True):
-    """By which states and hyper-parameters an optimizer is recognized if no file names it.
+    """The states and hyper-parameters by which an unnamed optimizer is recognized.
 
-    A parameter has all `states`, perhaps some of `other_states`, and no more. A group has only
-    `keys`, of which it must have those `needed`. Keys that schedulers and programs add are ignored.
+    A parameter must have all `states`, may have some of `other_states`, and no further ones. A
+    group must have the keys `needed`, may have those in `keys`, and no further ones. Keys that
+    schedulers and programs add are ignored.
     """
 
     name: str
@@ -98,7 +99,7 @@ class Signature(Struct, frozen=True):
     needed: frozenset[str] = frozenset()
 
     def fits(self, states: frozenset[str], group: frozenset[str]) -> bool:
-        """Whether a parameter's states and its group's keys belong to this optimizer."""
+        """Whether the keys of a parameter's `states` and of its `group` match this optimizer."""
         return (
             self.states <= states <= self.states | self.other_states
             and self.needed <= group <= self.keys | OF_PROGRAMS
@@ -112,7 +113,7 @@ def _signature(
     other_states: Iterable[str] = (),
     needed: Iterable[str] = (),
 ) -> Signature:
-    """Makes a signature; the hyper-parameters of the known optimizer are added to `keys`."""
+    """Creates a `Signature`; adds the optimizer's known hyper-parameters to `keys`."""
     every = frozenset((*known_optimizer(name.lower()).defaults, *keys, *needed))
     return Signature(name, frozenset(states), every, frozenset(other_states), frozenset(needed))
 
@@ -150,7 +151,7 @@ SIGNATURES = (
 
 
 def strange_to_adam(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The hyper-parameters in these groups that neither an Adam nor a program has, sorted."""
+    """The keys in these groups that are neither Adam's nor added by programs, sorted."""
     known_keys = OF_PROGRAMS.union(*(each.keys for each in SIGNATURES if each.name == "Adam"))
     return sorted({str(key) for group in groups for key in group} - known_keys)
 
@@ -160,7 +161,7 @@ LAZY = frozenset(("sgd", "muon"))
 
 
 def needed_states(name: str) -> frozenset[str]:
-    """The states that an optimizer needs for a parameter, if it has any for it."""
+    """The states that an optimizer must have for each parameter that it has updated."""
     plain = plain_name(name)
     plain = known_optimizer(plain).family or plain
     signatures = [each for each in SIGNATURES if each.name.lower() == plain and plain not in LAZY]
@@ -195,17 +196,18 @@ OF_MATRICES = re.compile(r"(inv_)?pre_?cond(itioner)?_?\d*|GG|[QULR]|Q[LR]")
 
 
 def is_of_axis(key: str, shapes: Iterable[Sequence[int]]) -> bool:
-    """Whether a state is a matrix for one axis that only by chance has the parameter's shape.
+    """Whether a state belongs to one axis of a parameter, not to its elements (a preconditioner).
 
-    The preconditioner of a square matrix has the matrix's own shape, but different elements. If all
-    `shapes` of the parameters are square, only its name shows it.
+    A square matrix's preconditioner has the matrix's shape, but its elements do not correspond to
+    those of the matrix. If the parameters' `shapes` are all square, only the name of the state
+    tells them apart.
     """
     is_square = all(len(shape) == 2 and shape[0] == shape[1] for shape in shapes)
     return is_square and OF_MATRICES.fullmatch(key) is not None
 
 
 def is_of_muon(group: Mapping[str, Any]) -> bool:
-    """Whether a group belongs to a Muon class (also its Adam part, `use_muon: False`)."""
+    """Whether a group belongs to a Muon optimizer, even if Adam updates it (`use_muon: False`)."""
     return bool({"use_muon", "ns_steps"} & group.keys())
 
 
@@ -236,9 +238,10 @@ NUMBERS = {"mu_product": 1.0}
 
 
 def begins_with_zeros(key: str, group: Mapping[str, Any]) -> bool:
-    """Whether a state is zeros before the first update; also False for an unknown state.
+    """Whether a state is all zeros before the first update; False also for an unknown state.
 
-    SGD's first momentum is the full gradient; `dampening` reduces only later ones.
+    `group` are the hyper-parameters. SGD sets its first momentum to the full gradient; with
+    `dampening`, that differs from beginning with zeros.
     """
     unlike = {"sum": "initial_accumulator_value", "momentum_buffer": "dampening"}
     return key in ZEROS and not group.get(unlike.get(key, ""))

@@ -38,12 +38,15 @@ By name for all groups, under a group's number for one group ({"eps": 1e-8, 1: {
 class Option(Struct, Generic[Value], frozen=True, eq=False):
     """The declaration of one option, for Python, the command line and messages.
 
-    `name` is the keyword in Python, `flag` the option of the command line, which usually has the
-    same name. `default` is the value without it, and `usual` describes the default behavior. `help`
-    is a sentence without its period. `choices` are the allowed values. Without choices, `kind`
-    determines how a command line writes the value: a key of `KINDS` in cli/parameters.py. `check`
-    raises WrongOption for a value that no format accepts. `reason` is why the option does not apply
-    to other formats. `group` is its section of `--help`; only `--help-all` shows a `rare` option.
+    name       the keyword argument in Python
+    flag       the option on the command line, usually of the same name
+    default    the value if the option is not given; `usual` describes it in the help
+    help       a sentence without its period
+    choices    the allowed values
+    kind       without choices: how the value is parsed, a key of `KINDS` in cli/parameters.py
+    check      raises WrongOption for a value that no format accepts
+    reason     why the option does not apply to other formats, for the error message
+    group      its section of `--help`; only `--help-all` shows a `rare` option
     """
 
     name: str
@@ -64,9 +67,9 @@ class Option(Struct, Generic[Value], frozen=True, eq=False):
 
 
 def at_least_one(flag: str, hint: str) -> Callable[[int], None]:
-    """Makes the check for an option whose number must be at least 1.
+    """Returns a function that raises WrongOption for a number below 1.
 
-    `hint` tells the user what to give.
+    `flag` is the option, and `hint` tells the user what to give.
     """
 
     def check(number: int) -> None:
@@ -90,12 +93,12 @@ def _check_dp(dp: int) -> None:
 
 
 def _by_group(defaults: GroupDefaults) -> dict[Any, Any]:
-    """Group defaults as a dictionary; the items of a list get the groups' numbers as keys."""
+    """Returns hyper-parameters as one dictionary: an item of a list is under its group's number."""
     return dict(defaults) if isinstance(defaults, Mapping) else dict(enumerate(defaults))
 
 
 def _check_groups(name: str) -> Callable[[GroupDefaults], None]:
-    """Makes the check for an option that gives hyper-parameters to groups; `name` is the option."""
+    """Returns a function that checks the value of `name`, an option with values for groups."""
 
     def check(values: GroupDefaults) -> None:
         for key, value in _by_group(values).items():
@@ -124,7 +127,7 @@ def _check_objects(names: Sequence[str]) -> None:
 
 
 def _number(name: str, help: str, needed: str, usual: str = "", **more: Any) -> Option[int | None]:
-    """Makes an option for a number of at least 1; `needed` says in errors what it counts."""
+    """Declares an option whose value is at least 1; `needed` names the unit in its error."""
     check = at_least_one(f"--{name.replace('_', '-')}", f"give a number of {needed}")
     words = {"kind": "integer", "usual": usual, "check": check, "group": SIZES, **more}
     return Option(name, None, help, **words)
@@ -142,7 +145,7 @@ PP = _number(
     "pp",
     "Pipeline stages",
     "stages, at least 1",
-    reason="the whole model is written",
+    reason="the complete model is written",
 )
 SP = _number(
     "sp",
@@ -154,7 +157,7 @@ SP = _number(
 )
 VOCAB_SIZE = _number(
     "vocab_size",
-    "Rows of the vocabulary that have a meaning; --tp rounds up to a multiple of the ranks",
+    "Number of tokens of the vocabulary without padding rows; --tp pads it for its ranks",
     "rows",
     usual="as the source states",
     rare=True,
@@ -163,7 +166,7 @@ VOCAB_SIZE = _number(
 LIKE: Option[str | None] = Option(
     "like",
     None,
-    "A checkpoint of the new run, whose layout is taken for a source of another engine",
+    "A checkpoint of the program that will resume: its layout is used for this source",
     metavar="RUN",
     group="Engine",
 )
@@ -198,10 +201,10 @@ GROUP_DEFAULTS: Option[GroupDefaults] = Option(
 GROUPS_FROM: Option[str | None] = Option(
     "groups_from",
     None,
-    "Take the optimizer groups of the next program",
+    "Use the groups of RUN, saved by the next program",
     metavar="RUN",
     group="Optimizer and steps",
-    reason="there are no groups of the optimizer",
+    reason="it has no optimizer groups",
 )
 SET_GROUP: Option[GroupDefaults] = Option(
     "set_group",
@@ -212,7 +215,7 @@ SET_GROUP: Option[GroupDefaults] = Option(
     metavar="[N:]K=V,...",
     group="Optimizer and steps",
     check=_check_groups("set_group"),
-    reason="there are no groups of the optimizer",
+    reason="it has no optimizer groups",
 )
 OPTIMIZER: Option[str | None] = Option(
     "optimizer",
@@ -276,8 +279,8 @@ RENAME: Option[Renames] = Option(
 FAMILY: Option[str | None] = Option(
     "family",
     None,
-    "Hugging Face's names and packings to Megatron-Core's, or back: llama, qwen3, mixtral, gpt2 or "
-    "a .json file",
+    "Convert Hugging Face's names and fused weights to Megatron-Core's, or back: llama, qwen3, "
+    "mixtral, gpt2 or a .json file",
     group="Names",
     metavar="NAME|FILE[:K=N,...]",
 )
@@ -286,25 +289,25 @@ FAMILY: Option[str | None] = Option(
 
 ACCEPT_WEIGHTS: Option[bool] = Option(
     "accept_weights", False,
-    "Go on if weights are not the rounded fp32 masters, such as those of an EMA",
+    "Continue if weights differ from the rounded fp32 masters, such as an EMA's weights",
     kind="switch", group="Source", rare=True,
 )  # fmt: skip
 DROP_STATE: Option[Sequence[str]] = Option(
-    "drop_state", (), "Go on without this state. May be repeated",
+    "drop_state", (), "Drop this optimizer state. May be repeated",
     kind="texts", metavar="NAME", group="Optimizer and steps",
 )  # fmt: skip
 FROZEN: Option[Sequence[str]] = Option(
     "frozen", (),
     "Parameters that the program does not train, though its optimizer lists them. May be repeated",
     kind="texts", metavar="GLOB", group="Optimizer and steps", rare=True,
-    reason="the target keeps them as the source does",
+    reason="the target stores them as the source does",
 )  # fmt: skip
 BUFFERS: Option[Sequence[str]] = Option(
     "buffers", (),
-    "Tensors that are buffers, if the source does not tell them from frozen parameters. May be "
-    "repeated",
+    "Tensors that are buffers, if the source does not distinguish buffers from frozen parameters. "
+    "May be repeated",
     kind="texts", metavar="GLOB", group="Names", rare=True,
-    reason="the target keeps both in one place",
+    reason="the target stores buffers and frozen parameters together",
 )  # fmt: skip
 EVERYWHERE: tuple[Option[Any], ...] = (
     PARAM_NAMES, TIE, RENAME, FAMILY, ACCEPT_WEIGHTS, DROP_STATE
@@ -343,8 +346,8 @@ class Keywords(TypedDict, total=False):
 class Options(Struct, frozen=True):
     """The user's options for a conversion: `options[DP]` is the value of `--dp`, or its default.
 
-    `given` are the options that differ from their defaults. `names_read` collects the names of
-    options that code has looked up. Raises WrongOption for a value that no format accepts.
+    `given` has the options whose values differ from the defaults. `names_read` collects the names
+    of options that code has looked up. Raises WrongOption for a value that no format accepts.
     """
 
     given: tuple[tuple[Option[Any], Any], ...] = ()
@@ -371,7 +374,7 @@ class Options(Struct, frozen=True):
 
     @property
     def unread(self) -> list[Option[Any]]:
-        """The given options whose value no code has looked up, so they have had no effect."""
+        """The given options whose values no code has looked up: they had no effect."""
         return [option for option, _ in self.given if option.name not in self.names_read]
 
     @property
@@ -380,25 +383,26 @@ class Options(Struct, frozen=True):
 
     @property
     def module_dtype(self) -> str | None:
-        """The type of `--dtype`, by its name in safetensors."""
+        """The type that `--dtype` asks for, as safetensors calls it (such as BF16); or None."""
         dtype = self[DTYPE]
         return None if dtype is None else DTYPES[dtype]
 
     @property
     def file_size(self) -> int:
-        """The size in bytes that a safetensors or `.distcp` file may have: `--max-file-size`."""
+        """The largest size in bytes of a safetensors or `.distcp` file: `--max-file-size`."""
         size = self[MAX_FILE_SIZE]
         return FILE_SIZE if size is None else size
 
     def by_group(self, option: Option[GroupDefaults]) -> dict[Any, Any]:
-        """The value of an option that gives hyper-parameters to groups, as a dictionary.
+        """The value of an option with hyper-parameters of groups (--group-defaults, --set-group).
 
-        Its keys are hyper-parameters, for all groups, and numbers of single groups.
+        The dictionary has values for all groups under their names, and values for single groups in
+        dictionaries under the groups' numbers.
         """
         return _by_group(self[option])
 
     def defaults_of(self, group: int, count: int) -> dict[str, Any]:
-        """The `--group-defaults` of one of `count` groups: its own, and those for all groups.
+        """The `--group-defaults` for one of `count` groups, including values for all groups.
 
         Raises WrongOption if values are given for a group that the source does not have.
         """

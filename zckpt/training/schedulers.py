@@ -1,9 +1,9 @@
-"""The state that learning rate schedulers keep for each group of their optimizer.
+"""The values that learning rate schedulers store for each group of the optimizer.
 
-torch 2.13 keeps lists with an item per group; schedulers of schedulers have such lists in each
-inner one. DeepSpeed's own schedulers (0.19.8, runtime/lr_schedules.py) keep only the number of the
-last update, so their rates are those of the ds_config. In the groups themselves, a scheduler keeps
-`initial_lr`.
+A scheduler of torch 2.13 has lists with an item per group. If it contains other schedulers, each of
+these has such lists. DeepSpeed's own schedulers (0.19.8, runtime/lr_schedules.py) store only the
+number of the last update: they take the rates from the ds_config. Schedulers also store
+`initial_lr` in the optimizer's groups.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def for_groups(scheduler: Scheduler, origins: Sequence[int]) -> dict[str, Any]:
 
 
 def with_rates(scheduler: Scheduler, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Replaces the learning rates in a scheduler's state by the rates of the groups."""
+    """Returns a scheduler's state with the learning rates of `groups` in place of its own."""
 
     def rated(key: str, values: list[Any]) -> list[Any]:
         name = RATES.get(key)
@@ -53,11 +53,11 @@ def with_rates(scheduler: Scheduler, groups: Sequence[Mapping[str, Any]]) -> dic
 
 
 def keeps_rates(scheduler: Scheduler) -> bool:
-    """Whether files keep the learning rates from which a scheduler computes the next ones.
+    """Whether the files store the rates from which a scheduler computes the next learning rates.
 
-    A state with `base_lrs` has such rates. ReduceLROnPlateau, whose state has `min_lrs`, multiplies
-    the groups' rates. Any other scheduler computes rates as the program has built it. All inner
-    schedulers of a scheduler must keep their rates.
+    They do if its state has `base_lrs`, and for ReduceLROnPlateau (`min_lrs`), which multiplies the
+    rates in the groups. Any other scheduler computes rates from the arguments of its constructor,
+    which the program sets. If a scheduler contains others, all of them must store their rates.
     """
     inside = scheduler.get(INSIDE)
     every = inside if isinstance(inside, list) and inside else [scheduler]
@@ -67,7 +67,10 @@ def keeps_rates(scheduler: Scheduler) -> bool:
 def _with_lists(
     scheduler: Scheduler, change: Callable[[str, list[Any]], list[Any]]
 ) -> dict[str, Any]:
-    """Applies `change` to the lists with an item per group, also in inner schedulers."""
+    """Applies `change` to a scheduler's lists with an item per group, also in inner schedulers.
+
+    `change` gets the key and the list, and returns the new list.
+    """
     result = dict(scheduler)
     for key, value in scheduler.items():
         if key in OF_GROUPS and isinstance(value, list) and value:

@@ -1,4 +1,4 @@
-"""Where each optimizer keeps its step (completed updates), in which type, and which place is true.
+"""Where each optimizer stores its step (completed updates), and in which type.
 
     optimizer                                     in the state       in the group
     torch Adam, AdamW, NAdam, Adagrad, RMSprop    0-d float32        -
@@ -12,11 +12,11 @@
                                                   completed + 1      -
     SGD, most Lions                               -                  -
 
-Reading: a step in the state is true. If the state has none, the group's step is true (`believed`).
-Counters of engines and of schedulers are never true: fp16 training skips updates, and DeepSpeed
-before 0.13.2 made one update too many (`counter_sightings`). Writing: a step stays where it stood
-(`kept_place`), unless an optimizer is named that looks elsewhere. `WRITTEN` and `COUNTED` say where
-such an optimizer looks, and in which type.
+Reading: zckpt uses the step in the optimizer's state. If the state has none, it uses the group's
+step (`believed`). It never uses counters of engines and schedulers, since fp16 training skips
+updates, and DeepSpeed before 0.13.2 made one update too many (`counter_sightings`). Writing: a step
+is written where the source had it (`kept_place`), unless an option names an optimizer that stores
+it elsewhere. `WRITTEN` and `COUNTED` have the place and type for such optimizers.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ SCHEDULER_COUNTERS = ("last_epoch", "_step_count")
 
 
 def kept_place(source: Manifest) -> StepPlace:
-    """Where the source's optimizer keeps its step, and will look for it in a target too.
+    """Where the source's optimizer stores its step; a target stores the step there too.
 
-    A program keeps its optimizer, whatever its name, also under another engine. The place is
-    torch's usual one if no file shows another, or if the source's engine has optimizers of its own,
-    such as ONNX Runtime's.
+    The reason is that a program keeps its optimizer class, even under another engine. The result is
+    torch's usual place if the files show no other one, or if the source's engine has its own
+    optimizers, such as ONNX Runtime's.
     """
     if source.run.step_place is None or isinstance(source.run.engine, NamedWeightsEngine):
         return WRITTEN["torch"]
@@ -82,9 +82,10 @@ def kept_place(source: Manifest) -> StepPlace:
 def torch_place(source: Manifest, named: str | None = None) -> StepPlace:
     """Where a target for a torch program stores the step.
 
-    It is the place of the class `named`; else that of the source's optimizer. If a DeepSpeed
-    configuration names the optimizer, it is the engine's, and torch's own replaces it. Torch's own
-    also turns a number in a state into a tensor.
+    It is the place for the class `named` if given, else the place of the source's optimizer. There
+    are two exceptions, which get the place of torch's own optimizers: an optimizer that a ds_config
+    names, because it exists only in DeepSpeed; and an optimizer of torch, which needs a tensor even
+    if the source stores a number.
     """
     if named is not None:
         return WRITTEN[named]
@@ -109,9 +110,9 @@ def steps_of_groups(manifest: Manifest, count: int) -> list[set[Step]]:
 def counter_sightings(
     where: str, counters: Mapping[str, Any], keys: Iterable[str]
 ) -> list[Sighting]:
-    """The sightings of an engine's or a scheduler's counters, marked as no true step.
+    """Lists counters of an engine or a scheduler as sightings (places that store a step).
 
-    `keys` are the counters' keys in `counters`.
+    They are marked as not being the optimizer's step. `keys` are the counters' keys in `counters`.
     """
     numbers = [(key, step_of(counters.get(key))) for key in keys]
     return [Sighting(f"{where}, {key}", step, False) for key, step in numbers if step is not None]
@@ -126,15 +127,15 @@ def step_of(value: Any) -> Step | None:
 
 
 def kind_of(value: Any) -> str:
-    """The type of a stored step: a dtype (0-d tensor), `int` or `float`."""
+    """The type of a stored step: the dtype of a 0-d tensor, or "int" or "float" for a number."""
     return value.dtype if isinstance(value, Scalar) else type(value).__name__
 
 
 class StatedSteps(Struct):
-    """The steps that are stated in one kind of place: optimizer states, or groups.
+    """The steps that files store in one kind of place: in optimizer states, or in groups.
 
-    `where` is `state` or `group`. `steps` are keyed by a rank or a parameter. `kinds` are their
-    types, `shapes` the shapes of tensors.
+    `where` is "state" or "group". `steps` are keyed by their owner, a rank or a parameter. `kinds`
+    are the types of the steps, and `shapes` the shapes of those that are tensors.
     """
 
     where: str
@@ -143,9 +144,9 @@ class StatedSteps(Struct):
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def add(self, owner: str, value: Any, shape: tuple[int, ...] = ()) -> None:
-        """Adds the step that `owner` states: a `Scalar` or a Python number.
+        """Adds the step of `owner`, a rank or a parameter; `value` is a `Scalar` or a number.
 
-        A value that is no step is ignored.
+        A value that cannot be a step is ignored.
         """
         if (step := step_of(value)) is not None:
             self.steps[owner] = step
@@ -160,10 +161,10 @@ class StatedSteps(Struct):
         return StepPlace(self.where, self.kinds[owner], self.shapes[owner])
 
     def settled(self, policy: str | None) -> dict[str, Step]:
-        """The step of each owner, after the step policy is applied.
+        """The step of each owner (rank or parameter), after `--step-policy` is applied.
 
         If `policy` is max, min or a number, all owners get one step. Raises InconsistentCheckpoint
-        if a step is not integral and no policy decides.
+        if a step is not an integer and no policy is given.
         """
         if policy is None:
             need_whole((f"{self.where} of {owner}", step) for owner, step in self.steps.items())
@@ -174,23 +175,23 @@ class StatedSteps(Struct):
 
 
 def believed(in_states: StatedSteps, *in_groups: StatedSteps) -> StatedSteps:
-    """Chooses where the true steps are stated: in the states, if any state has a step.
+    """Chooses which stored steps count: those in the optimizer states, if any state has one.
 
-    Otherwise in the first of `in_groups` that states a step. If nothing states one, the result is
-    empty.
+    Otherwise those of the first of `in_groups` that has a step. If there is no step at all, the
+    result is empty.
     """
     return next((stated for stated in (in_states, *in_groups) if stated.steps), in_states)
 
 
 def place_of(believed: StatedSteps, in_groups: StatedSteps, named: str | None) -> StepPlace | None:
-    """Where and in which type an optimizer keeps its step, if not as torch's own optimizers do.
+    """Where and in which type an optimizer stores its step, if not as torch's own optimizers do.
 
-    None for torch's own way, and if steps are stored in several types. `named` is the class that
+    None means: as torch's own optimizers, or in several types. `named` is the class that
     `--optimizer` named when the files were written.
 
-    Apex and TransformerEngine's FusedAdam keep one step, and only in groups. If `capturable`,
-    Apex's is a tensor of shape [1], to which it adds in place (commit 6424da3). Other optimizers
-    keep one in both places.
+    Apex's and TransformerEngine's FusedAdam store one step per group and none in states. Apex's
+    step is a tensor of shape [1] if `capturable` is set, because it is incremented in place (commit
+    6424da3). Other optimizers that store a step in groups also store one in states.
     """
     place = believed.place()
     types = {(kind, believed.shapes[name]) for name, kind in believed.kinds.items()}
@@ -206,9 +207,10 @@ def place_of(believed: StatedSteps, in_groups: StatedSteps, named: str | None) -
 def sightings_of(
     statements: StatedSteps, believed: StatedSteps
 ) -> Iterator[tuple[Sighting, Notice | None]]:
-    """Yields one sighting for each distinct step, however many owners state it.
+    """Yields for each different step a `Sighting` (where it is stored), and a warning or None.
 
-    With each comes a warning if the step no longer grows, else None.
+    The warning says that the step has reached the limit of its type. Owners (ranks or parameters)
+    with the same step share one sighting. `believed` are the steps that zckpt uses.
     """
     is_true = statements.where == believed.where
     owners = by_key(
@@ -225,10 +227,10 @@ def counted_by_last(
 ) -> StatedSteps:
     """The steps in states, corrected for optimizers that count only in a group's last parameter.
 
-    Then its step is used for all parameters of the group. `groups` are the owners of each group's
-    steps, in order. DeepSpeed's FusedAdam and FusedLion (0.19.8, ops/adam/fused_adam.py) add 1 to
-    the state of the last parameter with a gradient, and use that number for the group. They write 0
-    into the group and into other states.
+    For these, all parameters of a group get the step of the last one. `groups` lists the parameters
+    of each group, in order. DeepSpeed's FusedAdam and FusedLion (0.19.8, ops/adam/fused_adam.py)
+    increment the step only in the state of the last parameter with a gradient, and use it for the
+    whole group. They store 0 in the group and in the other states.
     """
     counted = dict(in_states.steps)
     for owners in groups:
@@ -241,17 +243,17 @@ def counted_by_last(
 
 
 def counts_by_last(place: StepPlace) -> bool:
-    """Whether a step at `place` may be counted in a group's last parameter only.
+    """Whether an optimizer that stores its step at `place` may count in the last parameter only.
 
-    Such optimizers (see `counted_by_last`) keep an int in the state, and 0 in the group.
+    Such optimizers (see `counted_by_last`) store an int in the state, and 0 in the group.
     """
     return (place.where, place.kind, place.stale) == ("state", "int", 0)
 
 
 def unused_policy(manifest: Manifest, policy: str | None) -> list[Notice]:
-    """A warning that a number given as --step-policy was not used.
+    """Warns that the number in `--step-policy N` was not used.
 
-    That is so if all places state another step, or no step is read.
+    This happens if all places store the same other step, or if no step is read.
     """
     step = manifest.step
     if policy is None or not policy.isdecimal() or step == int(policy):
@@ -272,7 +274,7 @@ def check_policy(policy: str | None) -> None:
 
 
 def stalled(step: Step, kind: str, where: str) -> Notice | None:
-    """A warning if the step has reached the limit of its type and no longer grows."""
+    """Warns if a step is so large that adding 1 no longer changes it in its type (such as bf16)."""
     if STALLS.get(kind) == step:
         return warning(
             "step-doubtful",
@@ -284,7 +286,7 @@ def stalled(step: Step, kind: str, where: str) -> Notice | None:
 
 
 def may_be_unstepped(manifest: Manifest) -> bool:
-    """Whether the step is 1, so that `never_stepped` must look at the digests."""
+    """Whether the step is 1: then `never_stepped` needs the digests of the moments."""
     return manifest.step == 1
 
 
@@ -292,7 +294,7 @@ def never_stepped(manifest: Manifest, digests: Mapping[int, Mapping[Key, int]]) 
     """A warning if the step is 1 and every moment is zero: the one update changed nothing.
 
     DeepSpeed before 0.13.2 makes such an update with zero gradients when it starts. `digests` has
-    the digests of the copied tensors, for each model rank by key.
+    the checksums of the copied tensors, by model rank and by the tensors' keys.
     """
     if not may_be_unstepped(manifest):
         return None

@@ -71,12 +71,13 @@ def _program(names: Collection[str]) -> str | None:
 
 
 def not_loaded(files: str, dialects: Sequence[str]) -> Notice:
-    """A warning that the target's `files` have names which the trainer does not look for.
+    """Warns that the trainer does not load `files` of the target, because of their names.
 
-    It proposes `dialects` whose files the trainer loads; its subject is the first of them.
+    It proposes values of `--dialect` (`dialects`) with which the trainer finds the files. Its
+    subject is the first of them.
     """
     ways = " or ".join(f"--dialect {name} ({LOADED_WITH[name]})" for name in dialects)
-    message = f"{files} is not what the trainer looks for: to resume there, add {ways}"
+    message = f"the trainer does not find {files}: to resume with it, add {ways}"
     return warning("program-must-set", message, subject=dialects[0])
 
 
@@ -100,9 +101,9 @@ RESUMING = {
 
 
 def of_model(siblings: Iterable[Sibling], number: int) -> tuple[list[Sibling], list[str]]:
-    """The files beside one of several models, with the names that a single model's would have.
+    """The files beside one of several models, renamed as if there were only one model.
 
-    The second result are the names of other models' files, which are left out.
+    Also returns the names of the files of other models, which are left out.
     """
     files, other_names = [], []
     for item in siblings:
@@ -116,7 +117,7 @@ def of_model(siblings: Iterable[Sibling], number: int) -> tuple[list[Sibling], l
 
 
 def json_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:
-    """The JSON object in the sibling `name`; None without the file, or if it is no JSON."""
+    """The JSON object in the file `name` beside the checkpoint; None if missing or not JSON."""
     item = next((each for each in siblings if each.name == name and each.size <= MAX_JSON), None)
     if item is None:
         return None
@@ -131,7 +132,7 @@ def json_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:
 def config_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:
     """The JSON object in the file `name` beside the weights; None without such a file.
 
-    It is looked up in the root, and in folders where programs keep files for from_pretrained.
+    It may be in the root, or in a folder where programs store the files for from_pretrained.
     """
     files = list(siblings)
     names = (name, *(f"{folder}{name}" for folder in LOADING_FOLDERS[1:]))
@@ -139,9 +140,10 @@ def config_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:
 
 
 def counter(folder: str) -> int | None:
-    """The `global_step` of the Trainer's state in a checkpoint's folder; None without it.
+    """The `global_step` in trainer_state.json of a checkpoint's folder; None if there is none.
 
-    The Trainer sorts the keys (transformers 5.23), so the counter is before the long history.
+    Only the beginning of the file is read: the Trainer sorts the keys (transformers 5.23), so the
+    counter comes before the long history.
     """
     path = os.path.join(folder, STATE)
     if not sources.is_file(path):
@@ -156,7 +158,7 @@ def counter(folder: str) -> int | None:
 
 
 def fresh_scheduler(step: int, groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The state of a torch LambdaLR after `step` updates: transformers makes such schedulers."""
+    """The state of a torch LambdaLR after `step` updates, as schedulers of transformers have it."""
     rates = [number(group.get("lr")) for group in groups]
     return {
         "base_lrs": [number(group.get("initial_lr", group.get("lr"))) for group in groups],
@@ -169,9 +171,9 @@ def fresh_scheduler(step: int, groups: Sequence[dict[str, Any]]) -> dict[str, An
 
 
 def number(value: Any) -> Any:
-    """The value of a `Scalar`, such as a capturable optimizer's learning rate.
+    """The number in a `Scalar`, such as the learning rate of a capturable optimizer.
 
-    Any other value unchanged.
+    Any other value is returned unchanged.
     """
     return value.value if isinstance(value, Scalar) else value
 
@@ -179,7 +181,7 @@ def number(value: Any) -> Any:
 def files_to_load_by(siblings: Iterable[Sibling]) -> list[Sibling]:
     """The files that from_pretrained needs beside the weights: configuration, tokenizer, processor.
 
-    Some programs store them in a folder, whose name is removed from theirs.
+    Some programs store them in a subfolder, whose name is removed from the names of the files.
     """
     by_name: dict[str, Sibling] = {}
     for item in siblings:
@@ -190,7 +192,7 @@ def files_to_load_by(siblings: Iterable[Sibling]) -> list[Sibling]:
 
 
 def without_folder(name: str) -> str:
-    """The name of a sibling, without the folder in which programs keep files for from_pretrained.
+    """Removes from a file's name the folder in which programs store files for from_pretrained.
 
     Other names stay unchanged.
     """
@@ -201,12 +203,12 @@ def without_folder(name: str) -> str:
 def beside(
     root: str, own_paths: Collection[str], source: str | None = None
 ) -> tuple[list[Sibling], list[Notice]]:
-    """Files of a directory that are not part of its checkpoint, and notes on omitted ones.
+    """The files in a directory beside the checkpoint, and notes on those that are left out.
 
-    `own_paths` are paths of the checkpoint's files and folders. A folder is copied if it has only
+    `own_paths` are the checkpoint's own files and folders. A folder is included if it has only
     configuration and tokenizer files (verl's `huggingface`), or a file of each rank (`rng` and
     `dataloader` of NeMo AutoModel 0.7), or is `.hf_metadata`. Other folders are left out, with a
-    note. Links are followed inside of the directory `source`, by default `root`.
+    note. Links are followed only within the directory `source`, by default `root`.
     """
     siblings = SiblingList(source or root, OPEN_FOLDERS)
     folders: list[Notice] = []
@@ -234,11 +236,11 @@ def beside(
 def inside(
     root: str, folder: str, own_paths: Collection[str], source: str
 ) -> tuple[list[Sibling], list[Notice]]:
-    """The program's own files in a folder of the checkpoint, and notes on those left out.
+    """The trainer's files in a folder of the checkpoint, and notes on those that are left out.
 
-    `own_paths` are the checkpoint's files there. NeMo AutoModel keeps in such a folder the model's
+    `own_paths` are the checkpoint's files there. NeMo AutoModel stores in such a folder the model's
     configuration and tokenizer (in `.hf_metadata`), a second copy of the weights (in
-    `consolidated`), and a script that writes this copy and names the folder.
+    `consolidated`), and a script that writes this copy and contains the folder's path.
     """
     siblings = SiblingList(source, OPEN_FOLDERS)
     lines: list[Notice] = []
@@ -247,9 +249,9 @@ def inside(
         if entry.path in own_paths:
             return True
         if name == f"{folder}/{CONSOLIDATED}":
-            why = f"{name}/: the weights once more; `zckpt export` writes them"
+            why = f"{name}/: a second copy of the weights; `zckpt export` writes such files"
         elif name == f"{folder}/{SCRIPT}":
-            why = f"{name}: a script for the folder in which it stands"
+            why = f"{name}: a script that works only in its own folder"
         else:
             return False
         lines.append(note("file-omitted", why, file=entry.path))
@@ -263,7 +265,7 @@ def inside(
 def once_more(folder: str, source: str) -> list[Sibling]:
     """The files in the subfolder `consolidated`, which has a second copy of the weights.
 
-    A target does not get them. Links are followed inside of the directory `source`.
+    They are not copied to a target. Links are followed only within the directory `source`.
     """
     folder_inside = os.path.join(folder, CONSOLIDATED)
     files = SiblingList(source, OPEN_FOLDERS)
@@ -273,7 +275,7 @@ def once_more(folder: str, source: str) -> list[Sibling]:
 
 
 def vocabulary(path: str) -> int | None:
-    """The number of a model's tokens in its configuration; None if it is not stated."""
+    """The vocabulary size in a model's config.json at `path`; None if it is not stated."""
     if not sources.is_file(path):
         return None
     config = json_of([Sibling("config.json", path, sources.size(path))], "config.json") or {}
@@ -283,7 +285,7 @@ def vocabulary(path: str) -> int | None:
 
 
 def ranks_of(siblings: Iterable[Sibling]) -> dict[str, int]:
-    """The folders with one file per rank, and how many files each one has."""
+    """Maps each folder with one file per rank to the number of its files."""
     matches = filter(None, (_OF_RANKS.fullmatch(item.name) for item in siblings))
     return Counter(match["folder"] for match in matches)
 
@@ -291,9 +293,9 @@ def ranks_of(siblings: Iterable[Sibling]) -> dict[str, int]:
 def for_ranks(
     siblings: Iterable[Sibling], before: int, ranks: int
 ) -> tuple[list[Sibling], list[Notice]]:
-    """Selects the siblings for a run of `ranks` data-parallel ranks; notes those left out.
+    """Selects the trainer's files for a run of `ranks` data-parallel ranks, with notes on the rest.
 
-    Random states of single ranks have no meaning at another data-parallel size. `before` is the
+    Random states of single ranks are left out if the data-parallel size changes. `before` is the
     source's size; 1 or less if the source states none.
     """
     taken, lines = list(siblings), []

@@ -1,15 +1,15 @@
-"""Finds the steps that trainer programs state beside an engine's checkpoint, and compares them.
+"""Finds the counters that trainers store beside an engine's checkpoint, and compares them.
 
     file or name           counter        program
-    trainer_state.json     global_step    transformers: updates, also those that fp16 has skipped
+    trainer_state.json     global_step    transformers: updates, including those skipped in fp16
     folder checkpoint-N    N              transformers: the same; it resumes from the largest N
     scheduler.pt, .bin     last_epoch     torch's schedulers; accelerate steps them in each process
     random_states_0.pkl    step           accelerate: batches since an epoch began
     Lightning's state      global_step    Lightning: updates of all its optimizers together
 
-None of them is the optimizer's step. Only DeepSpeed's `global_steps` counts the same as
-`global_step` (accelerate 1.15, transformers 5.24). All others count something else, and are only
-listed.
+None of them is the optimizer's step. Only DeepSpeed's `global_steps` must equal the Trainer's
+`global_step` (accelerate 1.15, transformers 5.24). The others count something else, and are only
+listed in reports.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _COUNTED = (
 def sightings(manifest: Manifest, number_in: Number) -> list[Sighting]:
     """The counters in the files beside a checkpoint, in its folder's name and in Lightning's state.
 
-    A damaged file states none. Raises OSError.
+    A damaged file is skipped. Raises OSError if the filesystem fails.
     """
     counters = [*_of_files(manifest, number_in)]
     if lightning.is_in(manifest):
@@ -57,7 +57,7 @@ def sightings(manifest: Manifest, number_in: Number) -> list[Sighting]:
 
 
 def _of_files(manifest: Manifest, number_in: Number) -> Iterator[Sighting]:
-    """The counters in files, and in the name of the folder in which a trainer saved."""
+    """Yields the counters in the trainer's files, and in the name of the trainer's folder."""
     folder = _folder(manifest) if program_of(manifest.files.siblings) else ""
     name = os.path.basename(os.path.abspath(folder)) if folder else ""
     if match := CHECKPOINT.fullmatch(name):
@@ -95,9 +95,9 @@ def global_step(manifest: Manifest) -> int | None:
 
 
 def counted_updates(source: Manifest) -> int:
-    """The number of updates of a run whose engine counted none.
+    """The number of updates of a run whose engine does not count them.
 
-    It is the count of the Trainer, else of the optimizer.
+    It is the Trainer's `global_step`, or else the optimizer's step.
     """
     counted = global_step(source)
     return int(source.step or 0) if counted is None else counted
@@ -111,10 +111,10 @@ def _seen(manifest: Manifest, kind: str) -> int | None:
 def disagreements(manifest: Manifest) -> list[Notice]:
     """Notices if the Trainer's `global_step` is not the engine's counter or the folder's number.
 
-    An engine with another count is a problem: the files are of two saves. It is only a warning if
-    gradients are accumulated, and the engine has at most one update less for each epoch. Before
-    accelerate 1.8 (its pull request 3630) DeepSpeed made no update at the end of an epoch whose
-    last batches were fewer than those of an update, while the Trainer counted one.
+    A different counter of the engine is a problem: the files are from two saves. There is one
+    exception, which is only a warning: gradients are accumulated, and the engine has at most one
+    update less per epoch. Before accelerate 1.8 (its pull request 3630), DeepSpeed skipped the last
+    update of an epoch if batches were missing for it, but the Trainer counted it.
     """
     counted = global_step(manifest)
     if counted is None:
@@ -159,7 +159,7 @@ def _epochs(manifest: Manifest) -> float:
 def _accumulates(manifest: Manifest) -> bool:
     """Whether the engine may accumulate the gradients of several batches for one update.
 
-    True unless its configuration states 1.
+    True unless its configuration sets the number of accumulation steps to 1.
     """
     engine = manifest.run.engine
     config = engine.config if isinstance(engine, FlatBufferEngine) else {}

@@ -260,7 +260,7 @@ def test_parts_that_mesh_param_loses(tmp_path: Path) -> None:
     state = torch.load(path, weights_only=False)
     state["optimizer_state_dict"]["partition_count"] = 1
     torch.save(state, path)
-    with pytest.raises(InconsistentCheckpoint, match="parts of all parameters are lost") as raised:
+    with pytest.raises(InconsistentCheckpoint, match="shards of all parameters are lost") as raised:
         zckpt.read(run)
     assert "parallel_state_sp" in raised.value.hint
 

@@ -196,7 +196,7 @@ class TestRanks(FormatContract):
 
     def test_random_states_are_left_out(self, manifest: Manifest) -> None:
         assert manifest.source["dp"] == 2
-        assert all("rank 0's is taken" in line for line in texts(manifest.notices.omitted))
+        assert all("rank 0's values are used" in line for line in texts(manifest.notices.omitted))
 
 
 class TestFiles(FormatContract):

@@ -46,7 +46,7 @@ def below(front: str, model: Any) -> State:
 def test_a_common_prefix_is_removed(kind: str, front: str, tmp_path: Path) -> None:
     model = build(kind)
     report = exported(below(front, model), model, tmp_path)
-    said = f"{front}: names lose this prefix"
+    said = f"{front}: this prefix is removed from the names"
     assert any(line.startswith(said) for line in texts(report["warnings"]))
     assert report["about"] == "a model for from_pretrained"
     model.save_pretrained(tmp_path / "expected")
@@ -111,7 +111,9 @@ def test_a_missing_weight_is_refused(lost: str, said: str, front: str, tmp_path:
         for name, tensor in below(front, model).items()
         if not (name.removeprefix(front).startswith(begin) and end in name)
     }
-    with pytest.raises(errors.MissingData, match="from_pretrained would leave at random") as raised:
+    with pytest.raises(
+        errors.MissingData, match="from_pretrained would initialize at random"
+    ) as raised:
         exported(state, model, tmp_path)
     assert said in raised.value.message
     assert "--rename" in raised.value.hint
@@ -171,7 +173,7 @@ def test_an_adapter_below_a_prefix(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     report = zckpt.export(tmp_path / "model.pt", tmp_path / "out", config=tmp_path / "saved")
     assert report["warnings"][-1]["message"].startswith(
-        "llm.: names lose this prefix, so that PEFT finds"
+        "llm.: this prefix is removed from the names, so that PEFT finds"
     )
     written = load_file(tmp_path / "out" / "adapter_model.safetensors")
     expected = load_file(tmp_path / "saved" / "adapter_model.safetensors")

@@ -207,7 +207,7 @@ def test_a_named_optimizer_looks_elsewhere(options: dict[str, Any], tmp_path: Pa
     report = zckpt.verify(run, tmp_path / "zero")
     assert report["equal"]
     (note,) = [note for note in texts(report["notes"]) if "place of the step" in note]
-    assert note.endswith("looks there")
+    assert note.endswith("reads it from there")
 
 
 @pytest.mark.parametrize("through", [None, "universal", "gathered"])

@@ -160,5 +160,5 @@ def test_another_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(module, "all_gather", broken)
-    with pytest.raises(ProcessFailed, match="another process of this gathering failed"):
+    with pytest.raises(ProcessFailed, match="another process of this `verify --gather` failed"):
         BucketBuffers(world(0, 2), 100, 7).move(THREE_ROWS, 0)

@@ -179,7 +179,7 @@ def test_another_process_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(dist, "all_gather", all_gather)
-    with pytest.raises(ProcessFailed, match="another process of this gathering failed"):
+    with pytest.raises(ProcessFailed, match="another process of this `verify --gather` failed"):
         exchanged(two(), b"abc")
     with pytest.raises(ProcessFailed, match="another process"), together_with_others():
         raise RuntimeError

@@ -1,10 +1,10 @@
-"""One model in two programs: the names and packings of Hugging Face and Megatron-Core.
+"""Converts models between Hugging Face and Megatron-Core: names, and fused weights such as qkv.
 
-    rules.py        pairs of tensors in both programs, for each family: llama.json, ...
+    rules.py        which tensors correspond in both programs, per family: llama.json, ...
     sizes.py        heads and vocabulary, from the option, a configuration or Megatron's arguments
-    layouts.py      shapes and fragments of the packings that the rules name
+    layouts.py      fuses and splits tensors (packings), such as q, k and v
     matching.py     finds the rule for a name, and the direction of a conversion
-    translate.py    converts one program's manifest to the other program's
+    translate.py    converts the manifest of one program to that of the other
 
 Facts are of transformers 5.23 and megatron-core 0.16.1.
 """

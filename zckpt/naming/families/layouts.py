@@ -1,7 +1,7 @@
-"""Packs and unpacks tensors for the other program.
+"""Fuses and splits tensors for the other program, such as q, k and v of attention.
 
-A layout gets one program's tensors as views, and returns the other program's tensors. It opens no
-file. These are the packings:
+A function gets one program's tensors as views, and returns the other program's tensors. It opens no
+file. These are the packings, with the tensors in Hugging Face and in Megatron-Core:
 
     same                     one tensor, equal in both programs
     vocabulary               the same, with or without padding rows
@@ -27,9 +27,9 @@ Views = Sequence[View]
 
 
 class Misfit(Exception):
-    """The error for shapes that do not fit a packing.
+    """The error for tensors whose shapes do not fit a packing (a way to fuse tensors).
 
-    `needs` names the sizes (heads, ...) that are needed and not stated.
+    `needs` lists sizes that are needed but unknown, such as `heads`.
     """
 
     def __init__(self, message: str, needs: Sequence[str] = ()) -> None:
@@ -46,7 +46,7 @@ def _join_rows(views: Views, _: Sizes) -> Views:
 def _split_rows(views: Views, _: Sizes) -> Views:
     (view,) = views
     if not view.shape or not view.shape[0] or view.shape[0] % 2:
-        raise Misfit(f"{_listed(views)} does not have the rows of gate and up: two equal halves")
+        raise Misfit(f"{_listed(views)} cannot be split into equal halves for gate and up")
     return cut(view, 0, view.shape[0] // 2)
 
 
@@ -86,7 +86,7 @@ def _turn(views: Views, _: Sizes) -> Views:
 def _split_experts(views: Views, _: Sizes) -> Views:
     (view,) = views
     if len(view.shape) != 3 or 0 in view.shape:
-        raise Misfit(f"{_listed(views)} is not a stack of the experts' matrices")
+        raise Misfit(f"{_listed(views)} is not a stack of one matrix per expert")
     return unstacked(view, 0)
 
 
@@ -132,7 +132,7 @@ LAYOUTS: Mapping[str, Mapping[str, Callable[[Views, Sizes], Views]]] = {
 
 
 def with_rows(entry: Entry, rows: int) -> Entry:
-    """A vocabulary tensor with `rows` rows: zero rows are added, or padding rows removed."""
+    """Changes a vocabulary tensor to `rows` rows: adds rows of zeros, or removes padding rows."""
     side = MEGATRON if rows > entry.shape[0] else HUGGING_FACE
     whole = view_of(entry.fragments, entry.shape, SIZES[entry.dtype])
     (view,) = LAYOUTS["vocabulary"][side]([whole], Sizes(vocab_size=rows))
@@ -144,7 +144,7 @@ def _listed(views: Views) -> str:
 
 
 def _rows_of_heads(shape: Sequence[int], sizes: Sizes) -> list[int]:
-    """How many rows of a packed tensor belong to q, to k and to v; raises Misfit."""
+    """How many rows of a fused qkv tensor belong to q, k and v; raises Misfit if it is unknown."""
     if sizes.heads is None or sizes.kv_heads is None:
         names = ("heads", "kv_heads")
         raise Misfit("", [name for name in names if getattr(sizes, name) is None])
@@ -159,9 +159,9 @@ def _rows_of_heads(shape: Sequence[int], sizes: Sizes) -> list[int]:
 
 
 def _groups(rows: Sequence[int], sizes: Sizes) -> int:
-    """The number of groups in packed attention: one per key-value head.
+    """The number of query groups in fused attention weights: one per key-value head.
 
-    `rows` are the rows of q, k and v. Raises Misfit if these cannot be shared evenly.
+    `rows` are the numbers of rows of q, k and v. Raises Misfit if they cannot be divided evenly.
     """
     if sizes.kv_heads is None:
         raise Misfit("", ["kv_heads"])

@@ -1,4 +1,4 @@
-"""Finds the rule of a family for each name, and the program that a checkpoint is converted to."""
+"""Finds the rule for each parameter name, and the direction: from which program to which."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ NUMBER = re.compile(r"\\\{(layer|expert)\\\}")
 
 
 class NamePlace(Struct, frozen=True):
-    """The meaning of a name: the index of the rule that matches, and of the tensor (`part`) in it.
+    """Which rule matches a parameter name, and as which tensor of the rule.
 
-    `layer` and `expert` are the numbers in the name, None if it has none.
+    `rule` and `part` are indices: of the rule in the family, and of the tensor in the rule (such as
+    0 for q). `layer` and `expert` are the numbers in the name, or None.
     """
 
     rule: int
@@ -27,7 +28,10 @@ class NamePlace(Struct, frozen=True):
 
 
 class TensorGroup(Struct, frozen=True):
-    """Names of source tensors, and of the target tensors that are made from all of them."""
+    """Source tensors that are converted together by one rule, and the resulting target tensors.
+
+    Both are names of parameters.
+    """
 
     rule: FamilyRule
     sources: tuple[str, ...]
@@ -35,7 +39,7 @@ class TensorGroup(Struct, frozen=True):
 
 
 class FamilyNames:
-    """Finds the meaning of a name of one program, by the rules of a family."""
+    """Finds the rule of a model family that matches a parameter name of one program (`side`)."""
 
     def __init__(self, family: Family, side: str) -> None:
         self.patterns = [
@@ -64,10 +68,10 @@ def _pattern(template: str) -> re.Pattern[str]:
 def places_of(
     family: Family, text: str, names: Collection[str]
 ) -> tuple[str, dict[str, NamePlace]]:
-    """The program that the names belong to, and the meaning of each name.
+    """Finds out to which program the names belong, and which rule matches each name.
 
-    Raises WrongOption with names that no rule covers, or if names are of both programs. `text` is
-    the value of `--family`.
+    Raises WrongOption if no rule matches a name, or if there are names of both programs. `text` is
+    the value of `--family`, for the message.
     """
     by_side: dict[str, dict[str, NamePlace]] = {}
     for side in (HUGGING_FACE, MEGATRON):
@@ -96,9 +100,9 @@ def groups_of(
 ) -> list[TensorGroup]:
     """Sorts the source's tensors into groups that are converted together.
 
-    The groups are in the order of the family's rules, layer by layer. `experts` has the number of
-    experts in a stacked tensor, by its name. Raises MissingData if a part of a packed tensor is
-    missing.
+    The groups are in the order of the family's rules, layer by layer. `experts` maps a tensor of
+    stacked experts to their number. Raises MissingData if a tensor is missing that must be fused
+    with others, such as v beside q and k.
     """
     together: dict[tuple[int, int | None, int | None], dict[tuple[int, int], str]] = {}
     for name, at in places.items():
@@ -116,7 +120,7 @@ def groups_of(
             raise MissingData(
                 "family-does-not-fit",
                 f"the source has {listed(sources, 2)}, but not {listed(lacking, 4)}",
-                hint="all parts of a packed tensor are needed",
+                hint="all tensors that are fused into one are needed, such as q, k and v",
             )
         target = OTHER[side]
         count = experts.get(sources[0], 0)
@@ -128,10 +132,10 @@ def groups_of(
 
 
 def _numbers(rule: FamilyRule, side: str, expert: int | None, count: int) -> Sequence[int | None]:
-    """The numbers of the experts whose tensors a group contains in the program `side`.
+    """The numbers of the experts whose tensors belong to one group in the program `side`.
 
-    A rule that stacks experts in Hugging Face has all `count` experts of the layer in Megatron. In
-    all other cases the group has only the tensor of `expert`.
+    If Hugging Face stacks the experts of a layer in one tensor, the group has the tensors of all
+    `count` experts in Megatron-Core. Otherwise a group belongs to one `expert`, or to none (None).
     """
     return range(count) if rule.packing == "experts" and side == MEGATRON else [expert]
 
@@ -166,7 +170,10 @@ def in_module_order(family: Family, names: Iterable[str]) -> list[str]:
 def _place_of(
     family: Family, rule: int, layer: int | None, expert: int | None
 ) -> tuple[int, int, int, int]:
-    """A sort key for the module's order: rules before the layers, then layers, then the rest."""
+    """A sort key for the module's order: parameters before the layers, layer by layer, the rest.
+
+    `rule` is the index of a rule in the family.
+    """
     if layer is not None:
         return 1, layer, rule, expert or 0
     inside = [n for n, item in enumerate(family.rules) if "{layer}" in item.hugging_face[0]]

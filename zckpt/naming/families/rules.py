@@ -1,10 +1,10 @@
-"""Defines which tensors of Hugging Face are which tensors of Megatron-Core.
+"""Rules that say which tensors of Hugging Face correspond to which tensors of Megatron-Core.
 
 Each family of models is a JSON file: llama.json, qwen3.json, mixtral.json and gpt2.json here, or a
 user's own. Its rules are in the order of `named_parameters()` of transformers 5.23. Names of
-Megatron-Core are those of its local spec (GPTModel 0.16.1). Rules with `only` are for other
-spellings of one program, which are read and never written: norms of the spec for Transformer
-Engine, and experts as the Hub's files have them.
+Megatron-Core are those of its local spec (GPTModel 0.16.1). Rules with `only` are for other names
+in one program, which are read but never written: norms of the spec for Transformer Engine, and
+experts with the names in files on the Hub.
 """
 
 import re
@@ -36,10 +36,10 @@ NUMBERS = re.compile(r"\{(.*?)\}")
 
 
 class FamilyRule(Struct, frozen=True, forbid_unknown_fields=True):
-    """The names of the same tensors in both programs, with `{layer}` and `{expert}` for numbers.
+    """The names of corresponding tensors in both programs; `{layer}` and `{expert}` are numbers.
 
-    `packing` is one of layouts.py. If `only` is set, the rule applies only to sources of this
-    program.
+    `packing` is how one program fuses tensors, by its name in layouts.py. If `only` is set, the
+    rule applies only to sources of this program.
     """
 
     hugging_face: tuple[str, ...]
@@ -62,9 +62,10 @@ class FamilyRule(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Family(Struct, frozen=True):
-    """The rules of a family of models.
+    """The rules for a family of models, such as llama.
 
-    `types` are its `model_type`s in config.json. `buffers` are patterns of names that are left out.
+    `types` are values of `model_type` in config.json. `buffers` are patterns of names of buffers
+    that are left out.
     """
 
     rules: tuple[FamilyRule, ...]
@@ -81,7 +82,7 @@ class Family(Struct, frozen=True):
 def family_of(name: str) -> Family:
     """The family of models called `name`: a known one, or the one in the user's file `name`.
 
-    Raises WrongOption for a file that is missing or is no family, OSError if it cannot be read.
+    Raises WrongOption for a file that is missing or invalid, and OSError if it cannot be read.
     """
     if name in NAMES:
         return decode(get_data(__package__, name + SUFFIX) or b"", type=Family)

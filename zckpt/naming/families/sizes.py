@@ -1,7 +1,7 @@
-"""The numbers of heads and the vocabulary of a model whose names and packings are converted.
+"""Collects the numbers of heads and the vocabulary size of a model that `--family` converts.
 
 They come from `--family llama:heads=32,kv_heads=8`, from config.json beside the source, and from
-Megatron's arguments in its checkpoint. All places that state a size must agree.
+Megatron's arguments in its checkpoint. If several of these state a size, it must be the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEYS = ("heads", "kv_heads", "vocab_size")
 
 
 class Sizes(Struct, frozen=True):
-    """The numbers of heads and vocabulary rows that packings need; None if one is not stated.
+    """The sizes that are needed to fuse and split tensors; None for a size that is not stated.
 
     `vocab_size` is the number of rows in the target's vocabulary.
     """
@@ -35,7 +35,7 @@ class Sizes(Struct, frozen=True):
 
 
 def parsed(text: str) -> tuple[str, dict[str, int]]:
-    """The name or file of the family, and the sizes of `--family`; raises WrongOption."""
+    """Parses `--family`: the name or file of the family, and its sizes; raises WrongOption."""
     name, _, rest = text.partition(":")
     if name not in NAMES and not name.endswith(SUFFIX):
         raise WrongOption(
@@ -88,15 +88,15 @@ def sizes_of(
                 raise InconsistentCheckpoint(
                     "options-conflict",
                     f"{first} says {key}={stated_value}, {place} says {key}={value}",
-                    hint="give the sizes that are true for the source, or leave them out",
+                    hint="give the sizes of the source's model, or leave them out",
                 )
     return Sizes(**{key: value for key, (_, value) in stated_sizes.items()})
 
 
 def _of_config(config: Mapping[str, Any], family: Family, to_hugging_face: bool) -> dict[str, int]:
-    """The sizes that transformers' config.json states.
+    """The sizes in a config.json of transformers.
 
-    Raises WrongOption if it is of a model of another family.
+    Raises WrongOption if it belongs to a model of another family.
     """
     kind = config.get("model_type")
     if isinstance(kind, str) and kind not in family.types:
@@ -104,7 +104,7 @@ def _of_config(config: Mapping[str, Any], family: Family, to_hugging_face: bool)
             "family-does-not-fit",
             f"config.json is of a model {kind[:80]!r}, and this --family is for "
             f"{', '.join(family.types)}",
-            hint="choose another --family: models with like names may compute otherwise",
+            hint="choose another --family: models with the same names may compute something else",
         )
     sizes = _numbers(
         heads=config.get("num_attention_heads", config.get("n_head")),
@@ -117,7 +117,7 @@ def _of_config(config: Mapping[str, Any], family: Family, to_hugging_face: bool)
 
 
 def _of_arguments(manifest: Manifest, to_hugging_face: bool) -> dict[str, int]:
-    """The sizes that Megatron's arguments in the checkpoint state; empty without arguments."""
+    """The sizes in Megatron's saved arguments; empty if the checkpoint has no arguments."""
     state = manifest.state
     common_state = (state.get("megatron") or {}).get("common")
     for holder in (common_state, state.get("client_state"), state):

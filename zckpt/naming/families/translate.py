@@ -1,7 +1,7 @@
 """Converts a Hugging Face model's manifest to the Megatron-Core model's manifest, and back.
 
-Every tensor of a parameter's shape is converted with it: weights, masters, moments. No byte is
-read.
+A parameter's weight, master and moments are all converted, because they have the same shape. No
+tensor is read.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from .sizes import parsed, sizes_of
 
 
 def translated(manifest: Manifest, text: str, config: str | None = None) -> Manifest:
-    """The manifest with the names, shapes and fragments of the other program.
+    """Converts a manifest to the names and shapes of the other program.
 
-    `text` is the value of `--family`. `config` is the path of a config.json, or of its folder, if
-    the user gives one. The names determine the direction. Further copies of tensors (`replicas`)
-    are dropped. Raises WrongOption for names that no rule covers and for sizes that do not fit,
-    MissingData for a missing size or a missing part of a packed tensor, InconsistentCheckpoint if
-    parts of one tensor have different steps, hyper-parameters or types.
+    The names determine the direction. `text` is the value of `--family`. `config` is the path of a
+    config.json, or of its folder, if the user gives one. Replicas of tensors are dropped. Raises
+    WrongOption for names that no rule matches and for sizes that do not fit, MissingData for an
+    unknown size or a missing tensor, and InconsistentCheckpoint if tensors that become one have
+    different steps, hyper-parameters or types.
     """
     name, given = parsed(text)
     family = family_of(name)
@@ -58,7 +58,7 @@ def translated(manifest: Manifest, text: str, config: str | None = None) -> Mani
     if isinstance(manifest.run.engine, FlatBufferEngine) and manifest.run.engine.experts:
         raise UnsupportedCheckpoint(
             "family-does-not-fit",
-            f"{manifest.root} has experts of DeepSpeed's own layers",
+            f"--family cannot convert {manifest.root}, which has experts in DeepSpeed's MoE layers",
             file=manifest.root,
         )
     return _Translation(manifest, text, family, given, config).manifest()
@@ -103,7 +103,7 @@ class _Translation(Struct, eq=False, dict=True):
         self.of_parameter = by_key((entry.parameter, entry) for entry in tensors)
 
     def manifest(self) -> Manifest:
-        """The manifest of the target."""
+        """Builds the manifest of the target program."""
         source = self.source
         parameters: dict[str, Parameter] = {}
         owners: dict[str, str] = {}
@@ -142,7 +142,7 @@ class _Translation(Struct, eq=False, dict=True):
         state = {k: v for k, v in source.state.items() if k not in MODULE}
         extra = source.state.get("module_extra") or {}
         if other := source.states.other_values:
-            message = f"{listed(list(other), 4)}: states that are no tensors"
+            message = f"{listed(list(other), 4)}: optimizer states that are not tensors"
             self.omitted.append(note("state-omitted", message, subject=next(iter(other))))
         return source.replace(
             entries={entry.key: entry for entry in listed_entries} | kept,
@@ -169,7 +169,10 @@ class _Translation(Struct, eq=False, dict=True):
         return LAYOUTS[group.rule.packing][self.target](views, self.sizes)
 
     def _shapes(self, group: TensorGroup) -> list[tuple[int, ...]]:
-        """The shapes of the tensors that a group becomes; raises WrongOption, MissingData."""
+        """The shapes of a group's target tensors.
+
+        Raises WrongOption if the source's shapes do not fit, and MissingData for an unknown size.
+        """
         shapes = [self.source.parameters[name].shape for name in group.sources]
         try:
             blank = [View(tuple((length,) for length in shape), (), 1) for shape in shapes]
@@ -180,7 +183,7 @@ class _Translation(Struct, eq=False, dict=True):
                 sizes = ",".join(f"{key}=N" for key in error.needs)
                 raise MissingData(
                     "option-needed",
-                    f"{self.source.root} does not say how many heads are in {names}",
+                    f"{self.source.root} does not state the number of heads in {names}",
                     hint=f"give the numbers: --family {self.text.partition(':')[0]}:{sizes}",
                     file=self.source.root,
                 ) from None
@@ -200,9 +203,9 @@ class _Translation(Struct, eq=False, dict=True):
         return result
 
     def _fact(self, group: TensorGroup) -> Parameter:
-        """The facts that the parameters of a group of tensors must share: group, step, numbers.
+        """The optimizer group, step and numbers that all parameters of a group must share.
 
-        Raises InconsistentCheckpoint if they differ, since the group becomes one tensor.
+        Raises InconsistentCheckpoint if they differ, because these tensors become one tensor.
         """
         source, names = self.source, group.sources
         parameters = [source.parameters[name] for name in names]
@@ -220,7 +223,7 @@ class _Translation(Struct, eq=False, dict=True):
                         "one-value-needed",
                         f"{names[0]} and {name} would become one tensor, but one {what} {a}, the "
                         f"other {b}",
-                        hint="a packed tensor has one step and one group",
+                        hint="a fused tensor can have only one step and one optimizer group",
                         file=names[0],
                         subject=names[0],
                     )
@@ -228,14 +231,14 @@ class _Translation(Struct, eq=False, dict=True):
         if aliases and (None in aliases or len(names) > 1 or len(group.targets) > 1):
             raise UnsupportedCheckpoint(
                 "family-does-not-fit",
-                f"{names[0]} is tied to {listed(first.aliases)}, and is packed with others",
+                f"{names[0]} is tied to {listed(first.aliases)}, so it cannot be fused with others",
                 file=names[0],
                 subject=names[0],
             )
         return replace(first, aliases=tuple(filter(None, aliases)))
 
     def _entries(self, group: TensorGroup) -> Iterator[Entry]:
-        """Yields the tensors of a group's targets, slot by slot."""
+        """Yields the target tensors of a group: weights, masters, and each optimizer state."""
         entries = chain.from_iterable(self.of_parameter.get(name, ()) for name in group.sources)
         for slot, entries_of_slot in by_key((entry.slot, entry) for entry in entries).items():
             having = [entry.parameter for entry in entries_of_slot]
@@ -261,7 +264,7 @@ class _Translation(Struct, eq=False, dict=True):
                 raise UnsupportedCheckpoint(
                     "state-unsupported",
                     f"{odd[0].name} has the shape {list(odd[0].shape)}, which is not that of its "
-                    "weight: --family cannot pack it",
+                    "weight: --family cannot convert it",
                     hint="--weights-only leaves the optimizer's states out",
                 )
             views = [view_of(e.fragments, e.shape, SIZES[e.dtype]) for e in entries_of_slot]

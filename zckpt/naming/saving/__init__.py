@@ -1,13 +1,13 @@
 """Names and tensors that `save_pretrained` of transformers writes for a model.
 
-Since version 5 the names of a model's modules differ from the names in its files: for example, the
-experts of a layer are one stacked tensor in the model, and vision models use the same names. When
-it saves, transformers reverses what it does when it loads. So files keep the names that older
+Since version 5, the names and tensors of a model in memory differ from those in its files. For
+example, the experts of a layer are one stacked tensor in memory, and one tensor each in the file.
+transformers converts them when it loads, and back when it saves. So files keep the names that older
 versions, vLLM and converters to GGUF read.
 
-    table.json      transformers' own rules, reversed, and the inner models of every model class
+    table.json      transformers' own rules, reversed, and the submodels of every model class
     rules.py        the rules for a model, by its configuration
-    steps.py        the operations of rules on tensors
+    steps.py        the operations that rules apply to tensors
     translate.py    converts a manifest to the names of files
     modules.py      converts a manifest of files to the names of modules, for `verify` and `diff`
 

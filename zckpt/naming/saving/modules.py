@@ -1,7 +1,8 @@
-"""Converts a manifest of files to the names of modules, to compare it with such a manifest.
+"""Converts a manifest with names of files (`save_pretrained`) to the names of the model's modules.
 
-The rules lead from modules to files. So this module makes a manifest in which every tensor of a
-module is a file. The rules applied to it show where the tensor's elements are in the real files.
+Then it can be compared with a manifest of the model. The rules convert only from modules to files.
+To apply them in reverse, they are first applied to an artificial manifest, in which every tensor of
+a module is its own file. The result shows which tensors of the real files contain its elements.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ BYTE = "U8"
 
 
 def spelled_as(other: Manifest, first: Manifest) -> Manifest:
-    """Converts a manifest to the kind of names that `first` has: of modules, or of files.
+    """Converts the manifest `other` to the kind of names that `first` has: of modules, or of files.
 
-    A config.json beside one of them selects the rules. Returns the same manifest without a
-    config.json, or if its names are already of that kind.
+    A config.json beside one of the checkpoints selects the rules. Returns the same manifest if
+    there is no config.json, or if both already have the same kind of names.
     """
     theirs, own_names = {*names_of(first)}, {*names_of(other)}
     for siblings in (first.files.siblings, other.files.siblings) if theirs != own_names else ():
@@ -50,9 +51,9 @@ def spelled_as(other: Manifest, first: Manifest) -> Manifest:
 
 
 class ModuleSpan(Struct, frozen=True):
-    """Elements [start, stop) of the file's tensor `name`.
+    """A part of a module's tensor that is elements [start, stop) of the file's tensor `name`.
 
-    In the module's tensor, they begin at element `at`.
+    In the module's tensor, the part begins at element `at`.
     """
 
     at: int
@@ -64,8 +65,8 @@ class ModuleSpan(Struct, frozen=True):
 def as_modules(saved: Manifest, model: Manifest, config: Mapping[str, Any]) -> Manifest:
     """Converts a manifest of files to the names and tensors of the module.
 
-    `model` is a manifest of the same model with the module's names. Tensors that `model` lacks keep
-    their names.
+    `model` is a manifest of the same model with the module's names. Tensors without a counterpart
+    in `model` keep their names.
     """
     blank = _blank(model)
     places = by_key(
@@ -115,9 +116,9 @@ def as_modules(saved: Manifest, model: Manifest, config: Mapping[str, Any]) -> M
 
 
 def _blank(model: Manifest) -> Manifest:
-    """A manifest for trying the rules: each tensor of the module is a file of that name.
+    """An artificial manifest for applying the rules: each tensor of the module is its own file.
 
-    Its elements are bytes, so an offset in the file is an element's number.
+    Elements are single bytes, so the byte offset in such a file is the element's index.
     """
     owners = model.owners
     parameters: dict[str, Parameter] = {}
@@ -136,9 +137,9 @@ def _blank(model: Manifest) -> Manifest:
 def _joined(
     key: Key, shape: tuple[int, ...], places: Sequence[ModuleSpan], parts: Sequence[Entry]
 ) -> Entry | None:
-    """The module's tensor `key`, joined from the files' entries `parts`.
+    """The module's tensor `key`, joined from the tensors `parts` in the files.
 
-    `places` says which elements of each entry it gets. None if types or sizes do not fit.
+    `places` says which elements of each it gets. None if types or sizes do not fit.
     """
     if len(parts) < len(places) or len({entry.dtype for entry in parts}) > 1:
         return None

@@ -1,8 +1,8 @@
-"""Selects the rules for a model by its configuration, and the names that each rule changes.
+"""Selects a model's saving rules by its configuration, and applies them to parameter names.
 
-Every model inside of a model may have its own rules: those of its class, else those of its type.
-They apply to the names below its path. Inner models that a configuration chooses (the text model of
-LLaVA) are looked up in the same table. Follows `get_model_conversion_mapping` and
+A model may contain other models, such as the text model of LLaVA. Each inner model may have its own
+rules, by its class or else its type, which apply to names below its path. The configuration says
+which inner models there are. This follows `get_model_conversion_mapping` and
 `revert_weight_conversion` of transformers 5.24.
 """
 
@@ -26,7 +26,8 @@ Step = Sequence[Any]
 class NameMatch(Struct, frozen=True):
     """A match of a rule in a name: the text before `matched_text`, that text, and the text after.
 
-    `number` is the number of the rule's source pattern, `group` the text of its first bracket.
+    `number` is the index of the rule's source pattern, and `group` the text of its first regex
+    group.
     """
 
     before: str
@@ -36,20 +37,20 @@ class NameMatch(Struct, frozen=True):
     group: str | None
 
     def with_target(self, target: str, add: int = 0) -> str:
-        r"""The name with `target` instead of the matched text; `\1` in it becomes the group.
+        r"""The name with `target` in place of the matched text; `\1` in it stands for the group.
 
-        The group's number is increased by `add`.
+        `add` is added to the group, which is then a number, such as a layer's.
         """
         group = str(int(self.group or 0) + add) if add else self.group or ""
         return self.before + target.replace(r"\1", group) + self.after
 
 
 class SavingRule(Struct, frozen=True):
-    """A rule that renames tensors: names that match one of its source patterns get its target.
+    """A rule that renames tensors: in names that match a source pattern, the match is replaced.
 
-    With `steps`, the tensors of all sources together become the tensors of all targets. `scope` is
-    the path of the inner model that the rule is for, without `prefix`; None for the full model's
-    rules.
+    With `steps`, the tensors of all source patterns together are converted to the tensors of all
+    targets. `scope` is the path of the inner model to which the rule applies, without `prefix`;
+    None for rules of the full model.
     """
 
     pattern: re.Pattern[str]
@@ -60,7 +61,7 @@ class SavingRule(Struct, frozen=True):
     prefix: str
 
     def match(self, name: str) -> NameMatch | None:
-        """The place where the rule matches a name; None if it does not match."""
+        """Where the rule matches in a name; None if it does not match."""
         front = ""
         if self.scope is not None:
             scope = f"{self.scope}." if self.scope else ""
@@ -82,7 +83,7 @@ class SavingRule(Struct, frozen=True):
         return NameMatch(front + before, matched_text, after, int(source[1:]), group)
 
     def renamed(self, name: str) -> str:
-        """The new name by this rule, which has no steps; unchanged if the rule does not match."""
+        """Applies the rule, which must have no steps, to a name; unchanged if it does not match."""
         match = self.match(name)
         if match is None:
             return name
@@ -93,8 +94,8 @@ class SavingRule(Struct, frozen=True):
 class SavingRules(Struct, frozen=True):
     """The rules of a model, in the order in which they are applied.
 
-    Names that contain one of the `marks` are already names of files. `sizes` are numbers of the
-    configuration that steps need.
+    `renames` are rules without steps, `converters` those with steps. A name that contains one of
+    the `marks` is already a name of files. `sizes` are numbers of the configuration, for steps.
     """
 
     renames: Sequence[SavingRule]
@@ -116,19 +117,19 @@ class SavingRules(Struct, frozen=True):
         return None
 
     def size(self, key: str) -> int:
-        """The number that the configuration states under a key; raises MissingData without it."""
+        """The number `key` of the configuration; raises MissingData if it is missing."""
         value = self.sizes.get(key)
         if type(value) is not int or value < 1:
             raise MissingData(
                 "model-config-wrong",
-                f"config.json has no number {key}, by which save_pretrained converts tensors",
+                f"config.json has no number {key}, which is needed to convert tensors",
                 hint="give the model's own file: --config config.json",
             )
         return value
 
 
 def rules_of(config: Mapping[str, Any]) -> SavingRules | None:
-    """The rules of the model that a configuration describes; None if it has none, or is unknown."""
+    """The saving rules of the model that config.json describes; None if it needs none."""
     classes, kind = config.get("architectures"), config.get("model_type")
     name = str(classes[0]) if isinstance(classes, list) and classes else ""
     about = _models().get(name) or {"type": kind, "prefix": "", "modules": []}
@@ -161,7 +162,10 @@ Inner = tuple[str, str, str]
 def _inside(
     about: Mapping[str, Any], config: Mapping[str, Any], above: str = ""
 ) -> Iterator[Inner]:
-    """Yields the inner models of a model, at all depths, as its configuration chooses them."""
+    """Yields the inner models of a model, at all depths, according to its configuration.
+
+    `about` is the model's row in the table, and `above` the path of the model.
+    """
     outer_paths: list[str] = []
     for path, name, kind, where, chooser in about["modules"]:
         if any(path.startswith(f"{other}.") for other in outer_paths):
@@ -181,10 +185,10 @@ def _inside(
 
 
 def claimed(models: Sequence[Inner], rules: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the rules that apply: each inner model's path, and its key in the table of rules.
+    """Yields each model that has rules: its path, and its key in the table of rules.
 
-    The key is the model's class or type. A model is skipped if a model around it has the same
-    rules.
+    The key is the model's class or type. A model is skipped if a model that contains it has the
+    same rules.
     """
     seen: dict[str, list[str]] = {}
 
@@ -206,7 +210,7 @@ def claimed(models: Sequence[Inner], rules: Mapping[str, Any]) -> Iterator[tuple
 
 
 def rules_for(key: str) -> list[dict[str, Any]]:
-    """The rules that the table has for a model's class or type; empty if it has none."""
+    """The rules in the table for a model's class or type; empty if there are none."""
     rules = _table()["rules"].get(key, [])
     return rules_for(rules) if isinstance(rules, str) else list(rules)
 
@@ -224,9 +228,9 @@ def _rule(item: Mapping[str, Any], scope: str | None, prefix: str) -> SavingRule
 
 @cache
 def _compiled(sources: tuple[str, ...]) -> re.Pattern[str]:
-    """One regular expression that matches any of the sources, with one named group for each.
+    """One regular expression that matches any of the patterns, with a named group for each.
 
-    Longer sources are tried first.
+    Longer patterns are tried first.
     """
     numbered = sorted(enumerate(sources), key=lambda item: -len(item[1]))
     return re.compile("|".join(f"(?P<g{number}>{source})" for number, source in numbered))
@@ -240,5 +244,5 @@ def _table() -> dict[str, Any]:
 
 @cache
 def _models() -> dict[str, dict[str, Any]]:
-    """What the table says about each model, by the name of its class."""
+    """The table's rows about models, by the name of the class."""
     return {name: item for item in _table()["models"] for name in item["classes"]}

@@ -1,14 +1,14 @@
-"""The operations of a rule on tensors; each one takes all tensors, and returns all.
+"""The operations of a saving rule; each one gets all tensors of the rule and returns all.
 
-    cut       into equal parts along an axis: one for each target, or as many as a size states
-    join      one after another along an axis
-    unstack   every element of an axis by itself: experts
-    unmix     cut and unstacked; the experts of all sources are counted together
-    swap      two axes
-    deal      the rows of two halves alternately
-    rope      the same within each head, as rotary positions without complex numbers need it
-    pad       rows of zeros up to the vocabulary
-    queries   (layers, 4, ...) into queries 0 and 3, and 1 and 2, of all layers
+    cut       cuts into equal parts along an axis: one per target, or as many as a size states
+    join      concatenates along an axis
+    unstack   makes one tensor for each index along an axis, such as for experts
+    unmix     cuts and unstacks; the experts of all sources are numbered together
+    swap      exchanges two axes
+    deal      interleaves the rows of two halves
+    rope      interleaves within each head, for rotary embeddings without complex numbers
+    pad       adds rows of zeros up to the vocabulary size
+    queries   splits (layers, 4, ...) into queries 0 and 3, and queries 1 and 2, of all layers
 
 They are the operations of transformers 5.24, in reverse.
 """
@@ -30,10 +30,10 @@ def converted(
     steps: Sequence[Sequence[Any]],
     size: Callable[[str], int],
 ) -> Tensors:
-    """Applies the steps of a rule: makes the tensors of its targets from those of its sources.
+    """Applies the steps of a rule to its source tensors; returns the tensors by target.
 
-    `views` has the sources' tensors, by the source's number in the rule. Raises ValueError if sizes
-    do not fit.
+    `views` has the source tensors by the index of the source pattern in the rule. `size` returns a
+    number of the configuration. Raises ValueError if sizes do not fit.
     """
     tensors = {str(number): view for number, view in sorted(views.items())}
     for name, *arguments in steps:
@@ -98,7 +98,7 @@ def _rope(tensors: Tensors, _: Sequence[str], arguments: Any, size: Size) -> Ten
         if name in places:
             half = view.shape[0] // heads // 2
             if heads * 2 * half != view.shape[0]:
-                raise ValueError(f"{view.shape[0]} rows are no pairs of {heads} heads")
+                raise ValueError(f"{view.shape[0]} rows cannot be paired within {heads} heads")
             result[name] = dealt(folded(view, 0, (2, half)), 0, (0, 2, 1))
     return result
 

@@ -1,4 +1,4 @@
-"""Converts a manifest to the names of the files that `save_pretrained` writes; reads no byte."""
+"""Converts a manifest to the names and tensors in files of `save_pretrained`; reads no tensor."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .steps import converted
 
 
 def as_saved(manifest: Manifest, config: Mapping[str, Any]) -> Manifest:
-    """The manifest with the names and tensors of the files of a model with this configuration.
+    """Converts a manifest to the names and tensors that `save_pretrained` would write.
 
-    Returns the same manifest if the model has no rules, or if its names are already names of files.
-    States of a parameter's shape are converted with it. Other states of a tensor that is cut or
-    joined keep their names, and further copies (`replicas`) are dropped. Raises
-    UnsupportedCheckpoint for tensors that do not fit, and InconsistentCheckpoint if two would get
-    one name.
+    `config` is the model's configuration. Returns the same manifest if the model needs no
+    conversion, or if its names are already names of files. Optimizer states of a parameter's shape
+    are converted like the parameter. Other states of a tensor that is cut or joined keep their
+    names, and replicas are dropped. Raises UnsupportedCheckpoint for tensors that do not fit, and
+    InconsistentCheckpoint if two tensors would get one name.
     """
     rules, names = rules_of(config), names_of(manifest)
     if rules is None or any(f".{mark}." in f".{n}." for mark in rules.marks for n in names):
@@ -39,9 +39,9 @@ def as_saved(manifest: Manifest, config: Mapping[str, Any]) -> Manifest:
 
 
 class NameGroup(Struct, eq=False):
-    """Names that are converted together, by the number of the rule's source pattern.
+    """Names of tensors that are converted together, by the index of the rule's source pattern.
 
-    Without a rule it is a single name that is renamed.
+    Without a rule, it is a single name that is only renamed.
     """
 
     rule: SavingRule | None
@@ -50,9 +50,9 @@ class NameGroup(Struct, eq=False):
 
 
 def _groups(rules: SavingRules, names: Sequence[str]) -> dict[str, NameGroup]:
-    """Sorts the names into groups, keyed by their new name.
+    """Groups the names of tensors that are converted together.
 
-    If a group becomes several tensors, the key is its first target.
+    The key of a group is its new name, or the first of several new names.
     """
     groups: dict[str, NameGroup] = {}
     for name in names:
@@ -88,7 +88,7 @@ class _Translation(Struct, eq=False, dict=True):
         self.of = by_key((e.parameter if e.slot != "state" else "", e) for e in entries)
 
     def manifest(self) -> Manifest:
-        """The manifest under the new names."""
+        """Builds the manifest with the new names and tensors."""
         source = self.source
         for key, group in self.groups.items():
             if group.rule is None:
@@ -131,7 +131,7 @@ class _Translation(Struct, eq=False, dict=True):
             self._enter(replace(entry, parameter=new))
 
     def _convert(self, group: NameGroup, rule: SavingRule) -> None:
-        """Adds the converted tensors of a group, slot by slot."""
+        """Adds the converted tensors of a group: weights, masters, and each optimizer state."""
         by_slot = by_key(
             (entry.slot, (number, entry))
             for number, name in group.names.items()
@@ -143,7 +143,7 @@ class _Translation(Struct, eq=False, dict=True):
             elif slot in WEIGHTS:
                 raise UnsupportedCheckpoint(
                     "type-unsupported",
-                    f"save_pretrained makes one tensor of {listed([*group.names.values()], 3)}, "
+                    f"save_pretrained joins {listed([*group.names.values()], 3)} into one tensor, "
                     "but their weights have several types, or one of them has only a master",
                     hint="`zckpt convert --weights-only` writes them under the module's names",
                 )
@@ -152,9 +152,9 @@ class _Translation(Struct, eq=False, dict=True):
                     self._enter(entry)
 
     def _is_whole(self, group: NameGroup, parts: Mapping[int, Entry]) -> bool:
-        """Whether a group can be converted for one slot: all its tensors exist and fit.
+        """Whether the tensors of one slot (such as `exp_avg`) in a group can be converted.
 
-        They must have one type, and the shapes of their weights.
+        All must exist, with one type and the shapes of their weights.
         """
         parameters = self.source.parameters
         fits = all(
@@ -184,7 +184,7 @@ class _Translation(Struct, eq=False, dict=True):
     def _views(
         self, group: NameGroup, rule: SavingRule, parts: Mapping[int, Entry]
     ) -> dict[str, View]:
-        """Converts a group's tensors of one slot; returns them by their new names."""
+        """Converts a group's tensors of one slot (`parts`); returns them by their new names."""
         if any(entry.mean for entry in parts.values()):
             raise WrongOption(
                 "options-conflict",

@@ -1,19 +1,20 @@
-"""Compares a checkpoint with another one, after its engine's own rule has assembled its tensors.
+"""Joins a checkpoint's tensors by its engine's own rule, and compares them with another checkpoint.
 
-Every process reads some ranks' parts of the flat buffers, and torch.distributed gathers them. The
-engine's rule (`formats/*/gather.py`, with the records of `core/ranks/partition.py`) cuts the
-parameters out, not our manifest. So this shares only the parser of files with the copying. The
-other checkpoint is read through its manifest.
+Every process reads some ranks' parts (shards) of the flat buffers, and torch.distributed gathers
+them. The parameters are then cut out of the buffers by the engine's rule (`formats/*/gather.py`,
+with the classes of `core/ranks/partition.py`), not by zckpt's manifest. So a wrong manifest is
+detected: only the parser of the files is the same as for a conversion. The other checkpoint is read
+through its manifest.
 
-A bucket is a range of columns of a (rank x element) matrix, over as many buffers as fit into
-memory. One coalesced all-gather fills a flat buffer that is allocated once, and tensors are
-compared as views of it. Two buckets are in flight: while one is moved, gathered and compared,
-threads read the next into pinned memory. Each process compares a share of the gathered bucket. A
-tensor that is complete in one file is not gathered: each process reads and compares one part.
+A bucket is what one all-gather moves: a matrix with a row per rank, whose columns hold elements of
+as many buffers as fit into memory. Tensors are compared as views of this memory. There are two
+buckets at a time: while one is gathered and compared, threads read the next into pinned memory.
+Each process compares a part of the gathered bucket. A tensor that is complete in one file is not
+gathered: each process reads and compares a part of it.
 
     world.py       which processes take part        readers.py     threads that read both sides
-    parts.py       what the ranks hold, by name     buffers.py     the memory of a bucket
-    gathering.py   bucket after bucket              elements.py    comparison of two blocks
+    parts.py       the ranks' shards, by name       buffers.py     the memory of a bucket
+    gathering.py   reads, gathers and compares      elements.py    comparison of two blocks
     buckets.py     which blocks of tensors one all-gather returns
 """
 
@@ -65,9 +66,10 @@ def verify_gathered(
 ) -> Report:
     """The report on whether `other` equals what the ranks of `manifest` would gather.
 
-    `parts` are the ranks' parts by the engine's rule, or None if no engine gathers this format.
-    Every process of the world returns the same report, with its own `rank`. Raises WrongOption, and
-    MissingData if the two share no weights.
+    `parts` are the ranks' shards by the engine's rule, or None if no engine gathers this format.
+    `device` is "cpu" or "cuda". Every process returns the same report, with its own `rank`. Raises
+    WrongOption if the processes cannot connect or there is no such device, and MissingData if the
+    two checkpoints share no weights.
     """
     world = join_world(device)
     try:
@@ -134,7 +136,7 @@ def _verify(
         kept = [entry for entry in manifest.entries.values() if entry.slot == "state"]
         kept += [item.a for item in of_unread.pairs(ours, other)]
         if names := [entry.name for entry in kept]:
-            message = f"{listed(names, 4)}: --gather does not read the tensors of the state"
+            message = f"{listed(names, 4)}: --gather reads only tensors of parameters"
             report["not_compared"] += said([note("not-compared", message, subject=names[0])])
     return {
         **report,
@@ -147,12 +149,12 @@ def _verify(
 
 
 def _uncovered(outcome: ComparisonOutcome) -> list[Report]:
-    """Problems with tensors of which some elements are in no rank's part."""
+    """Report lines about tensors with elements that no rank's shard contains."""
     return [
         line_of(
             problem(
                 "elements-missing",
-                f"{result.match.name}: what the ranks hold does not cover its "
+                f"{result.match.name}: the ranks' shards do not cover its "
                 f"{result.match.a.numel} elements",
                 subject=result.match.name,
             ),
@@ -164,10 +166,10 @@ def _uncovered(outcome: ComparisonOutcome) -> list[Report]:
 
 
 def _not_gathered(manifest: Manifest, gathered: Collection[Key]) -> list[Report]:
-    """Problems with tensors that the manifest has, but that the engine would not gather."""
+    """Report lines about tensors that the manifest has, but that the engine would not gather."""
     return [
         line_of(
-            problem("tensor-differs", f"{name} is not what the engine would gather", subject=name),
+            problem("tensor-differs", f"the engine would not gather {name}", subject=name),
             tensor=name,
         )
         for key, entry in manifest.entries.items()
@@ -177,7 +179,7 @@ def _not_gathered(manifest: Manifest, gathered: Collection[Key]) -> list[Report]
 
 
 def _unsupported(unsupported: Sequence[Nameless]) -> list[Report]:
-    """Problems with tensors that the engine would load, but that zckpt does not read."""
+    """Report lines about tensors that the engine would load, but that zckpt does not read."""
     return [
         line_of(
             problem(
@@ -195,7 +197,8 @@ def _unsupported(unsupported: Sequence[Nameless]) -> list[Report]:
 class _Findings(Struct, frozen=True):
     """The results that one process sends to the others.
 
-    Differences are by the index of their match; CRCs by this index, side (0 or 1) and range.
+    A match is a pair of tensors to compare. Differences are keyed by the index of the match, and
+    CRCs by this index, the side (0 or 1) and the range of elements.
     """
 
     differences: dict[int, Difference]
@@ -204,7 +207,7 @@ class _Findings(Struct, frozen=True):
 
 
 def _of_all_processes(world: World, gathering: Gathering) -> ComparisonOutcome:
-    """The combined outcome of all processes; each of them receives it."""
+    """The combined results of all processes, which every process receives."""
     crcs = [(*key, ranges) for key, ranges in gathering.crcs.items()]
     mine = msgpack.encode(_Findings(gathering.differences, crcs, gathering.bytes))
     everyone = [msgpack.decode(each, type=_Findings) for each in exchanged(world, mine)]

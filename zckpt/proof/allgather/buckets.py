@@ -1,8 +1,9 @@
 """Packs blocks of tensors into buckets, each of which one all-gather returns.
 
-A bucket is a matrix of (rank x element); a tensor consists of blocks of that matrix. The geometry
-of boxes is repeated here, separately from `fragments.py`: `verify --gather` proves readers that use
-the latter. No I/O here.
+A bucket is a matrix with a row of elements for each rank; a tensor consists of blocks of it. A box
+is a rectangular slice of a tensor, such as a rank's shard. Its geometry is computed here again,
+independently of `fragments.py`, because `verify --gather` checks readers that use that module. This
+module does no I/O.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from ...core.storage.fragments import Extent
 
 
 class Spread(Partitioned, frozen=True):
-    """A complete tensor, cut over the processes.
+    """A tensor that is complete in one file, divided among the processes.
 
-    It is not gathered: each process compares its part.
+    It is not gathered: each process reads and compares its part.
     """
 
 
 class Beside(Struct, frozen=True):
-    """Boxes of one tensor that lie side by side along `axis`, in this order, and together fill it.
+    """Boxes (shards) of one tensor that lie side by side along `axis` and together fill it.
 
-    Along the axes before `axis` all boxes have the same sizes; along those after it, none is cut.
-    So line i of all boxes, one after the other, is a contiguous range of the tensor. `widths` are
-    the elements in a line of each box.
+    All boxes have the same ranges along the axes before `axis`, and are complete along the axes
+    after it. So line i of the first box, line i of the second, and so on, form a contiguous range
+    of the tensor. `widths` are the numbers of elements in a line of each box.
     """
 
     apart: Joined
@@ -48,22 +49,25 @@ class Beside(Struct, frozen=True):
         return self.apart.parts
 
     def extent(self, rank: int) -> Extent:
-        """The bytes of a rank's part."""
+        """The file, offset and length of the bytes of a rank's box (shard)."""
         return self.apart.extent(rank)
 
     def length(self, rank: int) -> int:
-        """The number of elements in a rank's part."""
+        """The number of elements in a rank's box (shard)."""
         return self.apart.length(rank)
 
     def own_range(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """The range of a rank's part that belongs to the range [start, stop) of the widest part."""
+        """The range of a rank's box in the same lines as elements [start, stop) of the widest box.
+
+        A line is a contiguous range of the tensor.
+        """
         width, widest = self.widths[rank], max(self.widths)
         return start // widest * width, stop // widest * width
 
     def blocks(self, start: int, stop: int, column: int) -> Iterator[Block]:
-        """Yields the blocks of a segment: lines of all parts, side by side.
+        """Yields the blocks for elements [start, stop) of the widest box and the boxes beside it.
 
-        In the bucket they begin at `column` of every row.
+        In the bucket (a matrix with a row per rank) they begin at `column` of every row.
         """
         member, shape = FlatMember(self.apart.key, self.apart.shape, 0), self.apart.shape
         line, end = start // max(self.widths), stop // max(self.widths)
@@ -84,10 +88,10 @@ class Beside(Struct, frozen=True):
 
 
 def side_by_side(tensor: Joined) -> Iterator[Joined | Beside]:
-    """Groups the boxes of a tensor: boxes that lie side by side become one `Beside`.
+    """Groups the boxes (shards) of a tensor: boxes that lie side by side become one `Beside`.
 
-    All other boxes, and ranges of boxes, stay separate. They are grouped by their lengths, since a
-    bucket's rows are as wide as the longest part in it.
+    All other boxes, and boxes that are not complete, are grouped by length, because a bucket's rows
+    are as wide as the longest box in it.
     """
     rows: dict[tuple[tuple[int, ...], tuple[int, ...]], list[BoxPart]] = {}
     other_boxes: list[BoxPart] = []
@@ -112,10 +116,11 @@ def side_by_side(tensor: Joined) -> Iterator[Joined | Beside]:
 
 
 def even_lines(sizes: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The number of consecutive lines of a box that begin at equal distances in the tensor.
+    """The number of consecutive lines of a box (shard) that begin at equal distances in the tensor.
 
-    A line is a contiguous run. `sizes` are those of the box along the axes before its lines. An
-    outer axis adds lines only as long as the axes within it are not cut.
+    A line is a contiguous range of the tensor. `sizes` are the box's sizes along the axes before
+    those of a line. For example, a box that is complete along its second axis has equal distances
+    over both the first and the second axis.
     """
     count = 1
     for size, whole in zip(reversed(sizes), reversed(shape[: len(sizes)]), strict=True):
@@ -130,10 +135,10 @@ Cut = Partitioned | Joined | Beside
 
 
 class Segment(Struct, frozen=True):
-    """Elements [start, stop) of every rank's part of `part`: a range of columns in a bucket.
+    """Elements [start, stop) of every rank's shard of `part`: a range of columns in a bucket.
 
-    In each row of the bucket they begin at column `at`. The part of a rank may be shorter: its own
-    range is that of `own_range`.
+    In each row of the bucket they begin at column `at`. For a rank with a shorter shard,
+    `own_range` gives its range.
     """
 
     part: Cut
@@ -145,10 +150,10 @@ class Segment(Struct, frozen=True):
 class Block(Struct, frozen=True):
     """`rows` x `columns` elements of a tensor in a bucket, beginning at (`row`, `column`).
 
-    Row i of the block holds `columns` elements of the tensor, beginning at start + i * stride.
-    Without `pieces`, each row of the block lies in a row of the bucket. With `pieces`, for boxes
-    that lie side by side, the columns of the block are divided: a piece (row, column, columns) is
-    the place in the bucket of so many columns of all rows of the block, one row after the other.
+    Row i of the block has `columns` elements of the tensor, beginning at start + i * stride.
+    Without `pieces`, row i of the block lies in row `row` + i of the bucket. With `pieces`, the
+    columns of the block are divided among several boxes: a piece (row, column, columns) says where
+    in the bucket the next `columns` columns begin. All rows of a piece follow each other there.
     """
 
     member: FlatMember
@@ -165,7 +170,7 @@ class Block(Struct, frozen=True):
         return self.rows * self.columns
 
     def runs(self) -> list[tuple[int, int]]:
-        """The elements as ranges [start, stop) of the tensor."""
+        """The block's elements as ranges [start, stop) of the tensor."""
         if self.stride == self.columns or self.rows == 1:
             return [(self.start, self.start + self.numel)]
         firsts = range(self.start, self.start + self.rows * self.stride, self.stride)
@@ -201,7 +206,7 @@ class Block(Struct, frozen=True):
 class Bucket(Struct, frozen=True):
     """The result of one all-gather: a matrix with a row of `width` elements for each rank.
 
-    With `apart` nothing is gathered: each process reads and compares its own rows alone.
+    With `apart`, nothing is gathered: each process reads and compares only its own rows.
     """
 
     dtype: str
@@ -215,7 +220,7 @@ class Bucket(Struct, frozen=True):
         return SIZES[self.dtype]
 
     def blocks(self) -> Iterator[Block]:
-        """The blocks of all tensors in the bucket, by the engine's rule."""
+        """Yields the blocks of all tensors in the bucket, by the engine's rule."""
         for segment in self.segments:
             if isinstance(segment.part, Joined):
                 yield from _joined(segment, segment.part)
@@ -228,11 +233,11 @@ class Bucket(Struct, frozen=True):
 
 
 def lines_of(tensor: Joined, rank: int, start: int, stop: int, column: int = 0) -> Iterator[Block]:
-    """The blocks that make up elements [start, stop) of a rank's box.
+    """Yields the blocks that make up elements [start, stop) of a rank's box (shard) of a tensor.
 
     In the bucket they begin at `column` of the rank's row. A line of the box is contiguous in the
-    tensor. The range may begin and end inside of lines; between them, lines at equal distances make
-    one block.
+    tensor. Incomplete lines at both ends are separate blocks; complete lines at equal distances
+    form one block.
     """
     part, member = tensor.parts[rank], FlatMember(tensor.key, tensor.shape, 0)
     sizes, inner = part.sizes, tensor.inner(part)
@@ -257,16 +262,19 @@ def lines_of(tensor: Joined, rank: int, start: int, stop: int, column: int = 0) 
 
 
 def _joined(segment: Segment, part: Joined) -> Iterator[Block]:
-    """The blocks in a segment of a tensor of boxes; ranks with shorter boxes have fewer or none."""
+    """Yields the blocks of a segment of a tensor whose ranks store boxes (rectangular shards).
+
+    Ranks with shorter boxes have fewer blocks or none.
+    """
     for rank in range(len(part.parts)):
         stop = min(segment.stop, part.length(rank))
         yield from lines_of(part, rank, segment.start, stop, segment.at)
 
 
 def _interleaved(segment: Segment, part: Partitioned) -> Iterator[Block]:
-    """The blocks in a segment of a buffer whose members are each cut over all ranks.
+    """Yields the blocks of a segment of a flat buffer in which all ranks share each tensor.
 
-    The last ranks are padded.
+    The shards of the last ranks have padding.
     """
     ranks = len(part.ranks)
     for member in part.members:
@@ -284,7 +292,7 @@ def _interleaved(segment: Segment, part: Partitioned) -> Iterator[Block]:
 
 
 def _flattened(segment: Segment, part: Partitioned) -> Iterator[Block]:
-    """The blocks in a segment of a flat buffer that consists of the ranks' parts in order."""
+    """Yields the blocks of a segment of a flat buffer that is the ranks' shards in order."""
     firsts = [member.first for member in part.members]
     base = 0
     for row in range(len(part.ranks)):
@@ -300,9 +308,9 @@ def _flattened(segment: Segment, part: Partitioned) -> Iterator[Block]:
 
 
 def kind_of(part: Cut) -> tuple[str, int, bool]:
-    """What two parts must have in common to be in one bucket.
+    """The values that must be equal for two tensors or buffers to share a bucket.
 
-    It is the dtype, the number of ranks, and whether they are read without gathering.
+    They are the dtype, the number of ranks, and whether the comparison needs no gathering.
     """
     return part.dtype, len(part.ranks), isinstance(part, Spread)
 
@@ -315,7 +323,10 @@ The other checkpoint is read line by line.
 
 
 def buckets(parts: Sequence[Cut], room: int, processes: int) -> Iterator[Bucket]:
-    """Packs parts of one kind into buckets of at most `room` bytes."""
+    """Packs tensors and buffers into buckets of at most `room` bytes, for so many `processes`.
+
+    `parts` of one kind (see `kind_of`) must follow each other: a bucket has one kind.
+    """
     segments: list[Segment] = []
     end, kind, width, lines = 0, ("", 0, False), 0, 0
     for part in parts:
@@ -352,9 +363,9 @@ def buckets(parts: Sequence[Cut], room: int, processes: int) -> Iterator[Bucket]
 
 
 def share_of(bucket: Bucket, rank: int, size: int) -> Iterator[Block]:
-    """The blocks of a bucket that process `rank` of `size` processes compares.
+    """Yields the blocks of a bucket that process `rank` of `size` processes compares.
 
-    The shares have similar numbers of elements.
+    All processes get similar numbers of elements.
     """
     listed = list(bucket.blocks())
     if bucket.apart:

@@ -1,4 +1,4 @@
-"""The memory of a bucket: its rows are read, moved to the device, and gathered there."""
+"""The memory of a bucket (a matrix with a row per rank), in which an all-gather joins the rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def all_gather(world: World, whole: torch.Tensor, part: torch.Tensor) -> None:
-    """Sends every process's `part`, which is a slice of `whole`, to all other processes.
+    """All-gathers `whole`: every process sends its `part`, a slice of it, to all others.
 
     gloo's own all-gather copies twice. Broadcasts of the parts, all started together, send the same
     bytes in half the time (torch 2.13, 2 and 4 processes on one machine).
@@ -32,7 +32,10 @@ def all_gather(world: World, whole: torch.Tensor, part: torch.Tensor) -> None:
 
 
 class BucketBuffers:
-    """The memory of one bucket: the gathered rows, this process's rows, the other checkpoint."""
+    """The memory of one bucket.
+
+    It has the gathered rows, this process's rows, and the same elements of the other checkpoint.
+    """
 
     def __init__(self, world: World, room: int, other: int) -> None:
         self.world = world
@@ -52,28 +55,28 @@ class BucketBuffers:
         return torch.empty(size, dtype=torch.uint8, device=self.world.device)
 
     def own_rows(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-        """The memory into which this process reads its rows, then its part of the gathered rows.
+        """The memory into which this process reads its rows, and its slice of the gathered rows.
 
-        Both are the same memory unless rows are read into pinned memory first.
+        Both are the same memory, unless rows are read into pinned memory first.
         """
         length = self.rows(bucket) // self.world.size
         part = self.gathered[self.world.rank * length : (self.world.rank + 1) * length]
         return (part if self._rows is None else self._rows[:length]), part
 
     def grow(self, other: int) -> None:
-        """Allocates more memory for the other checkpoint, without keeping its contents."""
+        """Allocates `other` bytes for the other checkpoint's elements; the old content is lost."""
         self.other = self._host(other)
         self.near_other = self._near(other) if self.cuda else self.other
 
     def rows(self, bucket: Bucket) -> int:
-        """The bytes of all rows, with padding rows to give every process the same number."""
+        """The number of bytes of all rows; padding rows give every process the same number."""
         rows_of_process = -(-bucket.rows // self.world.size)
         return rows_of_process * self.world.size * bucket.width * bucket.size
 
     def move(self, bucket: Bucket, other: int) -> None:
-        """All-gathers the rows, and copies them and the other checkpoint's bytes to the device.
+        """All-gathers the rows, and copies them and the other checkpoint's elements to the device.
 
-        `other` is the number of these bytes.
+        `other` is the number of bytes of the latter.
         """
         own_rows, part = self.own_rows(bucket)
         if self._rows is not None:
@@ -90,7 +93,7 @@ class BucketBuffers:
     def sides(self, bucket: Bucket, item: BlockMatch) -> tuple[torch.Tensor, torch.Tensor]:
         """A block of the gathered rows, and the same elements of the other checkpoint.
 
-        Both are views, except for a block that consists of several boxes.
+        Both are views of the memory, except for a block from several boxes (shards).
         """
         block, other = item.block, item.other
         matrix = self.near[: self.rows(bucket)].view(BITS[bucket.size]).view(-1, bucket.width)

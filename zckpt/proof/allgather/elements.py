@@ -1,4 +1,4 @@
-"""Compares two blocks of elements with torch, on their device, and measures differences."""
+"""Compares two blocks of elements on their device with torch, and measures how much they differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _float(bits: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def _unequal(a: torch.Tensor, b: torch.Tensor, match: Match) -> torch.Tensor:
-    """A mask of the elements in which two blocks, given by their bits, differ."""
+    """A mask of the elements that differ between two blocks, whose elements are raw bits."""
     assert match.b is not None
     if match.how == "values":
         ours, theirs = _float(a, match.a.dtype).double(), _float(b, match.b.dtype).double()
@@ -31,7 +31,7 @@ def _unequal(a: torch.Tensor, b: torch.Tensor, match: Match) -> torch.Tensor:
 
 
 def any_unequal(a: torch.Tensor, b: torch.Tensor, match: Match) -> torch.Tensor | bool:
-    """Whether two blocks differ anywhere. On a GPU the result is not awaited."""
+    """Whether two blocks differ anywhere. On a GPU the result is a tensor, to avoid waiting."""
     if match.how == "bits" and a.device.type == "cpu":
         if a.shape[1] * a.element_size() < LINE:
             return not torch.equal(a, b)
@@ -41,7 +41,7 @@ def any_unequal(a: torch.Tensor, b: torch.Tensor, match: Match) -> torch.Tensor 
 
 
 def _rounded(a: torch.Tensor, b: torch.Tensor, match: Match) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both blocks as bits of one type: the wider is rounded to the other's type."""
+    """Both blocks as raw bits of one type: the wider type is rounded to the narrower one."""
     assert match.b is not None
     if match.how != "rounded":
         return a, b
@@ -53,7 +53,7 @@ def _rounded(a: torch.Tensor, b: torch.Tensor, match: Match) -> tuple[torch.Tens
 
 
 def difference_of(a: torch.Tensor, b: torch.Tensor, item: BlockMatch) -> Difference:
-    """The difference of a block. Only the elements that differ leave the device."""
+    """Measures the difference of two blocks. Only the differing elements are copied to the CPU."""
     match, difference = item.match, Difference()
     dtypes = (match.a.dtype, item.other.dtype)
     rounded = match.how == "rounded"

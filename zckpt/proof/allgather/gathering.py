@@ -1,4 +1,4 @@
-"""The work of one process: it reads, gathers and compares buckets, two at a time."""
+"""Reads, gathers and compares buckets in one process, two buckets at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALIGNMENT = 8  # bytes; then every tensor in a buffer can be viewed in its type
 
 
 class Flight(Struct, eq=False):
-    """A bucket between the start of its reads and the end of its comparison."""
+    """A bucket that is being read, gathered or compared."""
 
     bucket: Bucket
     slot: BucketBuffers
@@ -41,7 +41,10 @@ class Flight(Struct, eq=False):
 
 
 class Gathering:
-    """The work of one process, and its findings: differences and CRCs by index in `matches`."""
+    """Compares the buckets in one process, and collects differences and CRCs.
+
+    They are keyed by the index in `matches`, the list of pairs of tensors to compare.
+    """
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class Gathering:
         self.bytes = 0
 
     def run(self, parts: Sequence[Cut], memory: int) -> None:
-        """Processes all buckets, two in flight at a time."""
+        """Reads, gathers and compares all buckets; there are two at any time."""
         least = max((len(part.ranks) for part in parts), default=1) * self.world.size * 8
         room, other = self._room(memory, least)
         slots = [BucketBuffers(self.world, room, other) for _ in range(2)]
@@ -86,7 +89,10 @@ class Gathering:
             self._finish(flight)
 
     def _room(self, memory: int, least: int) -> tuple[int, int]:
-        """The bytes of the gathered rows, and of the other checkpoint, that a bucket may have."""
+        """The numbers of bytes in a bucket: for the gathered rows, and for the other checkpoint.
+
+        `memory` is the limit for this process. The rows get at least `least` bytes.
+        """
         most = 1.0
         for places in self.places.values():
             size = SIZES[self.matches[places[0]].a.dtype]
@@ -104,7 +110,7 @@ class Gathering:
         return room, int(room * most / self.world.size)
 
     def _read(self, bucket: Bucket, slot: BucketBuffers) -> Flight:
-        """Starts reading this process's rows, and its share of the other checkpoint."""
+        """Starts reading this process's rows of a bucket, and the elements to compare them with."""
         world = self.world
         rows_of_process = -(-bucket.rows // world.size)
         own_rows, _ = slot.own_rows(bucket)
@@ -179,14 +185,14 @@ class Gathering:
     def _hash(self, a: torch.Tensor, item: BlockMatch) -> None:
         """Computes the CRC-32s of a gathered block.
 
-        A block that equals that of the other checkpoint, bit for bit, does not need this: the
-        CRC-32s of the other one are taken.
+        This is needed only for a block that differs from the other checkpoint's, or has another
+        type. For an equal block, the CRC-32s of the other checkpoint are used.
         """
         for lines, (start, stop) in zip(_lines(a, item.block), item.block.runs(), strict=True):
             self._keep(item, 0, start, stop, crc32(bytes_of(lines)))
 
     def compare_strided(self, tensor: Joined) -> None:
-        """Compares one box that is not row-major, in the processor's memory."""
+        """Compares one box (shard) that is not row-major in its file, in the CPU's memory."""
         (part,) = tensor.parts
         data = torch.empty(part.extent.length, dtype=torch.uint8)
         for reading in self.readers.extents([(part.extent, 0)], memory_of(data)):
@@ -215,5 +221,5 @@ class Gathering:
 
 
 def _lines(a: torch.Tensor, block: Block) -> list[torch.Tensor]:
-    """The rows of a block; the complete block as one if its rows are contiguous in the tensor."""
+    """The rows of a block; the block as a single row if its rows are contiguous in the tensor."""
     return [a] if len(block.runs()) == 1 else list(a)

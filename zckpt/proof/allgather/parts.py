@@ -1,4 +1,4 @@
-"""The parts of tensors that ranks hold: their names, and which process reads them."""
+"""The shards of tensors in the ranks' files: gives them names, and divides them among processes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from .buckets import Cut, Spread, kind_of, side_by_side
 
 
 def alone(entry: Entry) -> Named:
-    """Makes the record of a tensor that is not cut over ranks, from the entry of a manifest.
+    """Describes a tensor that is not divided among ranks, from the manifest's entry.
 
-    If its elements have strides in one file, it is a `Whole`. Otherwise it is a `Partitioned` whose
-    parts are the runs of bytes that hold the elements, in order.
+    The result is a `Whole` if the tensor lies in one file with strides. Otherwise it is a
+    `Partitioned` whose parts are the byte ranges of its elements, in order.
     """
     fragments = entry.fragments
     if isinstance(fragments, Box):  # the only box, so it is the complete tensor
@@ -49,10 +49,10 @@ def alone(entry: Entry) -> Named:
 
 
 class WithNames(NamedTuple):
-    """The parts of which every tensor has a name.
+    """The shards in the ranks' files (`parts`), all with names.
 
-    `of_reader` are the names that no file states, and that come from the reader. `unsupported` are
-    tensors without names that the reader does not read.
+    `of_reader` lists the names that only zckpt's reader knows, because no file states them.
+    `unsupported` are tensors without names that the reader does not read.
     """
 
     parts: list[Named]
@@ -61,11 +61,11 @@ class WithNames(NamedTuple):
 
 
 def with_names(parts: Sequence[Partition], manifest: Manifest) -> WithNames:
-    """Gives each nameless part the name of the reader's tensor at the same place.
+    """Gives each tensor without a name the name that zckpt's reader has for it.
 
-    Slot, type, shape and first byte must be equal: only the name is taken over. A number has no
-    entry in the manifest, so a tensor of at most one element may be missing there. An empty tensor
-    has no first byte, and nothing to prove.
+    Slot, type, shape and the position of the first byte must be equal. A tensor of at most one
+    element may be missing in the manifest, which stores it as a number. Empty tensors have no first
+    byte.
     """
     entries: dict[tuple[str, int] | None, list[Entry]] = {}
     if any(isinstance(part, Nameless) for part in parts):
@@ -97,14 +97,14 @@ def with_names(parts: Sequence[Partition], manifest: Manifest) -> WithNames:
 
 
 def _place(extent: Extent) -> tuple[str, int]:
-    """The byte where a tensor begins."""
+    """The file and byte offset at which a tensor begins."""
     return os.path.abspath(extent.file), extent.offset
 
 
 def first_extent(part: Joined | Whole) -> Extent | None:
-    """The extent that begins with a tensor's first element.
+    """The byte range (extent) that begins with a tensor's first element.
 
-    None if no box does, as for an empty tensor.
+    None if there is none, as for an empty tensor.
     """
     if isinstance(part, Whole):
         return part.extent
@@ -121,10 +121,10 @@ def first_extent(part: Joined | Whole) -> Extent | None:
 def by_name(
     parts: Sequence[Named], manifest: Manifest
 ) -> tuple[list[Named], dict[Key, Entry], dict[Key, Entry]]:
-    """Gives every part a unique key; returns the parts, the tensors by key, and replicas by key.
+    """Gives every shard a unique key; returns the shards, the tensors by key, and replicas by key.
 
-    A tied weight gets its owner's name. Replicas are complete momenta on several ranks, and tied
-    weights that were saved separately.
+    A tied weight gets the name of the weight with which it is tied. Replicas are momenta that
+    several ranks store completely, and tied weights that were saved separately.
     """
     owners = manifest.owners
     named: list[Named] = []
@@ -153,15 +153,16 @@ def by_name(
 
 
 def keys_of(part: Named) -> list[Key]:
-    """The keys of a record's tensors: all members of a flat buffer, or the one tensor."""
+    """The keys of the tensors in `part`: all tensors of a flat buffer, or the one tensor."""
     return [each.key for each in part.members] if isinstance(part, Partitioned) else [part.key]
 
 
 def cut_over(part: Named, size: int) -> Iterator[Cut]:
-    """Divides a record into parts that fit into buckets, which `size` processes compare.
+    """Divides a tensor or flat buffer into items for buckets, which `size` processes compare.
 
-    A tensor of boxes becomes one part for each group of boxes that lie side by side; a tensor in
-    one file is cut over the processes. Elements with strides are left out: see `strided`.
+    A tensor of boxes (rectangular shards) gives one item for each group of boxes that lie side by
+    side. A tensor in one file is divided among the processes. Boxes with strides are left out: see
+    `strided`.
     """
     if isinstance(part, Joined):
         boxes = tuple(box for box in part.parts if box.strides is None)
@@ -173,7 +174,7 @@ def cut_over(part: Named, size: int) -> Iterator[Cut]:
 
 
 def _spread(part: Whole, size: int) -> Spread:
-    """A complete tensor, cut into a part for each process."""
+    """A complete tensor, divided into equal parts for `size` processes."""
     width = SIZES[part.dtype]
     numel = part.extent.length // width
     part_size = -(-numel // size) * width
@@ -183,7 +184,7 @@ def _spread(part: Whole, size: int) -> Spread:
 
 
 def strided(part: Named) -> Iterator[Joined]:
-    """Yields the boxes of a record whose elements have strides, each as a record of one box."""
+    """Yields each box (shard) of a tensor that has strides in its file, as a tensor of one box."""
     if isinstance(part, Whole) and part.strides:
         box = BoxPart((0,) * len(part.shape), part.shape, part.extent, strides=part.strides)
         yield Joined(part.key, part.dtype, part.shape, (box,))
@@ -192,6 +193,6 @@ def strided(part: Named) -> Iterator[Joined]:
 
 
 def by_kind(parts: Sequence[Cut]) -> list[Cut]:
-    """Sorts the parts so that those which fit into common buckets follow each other."""
+    """Sorts tensors and buffers by `kind_of`, because only those of one kind share buckets."""
     kinds = by_key((kind_of(part), part) for part in parts)
     return [part for alike in kinds.values() for part in alike]

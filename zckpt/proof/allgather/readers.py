@@ -1,8 +1,8 @@
-"""Threads that read both sides of a bucket into the memory of tensors.
+"""Threads that read the elements of both checkpoints for a bucket into the memory of tensors.
 
-The passes of core/passes/streaming.py return when all is read. Here one bucket is gathered while
-threads read the next one. So the reads of every bucket have futures, for which its comparison
-waits.
+One bucket is gathered while threads read the next one. So reading returns futures, and the
+comparison of a bucket waits for its futures. (Functions of core/passes/streaming.py return only
+when everything is read.)
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ READ = 8 << 20  # bytes that one thread reads at a time
 
 
 class BlockMatch(Struct, frozen=True):
-    """A block, and a match of its tensor: the one at index `place` of the list of matches.
+    """A block of a tensor, and the other checkpoint's tensor with which it is compared.
 
-    The other checkpoint's elements are read to byte `at` of a buffer.
+    Both tensors are in `match`, the item at index `place` of the list of matches. The other
+    checkpoint's elements are read to byte `at` of a buffer.
     """
 
     block: Block
@@ -62,7 +63,7 @@ class Readers:
         self._open = ExitStack()
 
     def _of_thread(self) -> ElementReader:
-        """The ElementReader of the current thread, which is made at the first call."""
+        """The ElementReader of the current thread, which the first call creates."""
         if not hasattr(self._own, "reader"):
             files = reading([RecordChecker(())], READ, self._jobs)
             (self._own.reader,) = self._open.enter_context(files)
@@ -70,7 +71,10 @@ class Readers:
         return reader
 
     def extents(self, wanted: Sequence[tuple[Extent, int]], into: memoryview) -> list[Future[Any]]:
-        """Starts reading every extent to its byte of `into`; returns the futures."""
+        """Starts reading byte ranges of files into `into`; returns the futures.
+
+        `wanted` are pairs of a byte range and the offset in `into` at which it is stored.
+        """
         small = [
             (extent.part(start, min(start + READ, extent.length)), at + start)
             for extent, at in wanted
@@ -88,7 +92,7 @@ class Readers:
     def elements(self, items: Sequence[BlockMatch], into: memoryview) -> list[Future[list[Seen]]]:
         """Starts reading the other checkpoint's elements of every item; returns the futures.
 
-        The results of the futures are the CRC-32s of these elements.
+        Each future returns the CRC-32s of the elements that it has read.
         """
         wanted = [
             (item, ReadRequest(item.other, first, min(first + step, stop), 0))

@@ -1,4 +1,4 @@
-"""The processes that gather together, and the devices that hold their memory."""
+"""The processes that take part in an all-gather, and the devices with their memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from ...errors import ProcessFailed, WrongOption
 
 
 class World(Struct, frozen=True):
-    """This process among those that gather; `transport` is the device of the gathered buffer."""
+    """This process's rank among those that gather, and its devices.
+
+    `transport` is the device of the gathered buffer, and `device` the one that compares.
+    """
 
     rank: int
     size: int
@@ -29,7 +32,7 @@ class World(Struct, frozen=True):
 
 
 def join_world(asked: str | None) -> World:
-    """Joins the processes of a launch by torchrun's variables; without them, this one alone.
+    """Connects the processes of a launch by torchrun's variables; without them, works alone.
 
     NCCL gathers if every process has its own GPU. On the CPU, and if several processes share a GPU,
     which NCCL refuses, gloo gathers in the processor's memory.
@@ -50,13 +53,14 @@ def join_world(asked: str | None) -> World:
         if "MASTER_ADDR" not in os.environ:
             raise WrongOption(
                 "launcher-variables",
-                f"WORLD_SIZE is {size}, but MASTER_ADDR does not say where they meet",
+                f"WORLD_SIZE is {size}, but MASTER_ADDR is not set: the processes cannot connect",
                 hint="start it with `torchrun --nproc-per-node N -m zckpt verify ...`, or unset "
                 "WORLD_SIZE",
             )
         has_own_gpus = _stated("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", default=size) <= gpus
         backend = "nccl" if cuda and has_own_gpus and dist.is_nccl_available() else "gloo"
-        with together_with_others("another process of this gathering failed, or cannot be reached"):
+        says = "another process of this `verify --gather` failed, or cannot be reached"
+        with together_with_others(says):
             dist.init_process_group(backend)
     if not dist.is_initialized():
         return World(0, 1, device, device, started=False)
@@ -66,16 +70,19 @@ def join_world(asked: str | None) -> World:
 
 
 def _stated(*names: str, default: int) -> int:
-    """The number in the first of these environment variables that is set.
+    """The number in the first of the environment variables `names` that is set.
 
-    `default` if none is set, or if its value is no number.
+    `default` if none is set, or if the value is not a number.
     """
     text = next((os.environ[name] for name in names if name in os.environ), "")
     return int(text) if text.isdecimal() else default
 
 
 def exchanged(world: World, data: bytes) -> list[bytes]:
-    """The bytes of every process, by rank. torch's function to send objects would pickle them."""
+    """Sends `data` to all processes, and returns the data of each process, by rank.
+
+    torch's function to send objects is not used, because it would pickle them.
+    """
     if world.size == 1:
         return [data]
     with together_with_others():
@@ -93,9 +100,12 @@ def exchanged(world: World, data: bytes) -> list[bytes]:
 
 @contextmanager
 def together_with_others(
-    says: str = "another process of this gathering failed",
+    says: str = "another process of this `verify --gather` failed",
 ) -> Iterator[None]:
-    """Raises ProcessFailed if another process fails while all work together in the block."""
+    """Raises ProcessFailed if another process fails during the `with` block.
+
+    `says` is the message of this error.
+    """
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Places the bars of bar charts; the signs and colors of all figures."""
+"""Computes the positions of bars in bar charts; defines the signs and colors of all figures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ a dark page.
 
 
 class Bar(Struct, frozen=True):
-    """One bar; x, y and sizes in pixels."""
+    """One bar of a chart; position and size in pixels."""
 
     x: float
     y: float
@@ -50,7 +50,7 @@ class Bar(Struct, frozen=True):
 
 
 class Chart(Struct, frozen=True):
-    """Bars, and the lines across the chart."""
+    """A bar chart: its bars, and the lines across it."""
 
     width: float
     height: float
@@ -69,7 +69,12 @@ def chart(
     ticks: Sequence[str] = (),
     linear: bool = False,
 ) -> Chart:
-    """A bar chart of `values`. `ticks` are the texts at both ends of the axis, if given."""
+    """Lays out a bar chart of `values`; None is a missing bar.
+
+    `says` are the tooltips of the bars. `signs` marks bars with a fault. `ticks` are the texts at
+    both ends of the axis, if given. The axis is logarithmic for values that differ by powers of
+    ten, unless `linear` is True.
+    """
     present = [value for value in values if value]
     high, low = max(present, default=1.0), min(present, default=1.0)
     powers = not linear and high > DECADES * low
@@ -117,7 +122,10 @@ def power_of_ten(exponent: int) -> str:
 
 
 def _apart(labels: Sequence[str], step: float) -> Iterator[str]:
-    """The labels, with "" for each label that would overlap the one before."""
+    """Yields the labels, but "" for each label that would overlap the one before.
+
+    `step` is the distance of two labels.
+    """
     free = -math.inf
     for place, label in enumerate(labels):
         half = 3.4 * len(label)

@@ -1,4 +1,4 @@
-"""Places the lines and points of a run's charts: the loss and norms, by step."""
+"""Computes the positions of lines and points in a run's charts: loss and norms by step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Dot(Struct, frozen=True):
 
 
 class Curve(Struct, frozen=True):
-    """One chart. `lines` are the `points` attributes of SVG polylines."""
+    """One line chart. `lines` are the `points` attributes of its SVG polylines."""
 
     title: str
     width: int
@@ -132,7 +132,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _parts(line: Iterable[Point]) -> list[list[tuple[float, float]]]:
-    """The line, split at values that are not finite."""
+    """Splits a line into parts without NaN and infinite values."""
     parts: list[list[tuple[float, float]]] = [[]]
     for x, y in line:
         if y is None:
@@ -143,7 +143,7 @@ def _parts(line: Iterable[Point]) -> list[list[tuple[float, float]]]:
 
 
 def _apart(labels: Iterable[tuple[float, str]]) -> Iterable[tuple[float, str]]:
-    """The labels that do not overlap the one before."""
+    """Yields labels with their positions; leaves out each that would overlap the one before."""
     free = -math.inf
     for x, label in labels:
         half = 3.4 * len(label)

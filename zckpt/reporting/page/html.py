@@ -1,4 +1,4 @@
-"""Renders a document as one HTML page that needs no other file."""
+"""Renders the document of `zckpt report` as one HTML page that needs no other file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SECTIONS = {
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """The page of a document, with the sections that the document has.
+    """The HTML text of the page, with the sections that the document has.
 
     Raises MissingExtra without jinja2.
     """
@@ -41,7 +41,7 @@ def render(document: Mapping[str, Any]) -> str:
     except ModuleNotFoundError as error:
         raise MissingExtra(
             "extra-missing",
-            "a page of HTML needs jinja2, which is not installed",
+            "an HTML page needs the package jinja2, which is not installed",
             hint="pip install 'zckpt[html]'",
         ) from error
 
@@ -101,7 +101,7 @@ SHOWN_IN = {
 
 
 def _target(document: Mapping[str, Any], fault: Mapping[str, Any]) -> str:
-    """The section to which a fault links; "" for none."""
+    """The id of the page's section to which a line of the fault list links; "" for none."""
     sections = SHOWN_IN.get(fault["kind"], ())
     there = (name for name in sections if _has(document.get(name), SECTIONS[name]))
     return next(there, "")
@@ -136,7 +136,7 @@ def _listed(value: Any) -> str:
 
 
 def _names(document: Mapping[str, Any]) -> Any:
-    """A function from the index of a tensor to its name; a dash for None."""
+    """Returns a function that maps the index of a tensor to its name, and None to a dash."""
     names = (document.get("tensors") or {}).get("name") or []
     return lambda index: (
         names[index] if isinstance(index, int) and index < len(names) else words.NONE
@@ -144,7 +144,7 @@ def _names(document: Mapping[str, Any]) -> Any:
 
 
 def _charts(document: Mapping[str, Any]) -> dict[str, Chart]:
-    """The bar charts, which need no script."""
+    """The bar charts of the page by name; they are drawn without a script."""
     charts: dict[str, Chart] = {}
     if run := document.get("run"):
         points = run["checkpoints"]

@@ -1,4 +1,7 @@
-"""Renders a document as twenty lines of Markdown with a picture, for sites that show no HTML."""
+"""Renders the document of `zckpt report` as about 20 lines of Markdown, and a picture.
+
+This is for sites that do not show HTML pages.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ SHARED = {
 
 
 def render_markdown(document: Mapping[str, Any], picture: str = "report.svg") -> tuple[str, str]:
-    """The Markdown, and the SVG picture to which it links, for light and dark pages."""
+    """The Markdown text, and the SVG picture to which it links, with colors for light and dark."""
     path = _plain(document["path"])
     name = " of ".join(filter(None, words.title(document)))
     faults = sorted(document.get("faults") or [], key=lambda fault: bool(fault.get("checkpoint")))
@@ -63,7 +66,7 @@ def render_markdown(document: Mapping[str, Any], picture: str = "report.svg") ->
 
 
 def _facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The lines of the table; some facts share a line."""
+    """The rows of the Markdown table, as pairs of a name and a value."""
     facts = dict(words.facts(document))
     rows: dict[str, str] = {}
     owner = {key: line for line, others in SHARED.items() for key in (line, *others)}
@@ -133,7 +136,7 @@ def _picture(document: Mapping[str, Any], name: str) -> Iterator[str]:
 
 
 def _head(document: Mapping[str, Any], name: str, width: int, height: int) -> Iterator[str]:
-    """The card, its style and its first two lines."""
+    """Yields the beginning of the SVG: the card, its style, and its first two lines of text."""
     kind, judged = words.verdict(document)
     facts_by_name = dict(words.facts(document))
     said = (
@@ -151,7 +154,10 @@ def _head(document: Mapping[str, Any], name: str, width: int, height: int) -> It
 
 
 def _scale(title: str, low: float, high: float, powers: bool, y: int) -> Iterator[str]:
-    """The legend of the colors."""
+    """Yields the legend of the heat map's colors, at height `y` of the SVG.
+
+    `powers`: the colors are spaced by powers of ten.
+    """
     start = 86 + 6 * len(words.cut(title, 34))
     yield f"<text x='20' y='{y + 10}'>{_xml(title)}</text>"
     yield f"<text x='{start - 6}' y='{y + 10}' text-anchor='end'>{words.short(low)}</text>"
@@ -176,7 +182,7 @@ def _part(value: float, low: float, high: float, powers: bool) -> float:
 
 
 def _marked(document: Mapping[str, Any]) -> dict[int, str]:
-    """The sign of each tensor that has a fault."""
+    """Maps the indices of tensors with a fault to the sign that is drawn on them."""
     names = (document.get("tensors") or {}).get("name") or []
     signs = {fault["tensor"]: _sign(fault) for fault in reversed(document.get("faults") or [])}
     return {place: signs[name] for place, name in enumerate(names) if name in signs}
@@ -185,9 +191,9 @@ def _marked(document: Mapping[str, Any]) -> dict[int, str]:
 def _fitting(
     document: Mapping[str, Any], cells: list[list[Any]], marked: Mapping[int, str]
 ) -> tuple[list[str], list[str], dict[tuple[int, int], tuple[float | None, str]]]:
-    """Joins neighbors until the heat map fits into ROWS rows and COLUMNS columns.
+    """Joins neighboring cells until the heat map fits into ROWS rows and COLUMNS columns.
 
-    Returns the names of rows and of columns, and for each cell its largest value and a sign.
+    Returns the names of rows and of columns, and for each cell the largest value in it and a sign.
     """
     numbers = document.get("numbers") or {}
     names = [words.layer(document, row) for row in numbers.get("rows") or []]
@@ -203,7 +209,7 @@ def _fitting(
 
 
 def _merged(names: list[str], most: int) -> tuple[int, list[str]]:
-    """The number of neighbors that are joined to one cell, and the names after joining."""
+    """How many neighbors are joined to one cell so that at most `most` remain, and their names."""
     parts = neighbors(names, most)
     size = len(parts[0]) if parts else 1
     return size, [part[0] if len(part) == 1 else f"{part[0]} … {part[-1]}" for part in parts]
@@ -236,7 +242,7 @@ def _style() -> str:
 
 
 def _color(place: float) -> tuple[int, ...]:
-    """Red, green and blue of the palette at `place`, which is from 0 to 1."""
+    """The red, green and blue of the palette's color at `place`, a number from 0 to 1."""
     below = min(int(place * (len(PALETTE) - 1)), len(PALETTE) - 2)
     part = place * (len(PALETTE) - 1) - below
     pairs = zip(PALETTE[below], PALETTE[below + 1], strict=True)

@@ -1,4 +1,4 @@
-"""Writes the numbers and names of a document for a reader."""
+"""Formats the numbers and names of a report's document as text for people."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NONE = "\N{EN DASH}"
 
 
 def shown(value: Any) -> Any:
-    """A text in which invisible characters are written as their numbers."""
+    """A text in which invisible characters are replaced by their code points; others unchanged."""
     if isinstance(value, str) and not hasattr(value, "__html__"):
         return UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
     return value
@@ -68,9 +68,9 @@ def sizes(line: Mapping[str, Any]) -> str:
 
 
 def title(document: Mapping[str, Any]) -> tuple[str, str]:
-    """The name of a checkpoint that users know, and the name of its run, or "" if unknown.
+    """The names of a checkpoint's folder and of its run, as users know them; "" if unknown.
 
-    `checkpoint-500` and `run5`, also if the path is `run5/checkpoint-500/global_step500`.
+    They are `checkpoint-500` and `run5` even if the path is `run5/checkpoint-500/global_step500`.
     """
     path, line = str(document["path"]), document.get("line") or {}
     name = (document.get("about") or {}).get("name")
@@ -87,7 +87,7 @@ def layer(document: Mapping[str, Any], row: str) -> str:
 
 
 def alone(message: str, kind: str) -> str:
-    """The message of a fault without its kind, which is printed beside it."""
+    """The message of a fault without the kind at its beginning, which is printed separately."""
     return message.removeprefix(f"{kind}: ")
 
 
@@ -121,7 +121,10 @@ def of_run(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The facts of the first section, as names and values. Unknown facts are omitted."""
+    """The facts about a checkpoint for the page's first section, as pairs of name and value.
+
+    Unknown facts are left out.
+    """
     line, about = document.get("line") or {}, document.get("about") or {}
     engine = line.get("engine") or line.get("format")
     versions = ", ".join(
@@ -158,10 +161,10 @@ def facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def learning_rate(document: Mapping[str, Any]) -> str | None:
-    """The learning rate in the trainer's log, and the optimizer's if it differs.
+    """The learning rate as text: that of the trainer's log, and the optimizer's if it differs.
 
-    The Trainer logs the rate of the last step (transformers 5.24). The groups of the optimizer have
-    the rate of the next step.
+    They may differ: the Trainer logs the rate of the last step (transformers 5.24), but the groups
+    of the optimizer have the rate of the next step.
     """
     logged = (document.get("about") or {}).get("learning_rate")
     groups = (document.get("steps") or {}).get("groups") or ()
@@ -174,7 +177,7 @@ def learning_rate(document: Mapping[str, Any]) -> str | None:
 
 
 def loss(about: Mapping[str, Any], step: Any) -> str:
-    """The loss that was logged last, with its step, and the loss of the last evaluation."""
+    """The last logged loss with its step, and the loss of the last evaluation, as text."""
     if about.get("loss") is None:
         return ""
     at = about.get("loss_step")
@@ -195,7 +198,7 @@ def time(saved: Any) -> str:
 def advice(following: Mapping[str, Any]) -> str:
     """The section `next` as one sentence: what is lost, what is left and what to do.
 
-    Steps that make up values are left out.
+    Commands that replace lost values by others are left out.
     """
     parts = [*(following.get("lost") or []), following.get("left") or ""]
     steps = following.get("do") or []
@@ -206,7 +209,7 @@ def advice(following: Mapping[str, Any]) -> str:
 
 
 def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
-    """The verdict on a document: `bad`, `odd` or `good`, and a few words."""
+    """The verdict on the checkpoint of a document: "bad", "odd" or "good", and a short reason."""
     faults = of_this(document)
     wrong = sum(bool(fault["fault"]) for fault in faults)
     if wrong:

@@ -110,7 +110,8 @@ def test_infos_of_ranks_that_differ(tmp_path: Path) -> None:
 
 
 def test_nothing_is_guessed(tmp_path: Path) -> None:
-    with pytest.raises(MissingData, match="2 tensor ranks, and nothing says how 2 parameters"):
+    said = "2 tensor-parallel ranks, and nothing says how 2 parameters"
+    with pytest.raises(MissingData, match=said):
         joined_slices(ranks(tmp_path, None), None, None)
     whole = joined_slices(ranks(tmp_path, None), rules_in(tmp_path, "embed = 0\nnorm = 0"), None)
     assert whole.parameters["norm"].shape == (2,)

@@ -230,7 +230,7 @@ def test_groups_in_another_order(run: Path) -> None:
             groups.reverse()
 
     change(optimizer_of(run, 1), edit)
-    with pytest.raises(UnsupportedCheckpoint, match="lists its groups in another order"):
+    with pytest.raises(UnsupportedCheckpoint, match="lists the optimizer groups in another order"):
         zckpt.read(run)
 
 
