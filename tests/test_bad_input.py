@@ -207,7 +207,7 @@ class TestNoCheckpoint:
         above = example.parent / "above"
         above.mkdir()
         shutil.move(example, above / "run")
-        refused(zckpt, above, "run is one")
+        refused(zckpt, above, f"the checkpoint in it: {above / 'run'}")
 
 
 class TestTargets:

@@ -370,7 +370,7 @@ def test_a_layout_of_another_run_needs_its_groups(tmp_path: Path, zckpt: Zckpt) 
     like = ("--like", tmp_path / "run")
     refused = zckpt(*words, *like)
     assert refused.code == 1
-    assert "--groups-from RUN takes the groups of the run" in refused.err
+    assert "--groups-from RUN uses the groups" in refused.err
     done = zckpt(*words, *like, "--groups-from", tmp_path / "run")
     assert done.code == 0, done.err
     assert groups_in(read(tmp_path / "out")) == groups_in(read(tmp_path / "run"))

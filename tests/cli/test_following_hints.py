@@ -381,7 +381,7 @@ def test_a_folder_of_automodel_without_its_optimizer(
     for name in ("AutoModel", "AutoModel, LoRA"):
         run = tmp_path / name.replace(", ", "-")
         shutil.copytree(TREES[name], run, ignore=shutil.ignore_patterns("optim"))
-        assert f"{run}/model is one" in zckpt("inspect", run).err
+        assert f"the checkpoint in it: {run}/model" in zckpt("inspect", run).err
         for words in (("inspect", run), ("reshard", run, tmp_path / f"out-{run.name}")):
             follow(*words)
 
@@ -401,7 +401,7 @@ def test_files_of_steps_beside_the_last_one(
     (steps.parent / "notes.pt").write_bytes((steps / "step1.pt").read_bytes())
     torch.save([model, optimizer], steps.parent / "list.pt")
     assert "not a dictionary of tensors" in zckpt("inspect", steps.parent / "list.pt").err
-    assert "directory above" not in zckpt("inspect", steps.parent / "list.pt").err
+    assert "the checkpoint that contains it" not in zckpt("inspect", steps.parent / "list.pt").err
 
 
 def test_models_in_lists(tmp_path: Path, zckpt: Program, follow: Callable[..., None]) -> None:

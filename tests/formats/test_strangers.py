@@ -723,7 +723,7 @@ def test_clipping_that_stage_3_does_not_read(tmp_path: Path, zckpt: Zckpt) -> No
     run = run_of(tmp_path, "stage 2")
     run = changed(run, tmp_path / "clipped", lambda own: own["outer"].update(clip_grad=0.7))
     ended = zckpt("reshard", run, tmp_path / "new", "--stage", "3")
-    assert 'state "gradient_clipping": 0.7 there' in ended.err
+    assert 'set "gradient_clipping": 0.7 there' in ended.err
     ended = zckpt("verify", tmp_path / "new", "--against", run)
     assert ended.code == 0
     assert "not compared: optimizer.clip_grad: only " in ended.out

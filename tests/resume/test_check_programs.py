@@ -267,7 +267,7 @@ def test_the_program_that_is_named_with_like(saved: Save, tmp_path: Path, zckpt:
     like = saved(2, after) / "run"
     ended = zckpt("check", root / "run", "--like", like, "--json")
     (obstacle,) = ended.document["obstacles"]
-    assert "that of the program would load it" in obstacle["message"]
+    assert "the program's scheduler needs it" in obstacle["message"]
     assert ended.document["fix"] is None  # its ds_config is not known
     package.convert(root / "run", tmp_path / "dcp", to="dcp")
     words = ("--for", "deepspeed", "--like", like, "--dp", 2, "--json")

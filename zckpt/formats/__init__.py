@@ -72,15 +72,15 @@ OF_TENSORFLOW = "tf_model.h5"  # beside the weights in folders of Hugging Face
 DEPTH, MOST_FOLDERS = 4, 1000
 """How far an error's hint searches: levels of folders up and down, and folders per level."""
 OTHER_WORDS = {
-    "ddp torch pytorch pt pth torch.save": "DDP and plain PyTorch load files of torch.save: the "
-    "format gathered",
+    "ddp torch pytorch pt pth torch.save": "DDP and plain PyTorch load files of torch.save: use "
+    "the format gathered",
     "fsdp fsdp1 fsdp2 torchtitan lightning sharded": "FSDP, torchtitan and Lightning load "
-    "torch.distributed.checkpoint: the format dcp",
+    "torch.distributed.checkpoint: use the format dcp",
     "huggingface hugging-face transformers trainer": "for from_pretrained: zckpt export SRC DST; "
     "for the Trainer: deepspeed, or dcp or gathered with --dialect accelerate",
     "megatron-core megatron-lm mcore nemo torch_dist": "Megatron-LM, Megatron-Bridge and NeMo load "
     "the format megatron",
-    "zero zero1 zero2 zero3 ds": "ZeRO is DeepSpeed's: the format deepspeed",
+    "zero zero1 zero2 zero3 ds": "ZeRO is DeepSpeed's: use the format deepspeed",
     "ort onnx": "ONNX Runtime Training loads the format onnxruntime",
     "safetensors": "weights alone: --to universal --weights-only; with an optimizer: --to gathered "
     "--dialect safetensors",
@@ -252,12 +252,12 @@ def find(
             tags = oldest_first(path, tags)
             way = f"choose with --tag {tags[-1]}"
             if item.pointer is not None and not (item.to_load or is_of_trainer(path)):
-                way += f"; or name the last one: {paths.pointing(path, tags[-1])}"
+                way += f"; or write the pointer file: {paths.pointing(path, tags[-1])}"
             raise AmbiguousCheckpoint(
                 "several-tags",
                 f"{path} holds {len(tags)} checkpoints and no file says which is meant: "
                 f"{listed(tags)}",
-                hint=f"the directory above it, {holder}, is one" if holder else way,
+                hint=f"give {holder}, the checkpoint that contains it" if holder else way,
                 file=path,
             )
         return LocatedCheckpoint(item, path)
@@ -354,9 +354,9 @@ def _levels(
 def inside_numbered(path: str, name: str | None = None) -> list[str]:
     """The checkpoints in a numbered folder, as relative paths; empty for any other folder.
 
-    Returns those of the first level that has any. Weights alone count if the level has nothing
-    else, and if some file outside of them has an optimizer's name. `name` restricts the search to
-    one format. A folder that zckpt wrote may have any name.
+    Returns the checkpoints at the first level that has any. Weights alone count if the level has
+    nothing else, and if some file outside of them has an optimizer's name. `name` restricts the
+    search to one format. A folder that zckpt wrote may have any name.
     """
     if not (numbered.is_numbered(path) or is_marked(path)) or _detects(path):
         return []
@@ -475,7 +475,7 @@ def _of_torch(path: str) -> str | None:
     if isinstance(value, Foreign):
         return f"it has an object of class {value.name} (save its state_dict() instead)"
     if isinstance(value, dict) and "param_groups" in value:
-        return "it has an optimizer's state alone (put the model's beside it)"
+        return "it has only an optimizer's state (put the model's file beside it)"
     if isinstance(value, Tensor):
         return "it has one tensor, which has no name (a state dict is a dictionary of tensors)"
     if isinstance(value, dict):
@@ -487,10 +487,10 @@ def _of_torch(path: str) -> str | None:
 
 def _near(path: str, inside: Sequence[str]) -> str:
     if inside:
-        return f"{_spelled(path, inside[0])} is one"
+        return f"give the checkpoint in it: {_spelled(path, inside[0])}"
     with suppress(OSError):  # this user may not read the folders around it
         if holder := _holder(path):
-            return f"the directory above it, {holder}, is one"
+            return f"give {holder}, the checkpoint that contains it"
     names = sorted(os.listdir(path)) if sources.is_folder(path) else []
     if file := next((name for name in names if name.endswith(".safetensors")), None):
         return f"give one of its files, such as {os.path.join(path, file)}"

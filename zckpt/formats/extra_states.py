@@ -1,7 +1,7 @@
 """Values in an optimizer's state dict beside the states of its parameters.
 
-A number or a text is kept. A target may lack it, and the report states the loss. Any other value is
-a state of no parameter. It is not read, and a target lacks it.
+zckpt keeps a number or a text. If a target cannot store it, the report says so. Any other value is
+only compared with those of other checkpoints: no target gets it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from ..core.checkpoint.inert import PLAIN, inside
 from ..core.checkpoint.optimizer_states import StateRow, unsupported
 from ..core.checkpoint.states import NO_PARAMETER, REASONS
 
-NO_NAMES = "it has no names: zckpt reads the states of a parameter by their names"
+NO_NAMES = "it is no dictionary, from which zckpt could read the parameter's states by their names"
 
 Keep = Callable[[Any, str, dict[Key, Entry]], Any]
-"""A function that makes a value inert, and adds its tensors as entries under a path."""
+"""A function that converts a value for the manifest: `Keep(value, path, tensors)`.
+
+Objects become records of their class and state. Tensors become entries under the path, which the
+function adds to `tensors`.
+"""
 
 
 class ExtraState(Struct, frozen=True):
     """A value of an optimizer's state dict that is not a parameter's usual state.
 
-    `reason` says why zckpt does not read it as one.
+    `reason` is a text that says why zckpt does not use the value as a parameter's state.
     """
 
     key: Any
@@ -35,7 +39,7 @@ class ExtraState(Struct, frozen=True):
 
 
 def sorted_out(extra_states: Iterable[ExtraState], keep: Keep) -> list[StateRow]:
-    """Makes one row of the optimizer's states per value: kept with its value, or only compared.
+    """Makes one row of the manifest's `states` per value: kept with its value, or only compared.
 
     A value is kept if it is plain (`is_plain`) and its key is a text that no other kept value has.
     A key that is no text may be a parameter's number.

@@ -10,7 +10,7 @@ folder:
     read.py      the manifest of these files                read, check, copies
     write.py     the files of a target                      lay_out, seal
     functions.py why a run does not load them as they are   obstacles
-    gather.py    the engine's own rule for its pieces       partitions
+    gather.py    the engine's own rule for an all-gather    partitions
 
 To add a format, write its folder, and put its `FORMAT` into `FORMATS` in `__init__.py`. To add an
 option to a format, declare it in the format's `options.py` and list it in its `OPTIONS`.
@@ -206,10 +206,11 @@ class Functions(Struct, frozen=True, eq=False):
     seal: Callable[[Folder, Manifest, CopyOutcome], None] | None = None
     """Writes the checksums after all tensors are in place."""
     partitions: Callable[[str, str | None], list[Partition]] | None = None
-    """Returns what ranks all-gather by the engine's own rule; None if files have full tensors.
+    """Returns the tensors that the engine's own all-gather would make of the ranks' files.
 
-    The path is `Manifest.root`. The second argument is a family or a file that states how tensor
-    ranks cut parameters, for a format whose files may not state it.
+    None if the files have full tensors. The first argument is `Manifest.root`. The second one is a
+    model family or a file that states how tensor ranks cut parameters, for a format whose files may
+    not state it.
     """
     check: Callable[[Manifest, str | None], list[Notice]] | None = None
     """Compares some bytes before a conversion writes any; returns warnings or raises.
@@ -219,7 +220,8 @@ class Functions(Struct, frozen=True, eq=False):
     copies: Callable[[Manifest, str | None], Sequence[FullCheck]] | None = None
     """Returns the comparisons of copies on ranks that state no checksums.
 
-    `--replicas` chooses among differing copies of tensor ranks.
+    Returns warnings, or raises. The second argument is the value of `--replicas`, which chooses
+    among differing replicas of tensor ranks.
     """
     check_slices: Callable[[Manifest], None] | None = None
     """Raises if the bytes show that the rules for the cuts of tensor ranks are wrong.

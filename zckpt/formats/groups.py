@@ -34,9 +34,9 @@ NOT_DECAYED = re.compile(r".*(?:bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.))",
 def of_trained(manifest: Manifest, options: Options) -> Manifest:
     """Reduces the groups to the parameters that DeepSpeed trains; empty groups are dropped.
 
-    Parameters that match --frozen or --buffers are removed. A scheduler that the program kept
-    elsewhere becomes the engine's, with as many groups. Raises WrongOption for a pattern that names
-    no parameter of the optimizer, or a trained one.
+    Parameters that match --frozen or --buffers are removed. A scheduler's state that the program
+    kept elsewhere is moved to where the engine keeps its own, with an item per remaining group.
+    Raises WrongOption for a pattern that names no parameter of the optimizer, or a trained one.
     """
     if manifest.ranks:  # the run has dropped empty groups
         return manifest
@@ -45,7 +45,7 @@ def of_trained(manifest: Manifest, options: Options) -> Manifest:
     if not options[FROZEN]:
         return without_empty_groups(manifest)
     untouched = states.untouched(manifest)
-    hint = f"it takes what was never updated: {listed(untouched, 4) or 'nothing here'}"
+    hint = f"it accepts only parameters that were never updated: {listed(untouched, 4) or 'none'}"
     frozen: set[str] = set()
     for pattern in options[FROZEN]:
         names = fnmatch.filter(manifest.parameters, pattern)
@@ -63,7 +63,7 @@ def of_trained(manifest: Manifest, options: Options) -> Manifest:
     regrouped = without_empty_groups(states.with_frozen(manifest, frozen))
     if len(regrouped.groups or ()) < len(manifest.groups or ()):
         message = (
-            "a group has frozen parameters alone: give DeepSpeed an optimizer without that group"
+            "a group has only frozen parameters: give DeepSpeed an optimizer without that group"
         )
         without_group = warning("program-must-set", message, subject="param_groups")
         regrouped = regrouped.replace(warnings=(*regrouped.notices.warnings, without_group))
@@ -132,7 +132,7 @@ def with_trainers_groups(manifest: Manifest, _options: Options) -> Manifest:
         if parameter.trainable
     }
     second = group if any(members.values()) else {**group, "weight_decay": 0.0}
-    message = "the source has one parameter group, transformers' Trainer makes two: the second " + (
+    message = "the source has one parameter group, but the Trainer makes two: the second " + (
         "has biases and norms" if any(members.values()) else "is empty"
     )
     second_group = warning("value-assumed", message, subject="param_groups")
@@ -157,9 +157,9 @@ def regrouped(
 ) -> Manifest:
     """Replaces a manifest's groups; `members` maps parameters to the numbers of their new groups.
 
-    `origins` has, for each new group, the number of the old group that it was copied from. Of an
-    optimizer's estimates of the learning rate (Prodigy) and of schedulers' lists, which have a
-    value for each group, a new group gets the value of its old one.
+    `origins` has, for each new group, the number of the old group that it was copied from. Other
+    values per group are copied from the old group too: an optimizer's estimates of the learning
+    rate (Prodigy), and the items of schedulers' lists.
     """
     parameters = {
         name: replace(parameter, group=members.get(name, parameter.group))

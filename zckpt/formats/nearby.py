@@ -89,8 +89,8 @@ def _folders(path: str) -> list[str]:
 def _of_other_node(lost: str) -> tuple[str, str] | None:
     """Two folders: this node's, which lacks the file `lost`, and another node's, which has it.
 
-    None if there are no such folders. Their names differ only in numbers, or in the Trainer's
-    `tmp-`. Folders of two runs have the same files, and folders of two nodes do not.
+    None if there are no such folders. Their names may differ only in numbers, or in the Trainer's
+    `tmp-`. A folder with all of this node's files is not accepted: it may belong to another run.
     """
     inside, own_folder = os.path.basename(lost), os.path.dirname(os.path.abspath(lost))
     for _ in range(DEPTH):

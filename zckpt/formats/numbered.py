@@ -5,10 +5,10 @@
     005000/pretrained_model      around it: training_state/                    lerobot 0.4
     step_10/trainer              around it: orchestrator/progress.pt           prime-rl
 
-This module names no program. If a folder's name ends with a number, and it contains exactly one
-checkpoint, the folder is that checkpoint: its program looks for the folder of that number. A
-checkpoint whose own name contains a number needs no folder around it. Weights alone count only if
-an optimizer of the program's own lies around them.
+The rule names no program. If a folder's name ends with a number, and it contains exactly one
+checkpoint, the folder counts as that checkpoint, because its program looks for the folder of that
+number. A checkpoint whose own name contains a number needs no folder around it. Weights without an
+optimizer count only if a file around them has an optimizer's name.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 1. By the program's own counter, which one small file of a checkpoint states.
 2. Without a counter, by the number in its name, if there is exactly one number, which comes after
-   letters or is the full name: step-15, iter_0000015, checkpoint_3, 005000. Of several numbers,
-   one may be a metric's.
-3. Otherwise by the updates of its optimizer, which restart when an optimizer does.
+   letters or is the full name: step-15, iter_0000015, checkpoint_3, 005000. If there are several
+   numbers, one may be a metric such as a loss, so the name does not count.
+3. Otherwise by the updates of its optimizer, which start at 0 again with a new optimizer.
 4. Otherwise by the times of files: it comes directly after the newest checkpoint whose last file
    is older than its own.
 

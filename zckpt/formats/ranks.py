@@ -31,7 +31,7 @@ def require_all(
         )
     if world > MAX_DP:
         raise CorruptCheckpoint(
-            "file-damaged", f"{some} states {world} ranks, and zckpt reads up to {MAX_DP}"
+            "file-damaged", f"{some} states {world} ranks, but zckpt reads at most {MAX_DP}"
         )
     if known(roles, some) is None:  # the program's own names
         missing = [rank for rank in range(world) if rank not in paths]
@@ -66,7 +66,7 @@ def refuse_other_writers(where: str, writers: Sequence[object]) -> None:
     if len(set(known_writers)) == len(writers) and known_writers != sorted(known_writers):
         raise InconsistentCheckpoint(
             "swapped-files",
-            f"{where}: the files of model ranks are swapped: by their arguments, rank "
-            f"{listed(known_writers)} wrote them, in the order of their names",
-            hint="copy all files again; the names must have the order of the ranks",
+            f"{where}: the files of model ranks are swapped: in the order of their names, the "
+            f"arguments saved in them state the ranks {listed(known_writers)}",
+            hint="copy all files again: these ranks must increase with the files' names",
         )

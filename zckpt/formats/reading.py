@@ -16,7 +16,7 @@ from ..errors import WrongOption
 from ..training.options import Renames
 
 REPLICAS = ("rank0", "mean")
-"""The values of `--replicas`: how differing copies on tensor ranks become one."""
+"""The values of `--replicas`: how differing replicas on tensor ranks become one."""
 
 
 class Keywords(TypedDict, total=False):
@@ -53,7 +53,7 @@ class Reading(Struct, frozen=True):
         tag             one of several checkpoints at the path
         root            one of several models, as NAME or NAME=OPTIMIZER
         step_policy     which step, if ranks or weights disagree
-        buffers         globs: tensors of the model that each rank has for itself
+        buffers         globs: tensors of the model whose values differ from rank to rank
         param_names     the names of an optimizer's numbered parameters, in its order
         weights_only    the optimizer's state may be left unread, and needs no names
         tp_rules        a family or a file that states how tensor ranks cut parameters
@@ -61,17 +61,18 @@ class Reading(Struct, frozen=True):
                         needs no full tensors
         with_slicings   a checkpoint of one tensor rank also states how several would cut it
         inspected       it is only shown: a file that may be one rank's slice is read alone
-        nameless        an optimizer whose numbers get no names is the program's own state
-        by_checksums    copies on ranks are compared only by stated checksums: no tensor is read
-        opens_items     every item of torch.distributed.checkpoint is opened, even if its form
-                        is known from others
+        nameless        an optimizer's state that numbers its parameters without any names is kept
+                        as the program's own state
+        by_checksums    replicas on ranks are compared only by stated checksums: no tensor is read
+        opens_items     every item of torch.distributed.checkpoint is opened, even where zckpt
+                        can infer its byte layout from other items
         laid            zckpt has just laid out the files, so they cannot be hostile
 
     `zckpt.reading.read` applies the others to any format:
         format          its name, if the path has checkpoints of several formats
         rename          pairs of a regular expression and its replacement
         family          the value of `--family`
-        replicas        the copy of a tensor to use, if those of tensor ranks differ
+        replicas        the replica of a tensor to use, if those of tensor ranks differ
         for_target      it is the source of a conversion, whose target may use `buffers` too
         follow_links    files beside it may be read through links that lead out of its directory
         masters_from_weights    wrong masters are dropped, with their states, and a target gets
@@ -108,7 +109,7 @@ class Reading(Struct, frozen=True):
             raise WrongOption(
                 "option-invalid",
                 f"--replicas {self.replicas!r} is none of {', '.join(REPLICAS)}",
-                hint="leave it out, unless an error says that copies of tensor ranks differ",
+                hint="leave it out, unless an error says that replicas of tensor ranks differ",
             )
 
 

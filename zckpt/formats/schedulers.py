@@ -45,8 +45,8 @@ DEPTH = 3
 def with_programs(manifest: Manifest) -> Manifest:
     """Moves the program's scheduler to where engines keep theirs, if the engine has none.
 
-    Only if there is exactly one. A DeepSpeed run stays unchanged, and so does Lightning's state,
-    because Lightning keeps its schedulers itself.
+    This happens only if the program has exactly one. A DeepSpeed run stays unchanged, and so does
+    Lightning's state, because Lightning keeps its schedulers itself.
     """
     is_kept = isinstance(manifest.run.engine, FlatBufferEngine) or lightning.is_in(manifest)
     if is_kept or manifest.state.get("lr_scheduler") is not None:
@@ -93,7 +93,7 @@ def with_schedulers(manifest: Manifest, change: Change) -> tuple[Manifest, list[
 
 
 def changed_files(siblings: Iterable[tuple[str, Sibling]]) -> list[Shell]:
-    """Lays out those of a trainer's files that get new contents, under the target's names."""
+    """Lays out the trainer's files that get new contents, under their names in the target."""
     changed = [(name, item.content) for name, item in siblings if item.content is not None]
     return [shell(name, value, Storages()) for name, value in changed]
 

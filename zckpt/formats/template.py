@@ -29,7 +29,7 @@ class Template:
     normalizes names that engines spell differently.
     """
 
-    way_to_groups = "give a run whose groups are those of the source"
+    way_to_groups = "give a run whose groups have the same parameters as the source's groups"
     """The hint for an error about groups that do not fit the run."""
 
     def __init__(
@@ -146,7 +146,7 @@ class Template:
         if keep_other_states(source.optimizer, run.optimizer):
             raise WrongOption(
                 "like-does-not-fit",
-                f"the optimizer of {source.root} is {source.optimizer}, that of --like "
+                f"the optimizer of {source.root} is {source.optimizer}, but that of --like is "
                 f"{run.optimizer}",
                 hint="give a run with the optimizer of the source, or add --weights-only",
             )
@@ -161,7 +161,7 @@ class Template:
             if of_source != of_run and not begins:
                 raise MissingData(
                     "like-does-not-fit",
-                    f"{name} has the states {_listed(of_source)} in {source.root}, and "
+                    f"{name} has the states {_listed(of_source)} in {source.root}, but "
                     f"{_listed(of_run)} in --like {run.root}",
                     hint="both must have the same optimizer and train the same weights; if they "
                     f"do not train the same: {self.way_to_groups}; or add --weights-only",
@@ -193,8 +193,8 @@ class Template:
             if wrong:
                 raise InconsistentCheckpoint(
                     "like-does-not-fit",
-                    f"{first} and {name} are in one group of the run of --like, but the source "
-                    f"has another {listed(wrong)} for each",
+                    f"{first} and {name} are in one group of the --like run, but the source has "
+                    f"different values of {listed(wrong)} for them",
                     hint=self.way_to_groups,
                     subject=name,
                 )

@@ -1,6 +1,7 @@
-"""Changes the number of vocabulary rows, which may differ between target and source.
+"""Changes the number of vocabulary rows of an embedding for the target.
 
-Tensor ranks share padded rows, whose number depends on the number of ranks.
+Padding rows are added so that tensor ranks can share the rows evenly. So the number of rows depends
+on the number of ranks.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ def padded(root: str, name: str, used: int, given: int | None, multiple: int) ->
     if given is not None and given < used:
         raise WrongOption(
             "option-invalid",
-            f"--vocab-size {given} is less than the {used} rows of {name} that have a meaning in "
-            f"{root}",
-            hint="give at least so many; the vocabulary of a model is not made smaller here",
+            f"--vocab-size {given} is less than the {used} rows of {name} in {root} that are not "
+            "padding",
+            hint="give at least that number: zckpt does not make a vocabulary smaller",
         )
     return align(given or used, multiple)
 
@@ -65,7 +66,7 @@ def omitted_rows(source: Manifest, rows: Mapping[str, int]) -> list[Notice]:
     return [
         note(
             "state-omitted",
-            f"rows of {name} that fill up the vocabulary, from {count}",
+            f"rows of {name} that only pad the vocabulary, from row {count} on",
             subject=name,
         )
         for name, count in rows.items()

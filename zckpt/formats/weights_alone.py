@@ -56,9 +56,7 @@ def weights_or_raise(
     except (ZckptError, *MALFORMED):
         _raise(error)
     tag = f" --tag {quote(reading.tag)}" if reading.tag else ""
-    way = (
-        f"`zckpt convert {quote(path)} DST --weights-only{tag}` writes the weights, which are whole"
-    )
+    way = f"`zckpt convert {quote(path)} DST --weights-only{tag}` writes the weights: all are there"
     if not (reading.weights_only or is_all(manifest)):
         raise error.with_way(way) from error
     how = "not read" if isinstance(error, UnsupportedCheckpoint) else "lost"

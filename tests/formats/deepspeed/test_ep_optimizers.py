@@ -195,7 +195,7 @@ def test_stage_3_and_odd_sizes(run: Path, tmp_path: Path) -> None:
 def test_several_sizes_need_names(trained_experts: Trained) -> None:
     """The two programs' lines of --param-names give the names of rank 0."""
     root = trained_experts(SEVERAL)
-    with pytest.raises(MissingData, match="sizes 2, 4, and without ZeRO") as caught:
+    with pytest.raises(MissingData, match="sizes 2, 4, and in stage 0") as caught:
         zckpt.read(root / "run")
     assert "--param-names" in str(caught.value.hint)
     case = WITHOUT_ZERO[SEVERAL]
@@ -304,7 +304,7 @@ def test_a_dense_copy_that_lacks_a_state(run: Path) -> None:
         del value["optimizer"]["optimizer_state_dict"]["state"][0]["exp_avg_sq"]
 
     edit(tag_of(run) / "expp_rank_1_mp_rank_00_optim_states.pt", change)
-    message = "its copy of embedding.weight has other states than ep rank 0's"
+    message = "embedding.weight has other optimizer states here than on ep rank 0"
     with pytest.raises(InconsistentCheckpoint, match=message):
         zckpt.read(run)
 

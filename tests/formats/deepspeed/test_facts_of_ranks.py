@@ -46,26 +46,26 @@ MODEL, OPTIMIZER = "*zero_pp_rank_1_*model_states.pt", "*zero_pp_rank_1_*optim_s
 FACTS: dict[str, tuple[Path, str, Callable[[Any], object], str]] = {
     "shapes": (
         Z3, MODEL, other_shape,
-        r"param_shapes\[0\]\.filter\.weight \(2, 1, 4\), and .* \(2, 1, 3\)"),
+        r"param_shapes\[0\]\.filter\.weight \(2, 1, 4\), but .* \(2, 1, 3\)"),
     "order": (Z3, MODEL, other_order, r"param_shapes\[0\] "),
     "model ranks": (
-        Z3, MODEL, lambda model: model.update(mp_world_size=2), "mp_world_size 2, and .* 1"),
+        Z3, MODEL, lambda model: model.update(mp_world_size=2), "mp_world_size 2, but .* 1"),
     "buffers": (
-        Z3, MODEL, lambda model: model.update(buffer_names=["a"]), r"buffer_names\[0\] 'a', and "),
-    "steps": (Z3, MODEL, lambda model: model.update(global_steps=9), "global_steps 9, and .* 3"),
-    "stage": (Z3, OPTIMIZER, of_state(zero_stage=2), "zero_stage 2, and .* 3"),
-    "stage of flat files": (EXAMPLE, OPTIMIZER, of_state(zero_stage=1), "zero_stage 1, and .* 2"),
-    "ranks": (Z3, OPTIMIZER, of_state(partition_count=4), "partition_count 4, and .* 2"),
+        Z3, MODEL, lambda model: model.update(buffer_names=["a"]), r"buffer_names\[0\] 'a', but "),
+    "steps": (Z3, MODEL, lambda model: model.update(global_steps=9), "global_steps 9, but .* 3"),
+    "stage": (Z3, OPTIMIZER, of_state(zero_stage=2), "zero_stage 2, but .* 3"),
+    "stage of flat files": (EXAMPLE, OPTIMIZER, of_state(zero_stage=1), "zero_stage 1, but .* 2"),
+    "ranks": (Z3, OPTIMIZER, of_state(partition_count=4), "partition_count 4, but .* 2"),
     "ranks by group": (
-        Z1, OPTIMIZER, of_state(partition_count=[2, 4]), r"partition_count\[1\] 4, and .* 2"),
-    "version": (Z1, OPTIMIZER, of_state(ds_version="0.9.3"), "ds_version '0.9.3', and .* '0.0.0'"),
+        Z1, OPTIMIZER, of_state(partition_count=[2, 4]), r"partition_count\[1\] 4, but .* 2"),
+    "version": (Z1, OPTIMIZER, of_state(ds_version="0.9.3"), "ds_version '0.9.3', but .* '0.0.0'"),
     "paddings": (
         EXAMPLE, OPTIMIZER, of_state(param_alignment_paddings=[[0], [8]]),
         r"param_alignment_paddings\[0\]"),
     "hyper-parameters": (
-        EXAMPLE, OPTIMIZER, of_groups(lr=0.5), r"param_groups\[1\]\.lr 0.5, and .* 0.0"),
+        EXAMPLE, OPTIMIZER, of_groups(lr=0.5), r"param_groups\[1\]\.lr 0.5, but .* 0.0"),
     "loss scale": (
-        EXAMPLE, OPTIMIZER, of_state(overflow=True), "overflow True, and .* False"),
+        EXAMPLE, OPTIMIZER, of_state(overflow=True), "overflow True, but .* False"),
 }  # fmt: skip
 
 

@@ -107,7 +107,7 @@ def test_each_model_rank_has_its_own() -> None:
         (
             [model(), "zero_pp_rank_0_mp_rank_000_optim_states.pt", optimizer(0)],
             InconsistentCheckpoint,
-            "has the same number as",
+            "has the same numbers in its name as",
         ),
     ],
 )
@@ -158,7 +158,10 @@ def test_names_show_the_grid(tmp_path: Path) -> None:
             "lacks layer_03-model_00-",
         ),
         (("layer_00-model_00-", f"layer_00-model_{10**20}-"), "lacks layer_00-model_01-"),
-        ([f"layer_00-model_0{tp}-" for tp in range(3)], "layers of 3 tensor ranks, but files of 4"),
+        (
+            [f"layer_00-model_0{tp}-" for tp in range(3)],
+            "layer files of 3 tensor ranks, but files of 4",
+        ),
     ],
 )
 def test_layers_that_are_not_of_the_grid(layers: list[str], said: str, tmp_path: Path) -> None:

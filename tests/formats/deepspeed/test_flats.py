@@ -99,7 +99,7 @@ def one_group_fewer(ranks: list[dict[str, Any]]) -> None:
         (lost_step, "only some ranks hold a step"),
         (another_type, "ranks keep exp_avg in different types: F32, F64"),
         (too_long, "which does not fit its 4 parameters"),
-        (one_group_fewer, "have 1 flat groups, but shapes are listed for 2"),
+        (one_group_fewer, "have 1 flat groups, but parameter shapes are listed for 2"),
     ],
 )
 def test_ranks_that_contradict_each_other(
@@ -158,7 +158,7 @@ def one_rank_with_a_group_fewer(ranks: list[dict[str, Any]]) -> None:
     ("spoil", "message"),
     [
         (empty_on_one, "elements of flat group 0, which does not fit its 4 parameters"),
-        (one_rank_with_a_group_fewer, "flat groups, but shapes are listed for 2"),
+        (one_rank_with_a_group_fewer, "flat groups, but parameter shapes are listed for 2"),
     ],
 )
 def test_one_rank_is_enough_for_a_contradiction(

@@ -101,7 +101,7 @@ def test_renamed(name: str, run_of: Callable[[str], Path], tmp_path: Path) -> No
 
 def test_files_of_layers_keep_their_numbers(run_of: Callable[[str], Path], tmp_path: Path) -> None:
     for rename in ([(r"^4\.", "14.")], [("tied_modules.embed", "tied_modules.head")]):
-        with pytest.raises(UnsupportedCheckpoint, match="its layers have other names now"):
+        with pytest.raises(UnsupportedCheckpoint, match="no longer have the names of its layers"):
             zckpt.reshard(run_of("stages"), tmp_path / "out", dp=2, rename=rename)
 
 

@@ -141,8 +141,8 @@ class TestWhatTheSourceLacks:
             tmp_path / "dcp", tmp_path / "out", to="deepspeed", like=str(run), rename=()
         )
         said = "\n".join(texts(report["warnings"]))
-        assert "at the source's step: last_batch_iteration = 2" in said
-        assert "the client state has other of --like" in said
+        assert "moved to the source's step: last_batch_iteration = 2" in said
+        assert "other in the client state is taken from --like" in said
         for path in tmp_path.glob("out/*/mp_rank_*"):
             model = torch.load(path, weights_only=False)
             assert model["lr_scheduler"] == {"last_batch_iteration": 2, "min_lr": 0.5}
@@ -207,15 +207,15 @@ def with_rate(whole: Path, name: str) -> None:
         (lambda whole: without(whole, "3.bias"), {}, MissingData,
          r"only --like has 3\.bias"),
         (lambda whole: without_states(whole, "7.bias"), {}, MissingData,
-         r"7\.bias has the states none in .*, and exp_avg, exp_avg_sq in --like"),
+         r"7\.bias has the states none in .*, but exp_avg, exp_avg_sq in --like"),
         (lambda whole: with_rate(whole, "7.bias"), {}, InconsistentCheckpoint,
-         "another lr for each"),
+         "different values of lr for them"),
         (None, {"rename": [(r"^6\.", "8.")]}, MissingData, "only the source has 8"),
         (None, {"like": "examples/run"}, MissingData, "have different parameters"),
         (None, {"like": "tests/data/fsdp2-2.13.0-w2"}, NotACheckpoint,
          "no checkpoint of deepspeed"),
         (None, {"like": "nowhere"}, NotACheckpoint, "does not exist"),
-        (None, {"pp": 3}, WrongOption, "--pp 3 needs the bounds"),
+        (None, {"pp": 3}, WrongOption, "--pp 3 needs the first layer"),
         (None, {"tp": 8}, ZckptError, "cannot be cut evenly over 8"),
         (None, {"stage": 2}, WrongOption, "does not go with a pipeline"),
     ],

@@ -271,7 +271,7 @@ class TestSums:
         """Every part has the same gradient."""
         root, numbers = laid(SEQUENTIAL_PARTS)
         warnings = zckpt.read(root, tp_rules="neox-parallel").notices.warnings
-        assert ["the part of tensor rank 0" in line for line in texts(warnings)] == [True]
+        assert ["only the summand of tensor rank 0" in line for line in texts(warnings)] == [True]
         own = [
             line["tensor"] for line in zckpt.verify(root, tp_rules="neox-parallel")["differences"]
         ]
@@ -367,7 +367,8 @@ FAULTS: dict[str, tuple[Change, type[ZckptError], str]] = {
     "swapped data ranks": (
         lambda d: swap(d, "pp_rank_0_", "pp_rank_1_", renamed=False),
         InconsistentCheckpoint, "was saved as"),
-    "swapped by their arguments": (writers(0, 2, 5, 4), InconsistentCheckpoint, "0, 2, 5, 4 wrote"),
+    "swapped by their arguments": (
+        writers(0, 2, 5, 4), InconsistentCheckpoint, "state the ranks 0, 2, 5, 4"),
     "a lost model rank": (forget("*mp_rank_01_*"), IncompleteCheckpoint, "lacks mp_rank_01"),
     "a lost stage": (forget("*mp_rank_0[23]_*"), IncompleteCheckpoint, "2 of 4 model ranks"),
     "a layer twice": (

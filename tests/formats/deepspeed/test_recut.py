@@ -219,18 +219,18 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            ({"pp": 3}, r"--pp 3 needs the bounds .* layers 0, 1, 3 to 7$"),
-            ({"pp": 3, "pp_partition": "type:attention"}, "by the classes of layers"),
+            ({"pp": 3}, r"--pp 3 needs the first layer of each stage, .* layers 0, 1, 3 to 7$"),
+            ({"pp": 3, "pp_partition": "type:attention"}, "depends on the classes of layers"),
             ({"pp": 3, "pp_partition": "parameters"}, "tied layer embed wherever it is used"),
             ({"pp": 3, "pp_partition": "uniform:7"}, "layers 0, 1, 3 to 7$"),
             ({"pp": 3, "pp_partition": "profile"}, "is none of uniform, uniform:LAYERS"),
             ({"pp_bounds": (0, 5, 9), "pp_partition": "uniform"}, "both say where"),
-            ({"pp": 3, "pp_bounds": (0, 5, 9)}, "those of 2 stages, not of --pp 3"),
+            ({"pp": 3, "pp_bounds": (0, 5, 9)}, "define 2 stages, but --pp asks for 3"),
             ({"pp_bounds": (0, 3, 7)}, "end before layer 7"),
             ({"pp_bounds": (0, 5, 8)}, "uses the tied layer embed"),
             ({"pp_bounds": (0, 2, 3, 4, 9)}, "layers 2 to 2 .* no trained parameter"),
-            ({"pp_bounds": (0, 5, 5, 9)}, "are not bounds"),
-            ({"pp_bounds": (1, 9)}, "are not bounds"),
+            ({"pp_bounds": (0, 5, 5, 9)}, "must begin with 0"),
+            ({"pp_bounds": (1, 9)}, "must begin with 0"),
             ({"pp": 0}, "--pp cannot be 0"),
             ({"pp": 1, "stage": 2}, "--stage does not apply"),
         ],
@@ -310,7 +310,7 @@ def test_the_engine_cuts_at_the_same_bounds(
 
 @pytest.mark.engines
 def test_a_type_that_the_stages_contradict(grid_trained: Trained, tmp_path: Path) -> None:
-    with pytest.raises(WrongOption, match="do not begin at layers 0,6, as") as raised:
+    with pytest.raises(WrongOption, match="would begin at layers 0,6, but they do not") as raised:
         zckpt.reshard(
             grid_trained(PLAIN) / "run", tmp_path / "out", pp=2, pp_partition="type:attention"
         )

@@ -89,7 +89,9 @@ def test_hyper_parameters_follow_the_parameters(source: Manifest, run: Manifest)
 def test_members_of_one_group_that_the_source_has_apart(run: Manifest, tmp_path: Path) -> None:
     groups: made.Groups = ({"embed": (4, 2)}, {"head": (2,), "norm": (3,)})
     apart = read(tmp_path / "apart", groups, {"lr": 0.25}, {"lr": 0.125})
-    with pytest.raises(ZckptError, match=r"head and embed are in one group .* another lr for each"):
+    with pytest.raises(
+        ZckptError, match=r"head and embed are in one group .* different values of lr for them"
+    ):
         in_run(apart, run)
 
 
@@ -105,7 +107,7 @@ def test_what_the_source_does_not_state(source: Manifest, run: Manifest) -> None
     result = in_run(replace(source, groups=own), run)
     assert [group["lr"] for group in result.groups or ()] == [0.5, 0.5]
     for number in (0, 1):
-        assert f"lr, weight_decay of group {number} is as in --like" in said(result, run)
+        assert f"lr, weight_decay of group {number} is taken from --like" in said(result, run)
     # for weights alone it does not matter
     result = in_run(replace(source, groups=own), run, weights_only=True)
     assert said(result, run) == ""
@@ -118,7 +120,9 @@ def test_another_adam(source: Manifest, run: Manifest, of_run: bool, how: str) -
         for each, flag in ((source, not of_run), (run, of_run))
     )
     result = in_run(replace(source, groups=own), replace(run, groups=theirs))
-    assert f"group 1: the optimizer of --like adds weight decay to {how}" in said(result, run)
+    assert f"group 1: the optimizer of --like applies weight decay to the {how}" in said(
+        result, run
+    )
     without = tuple({**group, "weight_decay": 0.0} for group in own)
     result = in_run(replace(source, groups=without), replace(run, groups=theirs))
     assert "weight decay" not in said(result, run)
@@ -216,7 +220,7 @@ def test_counters_of_as_many_steps(
     result = in_run(source, with_state(run, counters=of_run))
     expected = {"global_steps": 5, "skipped_steps": 0, "global_samples": samples}
     assert result.state["counters"] == expected
-    assert ("the samples of a step are unknown" in said(result, run)) == (not samples)
+    assert ("the number of samples per step is unknown" in said(result, run)) == (not samples)
 
 
 def test_counters_of_the_trainer(source: Manifest, run: Manifest) -> None:
@@ -238,11 +242,11 @@ def test_a_scheduler_moves_to_the_step_of_the_source(source: Manifest, run: Mani
     theirs = {"last_epoch": 3, "_step_count": 4, "base_lrs": [0.5]}
     result = in_run(source, with_state(run, lr_scheduler=theirs))
     assert result.state["lr_scheduler"] == {"last_epoch": 5, "_step_count": 6, "base_lrs": [0.5]}
-    assert "at the source's step: last_epoch = 5, _step_count = 6" in said(result, run)
+    assert "moved to the source's step: last_epoch = 5, _step_count = 6" in said(result, run)
     theirs = {"base_lrs": [0.5]}  # which does not say how often it was called
     result = in_run(source, with_state(run, lr_scheduler=theirs))
     assert result.state["lr_scheduler"] == theirs
-    assert "the scheduler of learning rates is as in --like" in said(result, run)
+    assert "the learning rate scheduler is taken from --like, unchanged" in said(result, run)
     source = with_state(source, lr_scheduler={"last_epoch": 1})
     result = in_run(source, with_state(run, lr_scheduler=theirs))
     assert result.state["lr_scheduler"] == {"last_epoch": 1}
@@ -261,7 +265,7 @@ def test_the_client_state_is_of_the_source_but_for_the_grid(
         "epoch": 2,
         "seed": 1,
     }
-    assert "the client state has args, seed of --like" in said(result, run)
+    assert "args, seed in the client state is taken from --like" in said(result, run)
 
 
 def test_what_counts_the_batches_of_the_run(source: Manifest, run: Manifest) -> None:
@@ -276,7 +280,9 @@ def test_what_counts_the_batches_of_the_run(source: Manifest, run: Manifest) -> 
     result = in_run(source, run)
     assert result.run.engine == run.run.engine
     assert (result.state["optimizer"], result.states) == ({"clip_grad": 1.0}, states[1])
-    assert "the loss scale is that of --like; random_ltd is as in --like" in said(result, run)
+    assert "the loss scale is taken from --like; random_ltd is taken from --like" in said(
+        result, run
+    )
     result = in_run(with_state(source, optimizer={}), run)
     assert result.state["optimizer"] == {"clip_grad": 1.0}
 
@@ -300,7 +306,7 @@ def test_the_scheduler_of_the_source_if_the_program_loads_it(
     of_torch = with_state(at_step_5(source), lr_scheduler={"last_epoch": 5})
     result = in_run(of_torch, run)
     assert result.state["lr_scheduler"] == {"last_batch_iteration": 4}
-    assert "that of --like, at the source's step: last_batch_iteration = 4" in said(result, run)
+    assert "from --like, moved to the source's step: last_batch_iteration = 4" in said(result, run)
     own = with_state(at_step_5(source), lr_scheduler={"last_batch_iteration": 1})
     assert in_run(own, run).state["lr_scheduler"] == {"last_batch_iteration": 1}
     own, of_run = with_config(own, "WarmupLR"), with_config(run, "WarmupLR")

@@ -162,8 +162,8 @@ def test_a_target_keeps_the_sequence_ranks_if_it_can(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"dp": 3, "sp": 2}, "3 data-parallel ranks cannot be divided by --sp 2"),
-        ({"dp": 3, "dialect": OLDER}, "does not apply to a run without ranks that share"),
-        ({"dp": 2, "stage": 0, "dialect": OLDER}, "or without ZeRO"),
+        ({"dp": 3, "dialect": OLDER}, "applies only to ZeRO runs in which several ranks share"),
+        ({"dp": 2, "stage": 0, "dialect": OLDER}, "applies only to ZeRO runs"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_sequence_ranks_beside_other_ranks() -> None:
     source = zckpt.read(OLD_1 / "run")
     apart = replace(source, place=GridPlace(0, Grid(1, 2)))
     assert TargetEngine(apart, options_of({"dp": 2})).sp == 1
-    with pytest.raises(WrongOption, match="does not go with pipelines, tensor ranks"):
+    with pytest.raises(WrongOption, match="cannot be combined with pipelines, tensor parallelism"):
         TargetEngine(apart, options_of({"dp": 2, "sp": 2}))
     with pytest.raises(WrongOption, match="--sp does not apply"):
         zckpt.reshard(DATA / "zckpt-0.1-pp2_tp2" / "run", "out", dp=2, sp=2)
@@ -198,11 +198,11 @@ def stating(run: Path, target: Path, **dimensions: Any) -> Path:
     [
         ({"cp_degree": 2}, UnsupportedCheckpoint, "axes .* does not know: cp_degree 2 .*states "
          "dp_world_size 4, mp_world_size 1, pp_degree 1, tp_degree 2, cp_degree 2"),
-        ({"tp_degree": 3}, UnsupportedCheckpoint, "does not know together: dp_world_size 4, "
+        ({"tp_degree": 3}, UnsupportedCheckpoint, "does not know: dp_world_size 4, "
          "mp_world_size 1, pp_degree 1, tp_degree 3; .* dp 4, pp 1 x tp 1"),
-        ({"pp_degree": 2}, UnsupportedCheckpoint, "does not know together"),
-        ({"tp_degree": 10**30}, UnsupportedCheckpoint, "does not know together"),
-        ({"tp_degree": "two"}, InconsistentCheckpoint, "it was pp 1 x tp 'two' .it states"),
+        ({"pp_degree": 2}, UnsupportedCheckpoint, "does not know"),
+        ({"tp_degree": 10**30}, UnsupportedCheckpoint, "does not know"),
+        ({"tp_degree": "two"}, InconsistentCheckpoint, "says pp 1 x tp 'two' .it states"),
         ({"cp_degree": 1}, None, ""),
     ],
 )  # fmt: skip

@@ -66,7 +66,7 @@ def test_names_of_an_fp32_run(tp: int | None, grid_trained: Trained, tmp_path: P
     """Torch's own optimizer knows its parameters by number; all tensor ranks have one order."""
     root = grid_trained(FP32)
     oracle = torch.load(root / "oracle.pt", weights_only=False)
-    with pytest.raises(MissingData, match="the order of the module does not tell apart"):
+    with pytest.raises(MissingData, match="the order of the module does not show which is which"):
         zckpt.convert(root / "run", tmp_path / "out")
     names = oracle["listed"]
     zckpt.convert(root / "run", tmp_path / "universal", param_names=names)
@@ -199,7 +199,11 @@ def test_a_pipeline_leaves_zero(
     root, case = grid_trained(name), CASES[name]
     report = zckpt.reshard(root / "run", tmp_path / "run", stage=0, **options)
     dtype = options.get("dtype", case.dtype)
-    said = "give the optimizer the trained" if dtype == "fp32" else "divides gradients by the loss"
+    said = (
+        "give the optimizer only the trained"
+        if dtype == "fp32"
+        else "divides gradients by the loss"
+    )
     assert [said in line for line in texts(report["warnings"])] == [True] * (case.dtype == dtype)
     assert zckpt.verify(tmp_path / "run", against=root / "run")["equal"]
     resumed = dataclasses.replace(
@@ -248,8 +252,8 @@ def test_names_that_no_file_of_a_pipeline_states(grid_trained: Trained, tmp_path
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda names: [names[1], names[0], *names[2:]], "fill the groups|is that of"),
-        (lambda names: [*names[:5], names[6], names[5], *names[7:]], "is that of 1.norm"),
+        (lambda names: [names[1], names[0], *names[2:]], "fill the groups|rounds to the weight"),
+        (lambda names: [*names[:5], names[6], names[5], *names[7:]], "rounds to the weight 1.norm"),
         (lambda names: names[:-1], "do not fill the groups"),
         (lambda names: [*names, "7.bias"], "do not fill the groups"),
         (lambda names: ["8.weight", *names[1:]], "which the model's state does not have"),
@@ -276,7 +280,8 @@ def test_wrong_names_of_whole_masters(grid_trained: Trained, tmp_path: Path) -> 
     assert names is not None
     swapped = [*names[:5], names[6], names[5], *names[7:]]
     with pytest.raises(
-        WrongOption, match=r"place of 1\.norm\.bias in .* is that of 1\.norm\.weight"
+        WrongOption,
+        match=r"the name 1\.norm\.bias to a master in .* rounds to the weight 1\.norm\.weight",
     ):
         zckpt.convert(root / "run", tmp_path / "out", param_names=swapped)
     assert not (tmp_path / "out").exists()

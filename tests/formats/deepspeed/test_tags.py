@@ -94,6 +94,6 @@ def test_a_lost_latest(example: Path, zckpt: Callable[..., Result]) -> None:
     assert zckpt("check", example).err == ""
     shutil.copytree(example / "global_step7", example / "global_step9")
     (example / "latest").unlink()
-    line = zckpt("inspect", example).err.rpartition("name the last one: ")[2]
+    line = zckpt("inspect", example).err.rpartition("write the pointer file: ")[2]
     subprocess.run(line, shell=True, check=True)
     assert "global_step9" in zckpt("inspect", example).out

@@ -99,7 +99,9 @@ def test_zero_3_is_told_what_is_a_buffer(tmp_path: Path, zckpt: Zckpt) -> None:
         assert refused.code == 2
         assert "these may be: scale, 0.weight, 0.bias" in refused.err
     asked = zckpt(*words, "--param-names", tmp_path / "trained", "--dry-run")
-    assert "scale, 0.weight, 0.bias: taken for frozen parameters; if any is a buffer" in asked.err
+    assert (
+        "scale, 0.weight, 0.bias: assumed to be frozen parameters; if any is a buffer" in asked.err
+    )
     done = zckpt(*words, "--param-names", tmp_path / "trained", "--buffers", "sc*")
     assert done.code == 0
     assert "scale" not in done.err

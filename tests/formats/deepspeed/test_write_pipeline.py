@@ -156,11 +156,15 @@ def test_files_are_those_of_the_engine(grid_trained: Trained, tmp_path: Path) ->
     ("options", "error", "said"),
     [
         ({"tp": 8}, UnsupportedCheckpoint, "cannot be cut evenly over 8"),
-        ({"tp": 1, "pp": 3}, WrongOption, "--pp 3 needs the bounds"),
+        ({"tp": 1, "pp": 3}, WrongOption, "--pp 3 needs the first layer"),
         ({"tp": 1, "pp_bounds": (0, 4)}, WrongOption, "end before layer"),
         ({"tp": 1, "stage": 2}, WrongOption, "--stage 2 does not go with a pipeline"),
         ({"tp": 1, "stage": 0}, WrongOption, "--stage 0 does not go with a pipeline"),
-        ({"tp": 1, "rename": [("1", "x")]}, UnsupportedCheckpoint, "have other names now"),
+        (
+            {"tp": 1, "rename": [("1", "x")]},
+            UnsupportedCheckpoint,
+            "no longer have the names of its layers",
+        ),
     ],
 )
 def test_refusals(

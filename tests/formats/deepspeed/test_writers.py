@@ -102,7 +102,7 @@ def test_parts_of_fastpersist(where: str, are_whole: bool, example: Path, zckpt:
         "a part": tag / "mp_rank_00_model_states.pt-1.4",
         "an optimizer's part": tag / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt-2.4",
     }[where]
-    hint = refused(zckpt, path, "is a part that FastPersist wrote of ")
+    hint = refused(zckpt, path, ", written by FastPersist")
     assert ("rename one part of each file" in hint) == are_whole
     assert ("without `writer` below `checkpoint`" in hint) != are_whole
 

@@ -116,7 +116,9 @@ def test_arguments_that_fit_the_folders(writers: tuple[int | None, ...], spread:
 @pytest.mark.parametrize("writers", [(1, 0, 2, 3), (0, 2, 1, 3), (0, 3, 2, 1)])
 def test_swapped_folders(writers: tuple[int, ...], spread: Path) -> None:
     _written_by(spread, writers)
-    with pytest.raises(errors.InconsistentCheckpoint, match="are swapped: by their arguments"):
+    with pytest.raises(
+        errors.InconsistentCheckpoint, match="are swapped: in the order of their names"
+    ):
         package.read(spread)
 
 

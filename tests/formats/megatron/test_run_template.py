@@ -237,7 +237,7 @@ class TestRefusals:
 
         edit(other / "optim.pt", change)
         error = self.refused(other, run, tmp_path / "new")
-        assert f"exp_avg in {other}, and exp_avg, exp_avg_sq" in str(error)
+        assert f"exp_avg in {other}, but exp_avg, exp_avg_sq" in str(error)
         assert "--weights-only" in error.hint
 
     def test_members_of_a_group_differ(self, other: Path, run: Path, tmp_path: Path) -> None:
@@ -248,8 +248,8 @@ class TestRefusals:
 
         edit(other / "optim.pt", change)
         error = self.refused(other, run, tmp_path / "new")
-        assert "are in one group of the run of --like" in str(error)
-        assert "another lr for each" in str(error)
+        assert "are in one group of the --like run" in str(error)
+        assert "different values of lr for them" in str(error)
 
     def test_hyper_parameters_that_the_source_lacks(
         self, other: Path, run: Path, tmp_path: Path

@@ -22,7 +22,7 @@ pipeline's layers have their weights in layer_NN[-model_TT]-model_states.pt.
     weights.py           reads the weights if the optimizer state is unreadable
     read.py              builds the manifest, with model ranks apart or joined
     gather/              the engine's own rule for its partitions
-    target_ranks.py      a target's model ranks, and the part of the source that each one has
+    target_ranks.py      a target's model ranks, and the part of the source that each one gets
     optimizer_files.py   the optimizer files of a target, also elastic ones
     older_model.py       what a lost model file had, from that of an older save
     run_template.py      `--like`: fits a source of another engine to the ranks and groups of a run
@@ -52,9 +52,8 @@ FORMAT = Format(
     numbers=True,
     compares="beginnings",
     keeps_shapes=True,
-    states="a flat buffer has place for tensors of the parameters' shapes, and for numbers that "
-    "all of its parameters share; --stage 0 has place for every state, unless the optimizer is a "
-    "FusedAdam",
+    states="a flat buffer stores only tensors of the parameters' shapes, and numbers that all of "
+    "its parameters share; --stage 0 stores every state, unless the optimizer is a FusedAdam",
     keeps_estimates=True,
     roles=ROLES,
     loads_by_place=True,

@@ -2,12 +2,12 @@
 
     expp_rank_0_mp_rank_00_optim_states.pt     experts 0, 1, and all dense parameters
     expp_rank_1_mp_rank_00_optim_states.pt     experts 2, 3, and a copy of the dense parameters
-    mp_rank_00_model_states.pt                 a copy of ep rank 0's, which the engine does not load
+    mp_rank_00_model_states.pt                 a copy of ep rank 0's optimizer; it is never loaded
 
 Every rank keeps a complete optimizer of its parameters. Of the ranks with the same experts, the
-first one saves it. If layers have several expert-parallel sizes, the files count the ranks of the
-largest size, and several files contain the experts of the other layers. DeepSpeed 0.19.8, engine.py
-`_save_moe_checkpoint`.
+first one saves it. If MoE layers differ in their expert-parallel size, there is one file per rank
+of the largest size. The experts of the other layers are then in several files. DeepSpeed 0.19.8,
+engine.py `_save_moe_checkpoint`.
 
 stage_0/naming.py names the parameters of ep rank 0. The optimizers of the other ranks list the same
 parameters with other experts. A group has either experts only or dense parameters only.
@@ -59,11 +59,12 @@ from .stage_0.optimizer import WholeOptimizer, kept, states_with, with_members, 
 
 
 def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Reading) -> Manifest:
-    """The manifest of one model rank with experts in stage 0.
+    """Reads a MoE checkpoint of ZeRO stage 0 that has one model rank; returns its manifest.
 
     Raises IncompleteCheckpoint (an ep rank or an expert is missing), InconsistentCheckpoint (files
     of different saves, or swapped), MissingData (nothing shows the names of parameters) and
-    UnsupportedCheckpoint (sizes of layers that nothing shows).
+    UnsupportedCheckpoint (AutoEP, or expert-parallel sizes that no file shows or that do not divide
+    each other).
     """
     (file, *_) = open_files(files.models, files.parsed)
     model = dictionary(file, file.value)
@@ -104,18 +105,21 @@ def _layers(ranks: EngineStates, files: Sequence[LayerFiles], reading: Reading) 
         raise MissingData(
             "names-needed",
             f"{ranks.directory.path}: layers of experts have the expert-parallel sizes "
-            f"{listed(sorted(sizes))}, and without ZeRO no file says which layer has which",
+            f"{listed(sorted(sizes))}, and in stage 0 no file says which layer has which size",
             hint="name the parameters of rank 0 with --param-names names.txt, in the order of "
             "optimizer.param_groups",
             file=ranks.directory.path,
         )
     if not sizes:
-        refuse(ranks.directory, "experts without ZeRO in groups that are not named ep_size_N")
+        refuse(ranks.directory, "experts in stage 0 whose groups are not named ep_size_N")
     return spread_over(ranks, files, (), sizes.pop())
 
 
 def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
-    """Raises unless there is one optimizer per ep rank of the largest size, with equal groups."""
+    """Raises unless there is one optimizer file per rank of the largest expert-parallel size.
+
+    Also raises if their param groups differ.
+    """
     path, largest = ranks[0].directory.path, max(layers.sizes)
     if len(ranks) < largest:
         raise IncompleteCheckpoint(
@@ -129,15 +133,15 @@ def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
             "mixed-saves",
             f"{ranks[largest].optimizers[0].path} is one file too many: the expert-parallel size "
             f"is {largest}",
-            hint="files of another save may lie between them; keep those of one save",
+            hint="files of another save may be among them: keep only the files of one save",
             file=ranks[largest].optimizers[0].path,
         )
     if odd := [size for size in layers.sizes if largest % size]:
         raise UnsupportedCheckpoint(
             "grid-unsupported",
             f"{path} has layers of experts of the expert-parallel sizes {odd[0]} and {largest}: "
-            "without ZeRO, DeepSpeed saves one optimizer for each rank of the largest size, which "
-            "does not have all experts of the other",
+            "in stage 0, DeepSpeed saves one optimizer for each rank of the largest size, and "
+            f"these lack some experts of the layers of size {odd[0]}",
             hint="train with ZeRO stage 1, or with sizes that divide each other",
             file=path,
         )
@@ -157,7 +161,7 @@ def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
 def _named(
     ranks: Sequence[EngineStates], experts: Experts, reading: Reading
 ) -> list[WholeOptimizer]:
-    """Names the parameters in the optimizers of all ep ranks, as in the full model."""
+    """Gives the parameters in every ep rank's optimizer their names in the full model."""
     whole, layers = experts.whole, experts.layers
     every = ((name, whole.file_of(name), own) for name, own in whole.module.items())
     hidden = {*whole.buffer_names, *whole.second_names}
@@ -220,8 +224,8 @@ def _varies(file: TorchFile, tensor: Tensor) -> bool:
 def _of_first(ranks: EngineStates, weights: Weights, param_names: Sequence[str] | None) -> Named:
     """The names of the parameters in ep rank 0's optimizer; raises the same errors as `names_of`.
 
-    If neither the files nor the user states names, those of dense parameters and those of experts
-    are searched separately.
+    If neither the files nor the user states names, dense parameters and experts are matched with
+    the weights separately.
     """
     if ranks.listed_shapes or param_names is not None:
         return names_of([ranks], weights, param_names)[0]
@@ -266,8 +270,8 @@ def _joined(
     if not inferred:
         return manifest
     message = (
-        f"the optimizers know their {counted(len(inferred), 'parameter')} by number: the names of "
-        f"{listed(inferred, 4)} are inferred from the order of the module"
+        f"the optimizers' states have only numbers for {counted(len(inferred), 'parameter')}: the "
+        f"names of {listed(inferred, 4)} are inferred from the order of the module"
     )
     by_order = warning("names-inferred", message, subject=inferred[0])
     return manifest.replace(warnings=(*manifest.notices.warnings, by_order))
@@ -294,9 +298,10 @@ def _of_module(first: Manifest, whole: EngineStates, trained: Collection[str]) -
 
 
 def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> Manifest:
-    """The manifest of another ep rank's optimizer; it keeps the groups of the first ep rank.
+    """The manifest of one further ep rank's optimizer, with the param groups of ep rank 0.
 
-    Raises InconsistentCheckpoint if its copy of a dense parameter has other states.
+    `first` is the manifest of ep rank 0. Raises InconsistentCheckpoint if the two optimizers have
+    different states for a dense parameter.
     """
     states, slots = whole.states, kept(whole, step_policy)
     tensors = ManifestTensors(states)
@@ -311,7 +316,7 @@ def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> 
     if odd := sorted(of_first ^ theirs):
         raise InconsistentCheckpoint(
             "mixed-saves",
-            f"{whole.file.path}: its copy of {odd[0][0]} has other states than ep rank 0's",
+            f"{whole.file.path}: {odd[0][0]} has other optimizer states here than on ep rank 0",
             hint="files of different saves seem to be mixed",
             file=whole.file.path,
         )

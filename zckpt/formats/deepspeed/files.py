@@ -65,7 +65,7 @@ COUNTERS = "global_steps", "global_samples"
 """Two neighboring keys of a model file; `global_steps` counts updates (DeepSpeed 0.19.8)."""
 KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
 OLD_EXPERT = role("expert", r"expert_(\d+)_mp_rank_(\d+)_model_states\.pt", "expert", "mp")
-SOME_STAGES = "mixture-of-experts layers in some stages of a pipeline alone"
+SOME_STAGES = "mixture-of-experts layers in only some stages of a pipeline"
 
 
 class RankFiles(Struct, frozen=True):
@@ -73,9 +73,9 @@ class RankFiles(Struct, frozen=True):
 
     `models` is one file in stages 1 and 2, and one per data-parallel rank in stage 3. `experts` is
     keyed by the layer's number in its model rank and the expert's number in the layer. `of_ep` are
-    the optimizers of all ep ranks, in order, in a run with experts in stage 0. `parsed` caches the
-    opened files of all model ranks. `number` is the model rank. `sp` is the number of
-    sequence-parallel ranks that the file names count as model ranks.
+    the optimizer files of all ep ranks, in order, if a run with experts was in stage 0. `parsed`
+    caches the opened files of all model ranks. `number` is the model rank. `sp` is the number of
+    sequence-parallel ranks, if the file names count these as model ranks; else 1.
     """
 
     models: Sequence[str]
@@ -115,7 +115,7 @@ class GridFiles(Struct, frozen=True):
         return [*(path for rank in self.ranks for path in rank.paths), *self.layers.values()]
 
     def layers_of(self, tp: int) -> dict[int, TorchFile]:
-        """The opened layer files of one tensor rank, in the order of the model."""
+        """The opened layer files of tensor rank `tp`, by the layer's number in ascending order."""
         paths = {layer: path for (layer, rank), path in sorted(self.layers.items()) if rank == tp}
         return dict(zip(paths, open_files([*paths.values()], self.parsed), strict=True))
 
@@ -123,7 +123,8 @@ class GridFiles(Struct, frozen=True):
 def detect(path: str) -> list[str]:
     """Tags of the checkpoints at `path`; for a tag directory, its own name.
 
-    A single foreign file counts as a checkpoint only so that an error can name it.
+    A single file of another writer (DataStates-LLM, FastPersist) gives the tag "", so that `locate`
+    can refuse it by name.
     """
     return KIND.detect(path) or ([""] if is_foreign(path) else [])
 
@@ -140,12 +141,15 @@ def tags(path: str) -> list[str]:
 
 
 def pointer(path: str) -> str | None:
-    """The tag in the file `latest`, which the engine writes after all ranks have saved."""
+    """The tag in the file `latest`, which the engine writes after all ranks have saved.
+
+    None without such a file.
+    """
     return pointed(path, KIND.pointer)
 
 
 def counter(path: str) -> int | None:
-    """The `global_steps` of the first model file; None if the path is not one tag."""
+    """The `global_steps` in the first model file; None unless `path` has exactly one checkpoint."""
     try:
         folder = KIND.locate(path, None).path
     except ZckptError:
@@ -197,9 +201,9 @@ def grid_files(directory: TagDirectory, written: Grid | None = None) -> GridFile
     if len(ranks) % tp:
         raise IncompleteCheckpoint(
             "missing-rank-file",
-            f"{directory.path} has layers of {tp} tensor ranks, but files of {len(ranks)} model "
-            "ranks",
-            hint=f"expected a multiple of {tp}: copy all files again",
+            f"{directory.path} has layer files of {tp} tensor ranks, but files of {len(ranks)} "
+            "model ranks",
+            hint=f"the number of model ranks must be a multiple of {tp}: copy all files again",
             file=directory.path,
         )
     return GridFiles(ranks, layers, Grid(len(ranks) // tp, tp, bool(layers)))
@@ -233,7 +237,7 @@ def files_in(directory: TagDirectory, names: Iterable[str]) -> FilesByRole:
         if (other := files[recognized.role].setdefault(recognized.numbers, path)) != path:
             raise InconsistentCheckpoint(
                 "mixed-saves",
-                f"{path} has the same number as {os.path.basename(other)}",
+                f"{path} has the same numbers in its name as {os.path.basename(other)}",
                 hint="remove the one that DeepSpeed did not write: it writes mp_rank_01 and "
                 "layer_08",
                 file=path,
@@ -258,7 +262,8 @@ def files_in(directory: TagDirectory, names: Iterable[str]) -> FilesByRole:
 def rank_files(directory: TagDirectory, by_role: FilesByRole, parsed: Parsed) -> list[RankFiles]:
     """The files of each model rank; raises IncompleteCheckpoint if the names show a missing one.
 
-    Sequence-parallel ranks are no model ranks: their files are joined as data-parallel ranks.
+    Files of sequence-parallel ranks are listed as those of data-parallel ranks, even if their names
+    count them as model ranks.
     """
     if not (by_role[MODEL] or by_role[MODEL_3]):
         raise IncompleteCheckpoint(
@@ -300,7 +305,10 @@ def rank_files(directory: TagDirectory, by_role: FilesByRole, parsed: Parsed) ->
 def need_files(
     directory: TagDirectory, role: Role, files: FilesByRole, wanted: Iterable[Numbers]
 ) -> None:
-    """Raises IncompleteCheckpoint if there are files of this role, but not all `wanted` ones."""
+    """Raises IncompleteCheckpoint if some files of a role exist, but not all of them.
+
+    `wanted` has the numbers in the names of all files that must exist.
+    """
     if files[role]:
         refuse_gaps(directory.path, gaps(role, files[role], wanted))
 
@@ -330,5 +338,5 @@ def recovery_scripts(tag: str) -> list[Notice]:
     names = [name for name in SCRIPTS if sources.is_file(os.path.join(run, name))]
     if not names:
         return []
-    message = f"{' and '.join(names)}: `zckpt convert --weights-only --dtype fp32` does their work"
+    message = f"{' and '.join(names)}: use `zckpt convert --weights-only --dtype fp32` instead"
     return [note("file-omitted", message, file=os.path.join(run, names[0]))]

@@ -38,25 +38,26 @@ from ..deepspeed_states.states import (
 MOST_IN_SEQUENCE = 64  # largest factor to try when the files may be of some of the ranks only
 GROUP_STEP = "base_optimizer_state_step"  # elastic files have this key instead of groups
 Sharing = Callable[[int, ParameterShapes], Sequence[tuple[EngineStates, ParameterShapes]]]
-"""A function that returns the flat buffers of a group, given its place and parameters.
+"""A function that returns the flat buffers of a param group.
 
-Each buffer is a pair: the states of the ranks that share it, and its parameters.
+It gets the group's number and its parameters' shapes. A buffer is a pair: the files of the ranks
+that share it, and its parameters' shapes.
 """
 
 
 def flat_buffers(
     ranks: EngineStates, step_policy: str | None, sharing: Sharing | None = None
 ) -> Iterator[FlatBuffer]:
-    """Yields every flat buffer of the checkpoint, read from all ranks.
+    """Yields every flat buffer of the checkpoint: masters and optimizer states from all ranks.
 
-    `sharing` says which ranks share the buffers of a group; by default all ranks do.
+    `sharing` returns which ranks share the buffers of a group; by default all ranks do.
     """
     shapes = ranks.param_shapes()
     masters = [_masters(ranks, state) for state in ranks.states]
     if odd := [len(tensors) for tensors in masters if len(tensors) != len(shapes)]:
         raise _contradiction(
             ranks,
-            f"the optimizer files have {odd[0]} flat groups, but shapes are listed for "
+            f"the optimizer files have {odd[0]} flat groups, but parameter shapes are listed for "
             f"{len(shapes)}",
             "model and optimizer files of different saves seem to be mixed",
         )
@@ -237,10 +238,11 @@ class _RankedBuffer(Struct, dict=True):
     # -- tensors
 
     def _slot(self, key: str, values: Sequence[Any]) -> BufferSlot | None:
-        """The slot of a state whose tensor on every rank is as long as the rank's partition.
+        """The optimizer state `key` as a `BufferSlot`; None if it cannot be divided by parameter.
 
-        The length may include padding or not: masters are saved without it, states with it. A state
-        of complete parameters (`_whole`) is a slot too. None for any other state.
+        `values` has the state on each rank: a tensor as long as the rank's partition. The length
+        may include padding or not: masters are saved without it, states with it. Complete states of
+        parameters (`_whole`) are accepted too.
         """
         tensors = [value for value in values if isinstance(value, Tensor) and value.shape]
         if len(tensors) == self.ranks.dp and all(
@@ -261,7 +263,10 @@ class _RankedBuffer(Struct, dict=True):
         return zero.FlatGroup(extents, SIZES[tensors[0].dtype])
 
     def _cut(self, name: str, tensors: Sequence[Tensor]) -> BufferSlot:
-        """The slot `name`: the ranks' partitions `tensors`, divided among the parameters."""
+        """Divides the ranks' partitions of one state (`tensors`) among the parameters.
+
+        Returns the state under the slot name `name`.
+        """
         dtypes = sorted({tensor.dtype for tensor in tensors})
         if len(dtypes) > 1:
             what = f"ranks keep {name} in different types: {', '.join(dtypes)}"
@@ -276,11 +281,11 @@ class _RankedBuffer(Struct, dict=True):
         return BufferSlot(name, dtypes[0], {own: part(*span) for own, span in self.spans.items()})
 
     def _whole(self, key: str, values: Sequence[Any]) -> BufferSlot | None:
-        """A state that every rank keeps complete for each parameter in its partition; else None.
+        """Reads a state that ranks keep complete for each parameter in their partition.
 
         Example: Muon's `momentum_buffer` in stages 1 and 2 without offload. Muon orthogonalizes
-        full matrices, so a rank's partition has complete states one behind the other. The first
-        rank's copy is used.
+        full matrices, so a rank's tensor has complete states one behind the other. If several ranks
+        have a parameter's state, the first rank's is used. None if the tensors have other lengths.
         """
         group = self._group(self.masters)
         dtypes = {value.dtype for value in values if isinstance(value, Tensor) and value.numel}
@@ -304,10 +309,11 @@ class _RankedBuffer(Struct, dict=True):
     def _steps(
         self, group: int, kept: Sequence[Any], policy: str | None
     ) -> tuple[list[Sighting], StepPlace | None, list[Notice]]:
-        """Collects the steps that ranks state for this buffer, in their states and their groups.
+        """Collects this buffer's step counts from all ranks: in optimizer states and param groups.
 
-        Returns every statement, the place of the true step, and warnings. Raises unless all ranks
-        agree. `kept` has the step in each rank's state.
+        Returns a `Sighting` for each place that states a step, the place that the optimizer itself
+        uses (None without a step), and warnings. Raises unless all ranks agree. `kept` has the step
+        in each rank's optimizer state.
         """
         if any(map(_is_empty, kept)):
             what = f"the step of flat group {self.place} is lost: DeepSpeed's elastic save cut it "
@@ -334,7 +340,10 @@ class _RankedBuffer(Struct, dict=True):
         return sightings, place, warnings
 
     def _stated(self, what: str, where: str, values: Sequence[Any]) -> steps.StatedSteps:
-        """The steps that the ranks state in one place; raises if only some ranks state a step."""
+        """The ranks' steps in one place of their files; raises if only some ranks state a step.
+
+        `what` names the place in errors. `where` is "state" or "group".
+        """
         statement = steps.StatedSteps(where)
         for rank, value in enumerate(values):
             shape = value.shape if isinstance(value, (Scalar, Tensor)) else ()
@@ -351,11 +360,11 @@ def _is_empty(value: Any) -> bool:
 
 
 def _stored(value: Any) -> Any:
-    """The tensor of shape [1] that an empty tensor was before an elastic save cut its element off.
+    """Restores a step that an elastic save has emptied, as a tensor of shape [1].
 
-    The engine slices the padding off a step too. The step is then empty, but its storage still has
-    the element. Any other value is returned unchanged: a tensor with elements, or an empty one
-    whose storage does not have exactly one element.
+    The engine slices the padding off a step too. The step is then an empty tensor, but its storage
+    still has the element. Any other value is returned unchanged: a tensor with elements, or an
+    empty one whose storage does not have exactly one element.
     """
     if not _is_empty(value) or value.storage.length != SIZES[value.dtype]:
         return value

@@ -42,7 +42,7 @@ OF_ENGINES = {
 
 
 def obstacles(source: Manifest, options: Options) -> list[Notice]:
-    """Every difference between the files and the run that these options describe."""
+    """One notice for each difference that keeps a run with these options from loading the files."""
     engine, new = _engine_of(source, Options()), _engine_of(source, options)
     pairs = _pairs(engine, new)
     if is_other_optimizer(new, source):
@@ -68,9 +68,9 @@ def obstacles(source: Manifest, options: Options) -> list[Notice]:
 def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
     """Problems: settings in which the target's engine differs from the engine that saved `run`.
 
-    None if the user gives a ds_config, which states the engine. Types are not compared: the loader
-    casts tensors, and finds files under the names of both types (0.19.8). A scheduler whose state
-    the source lacks is a problem too.
+    No settings are compared if the user gives a ds_config, which states the engine. Types are never
+    compared: the loader casts tensors, and finds files under the names of both types (0.19.8). A
+    scheduler whose state the source lacks is a problem too.
     """
     if options[CONFIG] is not None:  # the ds_config states the engine
         return []
@@ -95,10 +95,10 @@ def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
 
 
 def begins(source: Manifest, options: Options) -> Beginning:
-    """Which state (a `Beginning`) a target stores for parameters that were never updated.
+    """What a target stores for parameters that the optimizer never updated (see `Beginning`).
 
-    "group" if all parameters of a group share one step, else "bare". `source` has the target's
-    engine.
+    "group" (zeros at the group's step) if all parameters of a group share one step, else "bare" (no
+    state). `source` has the target's engine.
     """
     return "group" if shares_steps(_engine_of(source, options), source) else "bare"
 

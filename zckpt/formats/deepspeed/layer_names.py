@@ -3,9 +3,10 @@
     3.fc.weight                     of layer 3
     tied_modules.embed.weight       of the tied layer `embed`, wherever it is used
 
-In files of layers, both have only the rest of the name. A stage has the layers whose numbers are in
-its names. It may also have tied layers, functions and frozen layers. Their numbers are after the
-previous stage's last number and before the next stage's first number.
+In files of layers, both have only the rest of the name. A pipeline stage has the layers whose
+numbers are in its parameter names. It may also have tied layers, functions and frozen layers, which
+these names do not show. Such layers lie between the last number of the previous stage and the first
+number of the next one.
 """
 
 from __future__ import annotations

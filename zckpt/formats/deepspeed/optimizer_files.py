@@ -31,7 +31,8 @@ from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
 def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell]:
     """Yields one optimizer file per rank.
 
-    In stage 3 the files differ only in tensors, in partition states, and in ranks' estimates.
+    In stage 3 all ranks' files have the same pickle, unless the source has optimizer states or
+    learning rate estimates (Prodigy) that belong to single ranks.
     """
     differs = target.source.states.of_form("partition", "estimate")
     alike = target.engine.partitioned and not differs
@@ -115,7 +116,7 @@ class _RankFile:
         """The base optimizer's state_dict; in elastic files a list of its states.
 
         The engine also requires the groups' step beside this list, even if its optimizer does not
-        use it (0.19.8: it fails without, even on files that it wrote itself).
+        use it (0.19.8: it fails without it, even on files that it wrote itself).
         """
         target = self.target
         if not self.is_elastic:
@@ -148,7 +149,7 @@ class _RankFile:
 
 
 def _paddings(buffer: TargetBuffer) -> list[int]:
-    """The padding after each of the engine's parameters; zeros if there are stacked experts."""
+    """The padding after each parameter, in elements; zeros if AutoEP has stacked experts."""
     parameters = dict.fromkeys(map(parameter_of, buffer.names))
     return list(buffer.paddings) if len(parameters) == len(buffer.names) else [0] * len(parameters)
 
@@ -170,7 +171,7 @@ class _RankPartition:
     def overlaps(self) -> Iterator[tuple[str, int, int, int]]:
         """Yields the parameters that lie in this partition, at least partly.
 
-        Each with its name, its number of elements, and its range [start, stop) in the partition.
+        An item has the name, the number of elements, and the range [start, stop) in the partition.
         """
         starts = self.buffer.starts
         for number in range(max(0, bisect_right(starts, self.start) - 1), len(starts) - 1):
@@ -184,7 +185,7 @@ class _RankPartition:
     def mapping(self) -> OrderedDict[str, Foreign]:
         """Maps each parameter to its start and its length in this partition.
 
-        DeepSpeed's converter reads it. For experts, the parameter is the stack that the engine has.
+        DeepSpeed's converter reads it. With AutoEP, the parameter is a rank's stack of experts.
         """
         address = "deepspeed.utils.tensor_fragment.fragment_address"
         places: dict[str, tuple[int, int]] = {}
@@ -201,18 +202,19 @@ class _RankPartition:
 
 
 def is_elastic(target: DeepSpeedTarget) -> bool:
-    """Whether to write elastic files: hyper-parameters are unknown, and the engine resumes exactly.
+    """Whether to write elastic files: only if hyper-parameters are unknown and nothing is lost.
 
     Elastic files contain no hyper-parameters, so the engine keeps those it was built with. Other
     files would need a guess. DeepSpeed 0.19.8, stage_1_and_2.py `_restore_base_optimizer_state`,
-    resumes exactly under two conditions:
+    resumes from them exactly under two conditions:
 
     * The stage is 1 or 2, and not BF16_Optimizer. All groups have the same states: the loader uses
       the keys of the first group. The optimizer is not Muon, which keeps momenta of complete
       parameters: the loader gives rank 0's to every rank. Moments are fp32: the loader casts all to
       fp32.
-    * Numbers are Python numbers. A number in a tensor, such as the step of torch's Adam, would get
-      the partition's padding. It works if there is no padding, or if the engine itself is elastic.
+    * States of one number, such as a step, are Python numbers. A number in a tensor, such as the
+      step of torch's Adam, would get the partition's padding. It works if there is no padding, or
+      if the engine itself is elastic.
     """
     engine, buffers, options = target.engine, target.buffers, target.options
     is_unknown = are_inferred(target.source) and not are_given(target.source)
@@ -260,8 +262,8 @@ def warnings_of_elastic(target: DeepSpeedTarget) -> Iterator[Notice]:
     padded = [str(n) for n, length in lengths if length < zero.partition_size(length, target.dp)]
     if padded and _keeps_numbers_as_tensors(target):
         message = (
-            "DeepSpeed (0.19.8) resumes from this, but will not from its own next save: its "
-            f"elastic save cuts the step of group {listed(padded)} off with the padding of rank 0; "
-            "zckpt reads that save"
+            "DeepSpeed (0.19.8) resumes from these files, but cannot resume from the elastic "
+            f"checkpoint that it saves next: that save cuts off the step of group {listed(padded)} "
+            "with the padding of rank 0; zckpt can read it"
         )
         yield warning("engine-fault", message)

@@ -51,7 +51,7 @@ def open_ranks(
     """Opens and checks the files of all data ranks of one model rank.
 
     `layers` are the files of a pipeline's layers by number, if the model rank is a pipeline stage.
-    Then the module's tensors are there.
+    Then the module's tensors are in these files.
 
     Raises if the files are not one complete ZeRO checkpoint: a rank is missing, world sizes or
     saves differ, or zckpt does not read this kind of file.
@@ -97,7 +97,7 @@ def open_ranks(
 
 
 def _base(directory: TagDirectory, state: Mapping[str, Any], partitioned: bool) -> dict[str, Any]:
-    """The base optimizer's state dict; of elastic files only `state`, by buffer number."""
+    """The base optimizer's state dict; for elastic files, it has only `state`, by buffer number."""
     base = state.get("optimizer_state_dict" if partitioned else "base_optimizer_state")
     if isinstance(base, list):
         return {"state": dict(enumerate(base))}
@@ -109,7 +109,7 @@ def _base(directory: TagDirectory, state: Mapping[str, Any], partitioned: bool) 
 
 
 def without_optimizer(directory: TagDirectory) -> IncompleteCheckpoint:
-    """The error for a directory without optimizer: neither in its own files nor in the model's."""
+    """The error for a directory without an optimizer, in optimizer files or in the model file."""
     return IncompleteCheckpoint(
         "missing-file",
         f"{directory.path} holds no optimizer files",
@@ -121,7 +121,7 @@ def without_optimizer(directory: TagDirectory) -> IncompleteCheckpoint:
 def check_kind(directory: TagDirectory, version: str, module: Any, config: Any) -> None:
     """Raises UnsupportedCheckpoint for old versions and features that the model files show.
 
-    ZenFlow's files have matrices transposed, under shapes that do not show it: its
+    ZenFlow's files may have transposed matrices, although the listed shapes are the usual ones: its
     `_flatten_dense_tensors` (runtime/zenflow/zenflow_utils.py) transposes. Before 0.19.7, stages 1
     and 2 transpose the weights of the module back; since then they do not. Stage 3 transposes the
     parameters themselves (engine_stage3.py).
@@ -169,9 +169,10 @@ def _check_count(
     model: Mapping[str, Any],
     sp: int = 1,
 ) -> None:
-    """Raises unless the number of files equals the ranks along an axis that a model file states.
+    """Raises unless there are as many `files` as the model file states ranks along an axis.
 
-    `sp` is the number of sequence-parallel ranks that the file names count as model ranks.
+    `axis` is "dp" or "mp". `sp` is the number of sequence-parallel ranks, if the file names count
+    these as model ranks; else 1.
     """
     count, ranks = len(files), {"dp": "data ranks", "mp": "model ranks"}[axis]
     stated_count = model.get(f"{axis}_world_size")
@@ -180,9 +181,9 @@ def _check_count(
     if stated_count < count:
         raise InconsistentCheckpoint(
             "world-size-disagrees",
-            f"{directory.path} holds files of {count} {ranks}, but its model states say there were "
+            f"{directory.path} holds files of {count} {ranks}, but its model files say there were "
             f"{stated_count} (they state {sequence_ranks.stated_sizes(model)})",
-            hint="files of another save may lie between them; keep those of one save",
+            hint="files of another save may be among them: keep only the files of one save",
             file=files[stated_count] if stated_count >= 0 else directory.path,
         )
     rows = gaps_along(axis, ROLES, dict(enumerate(files)), stated_count)
@@ -216,7 +217,9 @@ def hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
 def shapes_of_stage(
     states: Sequence[Mapping[str, Any]], layers: Mapping[int, TorchFile]
 ) -> list[dict[str, tuple[int, ...]]] | None:
-    """Names and shapes of each flat buffer, in order; None if no slices are stated.
+    """The parameters of each flat buffer with their shapes, in order, if the model file lacks them.
+
+    None if the optimizer files do not list them either.
 
     DeepSpeed 0.19.8 saves a bf16 pipeline without ZeRO (stage 0) with BF16_Optimizer's files, but
     with `param_shapes: None`. The optimizer files state the name, the place and the number of
@@ -263,15 +266,15 @@ def _shape(
     if shapes:
         raise UnsupportedCheckpoint(
             "grid-unsupported",
-            f"several layers may be the tied one of {name}, whose shapes are "
+            f"several layers may be the tied layer of {name}, where it has the shapes "
             f"{' and '.join(str(list(shape)) for shape in sorted(shapes))}",
-            hint="no file says which one it is",
+            hint="no file says which layer it is",
             subject=name,
         )
     raise InconsistentCheckpoint(
         "mixed-saves",
         f"no file of a layer has {name} with the {numel} elements that the optimizer's files state",
-        hint="files of another save may lie between them; keep those of one save",
+        hint="files of another save may be among them: keep only the files of one save",
         subject=name,
     )
 
@@ -280,12 +283,12 @@ def _shape(
 
 
 def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates]) -> int:
-    """Checks that files' contents match the grid of their names.
+    """Checks that files' contents match the pipeline and tensor ranks that their names show.
 
-    Returns the sequence-parallel size. Older files state no sizes. Then tensor ranks must have the
-    parameters of their stage's first rank, and the layers of a stage must come after those of the
-    previous stage; tied layers have no number. Raises InconsistentCheckpoint for other contents,
-    UnsupportedCheckpoint for unknown axes.
+    Returns the sequence-parallel size. Older files state no sizes. Then all tensor ranks of a
+    pipeline stage must have the same parameters, and the layers of a stage must come after those of
+    the previous stage (tied layers have no number). Raises InconsistentCheckpoint for other
+    contents, UnsupportedCheckpoint for unknown axes.
     """
     pp, tp = files.grid.pp, files.grid.tp
     named = files.ranks[0].sp if files.ranks else 1
@@ -313,7 +316,7 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
                 f"{first}, as both are of stage {number // tp}, but they differ in "
                 f"{listed(odd, 4)}",
                 hint="files of two ranks may be swapped, or of another save: copy all files again; "
-                "or those of a pipeline's layers are missing (layer_NN-model_states.pt)",
+                "or the layer files of a pipeline are missing (layer_NN-model_states.pt)",
                 file=directory.path,
             )
     refuse_other_writers(directory.path, [arguments(rank.model).get("rank") for rank in ranks])
@@ -323,8 +326,8 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
         if own_layers[0] <= before[-1]:
             raise InconsistentCheckpoint(
                 "swapped-files",
-                f"{directory.path}: model rank {number} has layer {own_layers[0]}, but model rank "
-                f"{first} has layer {before[-1]}",
+                f"{directory.path}: model rank {number} has layer {own_layers[0]}, but the earlier "
+                f"stage of model rank {first} has layer {before[-1]}",
                 hint="the files of two stages may be swapped, or of another save: copy all files "
                 "again",
                 file=directory.path,
@@ -347,18 +350,20 @@ LISTS = (
 )
 """Keys of a rank's optimizer state whose values are lists with one item per group.
 
-Only those that zckpt reads.
+Keys that zckpt does not read are left out.
 """
 
 
 def _in_order(
     state: dict[str, Any], base: dict[str, Any], first: Sequence[tuple[str, bool]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A rank's optimizer state and base state, with groups in the order of the first rank.
+    """Puts a rank's param groups into the order of the first rank's groups.
 
-    If layers of experts have several expert-parallel sizes, DeepSpeed (0.19.8, moe/utils.py)
-    iterates over a set of their names. So every process may list its groups of experts in another
-    order. A rank whose groups have other names keeps its order: the reader refuses it later.
+    Returns the rank's optimizer state and its base optimizer's state. `first` has the names of the
+    first rank's groups (see `_names`). If layers of experts have several expert-parallel sizes,
+    DeepSpeed (0.19.8, moe/utils.py) iterates over a set of their names. So every process may list
+    its groups of experts in another order. A rank whose groups have other names keeps its order:
+    the reader refuses it later.
     """
     names = _names(base)
     if names == first or sorted(names) != sorted(first):

@@ -1,11 +1,12 @@
-"""Builds the manifest of a DeepSpeed checkpoint, with model ranks apart or joined.
+"""Builds the manifest of a DeepSpeed checkpoint, with model ranks joined or kept separate.
 
-    model rank     a checkpoint by itself, in its place in the grid
-    tensor rank    the slices of all stages of a pipeline, and of the files of its layers
-    whole          the slices of all tensor ranks
+    of a model rank     the files of one mp_rank, with its pipeline stage and tensor rank
+    of a tensor rank    all its pipeline stages joined, with the weights from its layer files
+    of the full model   the slices of all tensor ranks joined
 
-Writing a run for another data-parallel size at the same grid requires no join. Each model rank
-keeps its own copies, drifted or not, and the cuts of tensors need not be known.
+If only the data-parallel size changes, model ranks are not joined. Each one then keeps its own
+copies of replicated tensors, even if these have drifted apart, and zckpt need not know how tensors
+are cut.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from .weights import without_optimizer
 Keys = Mapping[int, str] | None
 """Maps the numbers of tied layers' files to keys, for files whose bytes are not written yet."""
 OF_MODEL_RANKS = (
-    "of several model ranks, zckpt does not read a state of the ranks' parts of flat buffers"
+    "zckpt does not read states of partitions in a run with pipeline stages or tensor parallelism"
 )
 
 
@@ -53,14 +54,14 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     """The manifest of a run directory, a tag directory, or a trainer's directory around one.
 
     Only stage 0 needs `reading.param_names`. With `reading.ranks_apart` several model ranks are not
-    joined: the manifest keeps them separately. With `reading.with_slicings` the rules are also
-    applied to a run of one tensor rank, which they do not change.
+    joined: the manifest keeps them separately. With `reading.with_slicings` the manifest of a run
+    with one tensor rank also states how several tensor ranks would cut its tensors.
 
     Raises NotACheckpoint, IncompleteCheckpoint (a rank is missing), InconsistentCheckpoint (ranks
     contradict each other), CorruptCheckpoint, MissingData (nothing shows how parameters are cut, or
-    their names), UnsupportedCheckpoint (AutoEP, NVMe offload, before 0.5.10). If only the optimizer
-    is lost or unreadable, the weights are read if nothing else is left or asked for; `lost` states
-    this.
+    their names), UnsupportedCheckpoint (AutoEP, NVMe offload, before 0.5.10). If the optimizer is
+    lost or unreadable, only the weights are read, provided that nothing else is left or asked for.
+    The manifest's `lost` then states this.
     """
     directory = locate(path, reading.tag)
     try:
@@ -222,12 +223,12 @@ def stacked(manifests: Sequence[Manifest]) -> Manifest:
 def _with_weights_of_layers(
     ranks: Sequence[Manifest], models: Sequence[Manifest]
 ) -> Iterator[Manifest]:
-    """Adds to each model rank the weights of its masters that lie in files of layers.
+    """Adds the module's weights from layer files to the pipeline stages that have their masters.
 
-    Also sets the type of these weights. `models` are the full models of the tensor ranks. No file
-    states which stage a copy of a tied weight comes from, so each stage gets all copies. If there
-    are fewer copies than stages, only the first stage gets them: a stage that uses the layer
-    through a function saves no weight.
+    Yields the model ranks with these weights and the weights' type. `models` are the full models of
+    the tensor ranks. No file states which stage a copy of a tied weight comes from, so each stage
+    gets all copies. If there are fewer copies than stages, only the first stage gets them: a stage
+    that uses the layer through a function saves no weight.
     """
     tp = len(models)
     tensors = (chain(model.entries.values(), model.replicas) for model in models)

@@ -1,9 +1,10 @@
 """`--like RUN`: completes a source of another engine with facts that only a DeepSpeed run has.
 
-    from RUN       stages and layers of a pipeline, rules of slices, groups and their members, the
-                   ds_config, the order of parameters, the program's arguments
-    from source    weights, masters, moments, steps, hyper-parameters, the state of the scheduler if
-                   the program of RUN loads it
+    from RUN       stages and layers of a pipeline, rules for tensor-parallel slices, param groups
+                   and their members, the ds_config, the order of parameters, the program's
+                   arguments
+    from source    weights, masters, moments, steps, hyper-parameters, and the scheduler's state, if
+                   the program of RUN can load it
 
 The result is a manifest like RUN's, so the writers need no special case. Both must have the same
 parameters with the same shapes; rows that only pad a vocabulary may be missing. RUN may also be a
@@ -42,19 +43,21 @@ OF_RANKS = ("args", INFO)  # keys of the client state that describe the grid
 def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
     """Gives the source the stages, slices, groups and configuration of the run `like`.
 
-    Raises UnsupportedCheckpoint (a run with experts or elastic files), WrongOption (the source has
-    ranks of its own, or another optimizer), MissingData (a parameter, a shape or a state does not
-    fit), InconsistentCheckpoint (the members of one group differ).
+    Raises UnsupportedCheckpoint (a run with experts or elastic files), WrongOption (the source's
+    model ranks are not joined, or it has another optimizer), MissingData (a parameter, a shape or a
+    state does not fit), InconsistentCheckpoint (the source has different hyper-parameters within
+    one group of the run).
     """
     if source.ranks:
         raise WrongOption(
             "option-not-applicable",
-            f"--like does not apply to {source.root}, whose files say how its ranks share a model",
+            f"--like does not apply to {source.root}: its own files say how its ranks share the "
+            "model",
             hint="leave it out",
         )
     assert isinstance(like.run.engine, FlatBufferEngine)
     if like.run.engine.experts or like.groups is None:
-        reason, hint = "no parameter groups", "give a run without elastic_checkpoint"
+        reason, hint = "no parameter groups", "give a run that was saved without elastic_checkpoint"
         if like.run.engine.experts:
             reason = "experts"
             hint = "leave out --like: the names of groups show which ones have experts"
@@ -72,7 +75,7 @@ def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
 class _Run(Template):
     """The run of `--like` as a template that the source's values fill."""
 
-    way_to_groups = "--groups-from RUN takes the groups of the run and its hyper-parameters"
+    way_to_groups = "--groups-from RUN uses the groups and hyper-parameters of that run"
 
     def manifest(self) -> Manifest:
         source, like = self.source, self.run
@@ -127,8 +130,8 @@ class _Run(Template):
             lost = [key for key in ("lr", "weight_decay") if key in theirs and key not in group]
             if lost and not self.options.weights_only:
                 message = (
-                    f"{listed(lost)} of group {number} is as in --like: the source does not state "
-                    "it"
+                    f"{listed(lost)} of group {number} is taken from --like: the source does not "
+                    "state it"
                 )
                 self.warnings.append(warning("value-assumed", message, subject=lost[0]))
             result.append({key: _taken(key, value, group) for key, value in theirs.items()})
@@ -136,16 +139,17 @@ class _Run(Template):
             if group.get("weight_decay") and ours != other:
                 how = "weights" if other else "gradients"
                 message = (
-                    f"group {number}: the optimizer of --like adds weight decay to {how}, that of "
-                    "the source does not"
+                    f"group {number}: the optimizer of --like applies weight decay to the {how}, "
+                    "but the source's optimizer does not"
                 )
                 self.warnings.append(warning("not-exact", message, subject="weight_decay"))
         return tuple(result)
 
     def _state(self) -> dict[str, Any]:
-        """The state to write: the run's, except its counters, with values of the source.
+        """The manifest's state (all that is not a tensor): the run's, with values of the source.
 
-        The scheduler and the client state are the source's, as far as the source has them.
+        The run's counters are replaced. The scheduler and the client state are the source's, as far
+        as the source has them.
         """
         source, like = self.source, self.run
         state = {key: value for key, value in like.state.items() if key != "counters"}
@@ -153,17 +157,17 @@ class _Run(Template):
         optimizer = {key: value for key, value in optimizer_of_run.items() if key != "members"}
         assert isinstance(like.run.engine, FlatBufferEngine)
         if like.run.engine.dtype == "F16":
-            message = "the loss scale is that of --like"
+            message = "the loss scale is taken from --like"
             self.warnings.append(warning("value-assumed", message, subject="loss_scaler"))
         if full := [key for key in OF_THE_NEXT if state.get(key)]:
-            message = f"{listed(full)} is as in --like"
+            message = f"{listed(full)} is taken from --like"
             self.warnings.append(warning("value-assumed", message, subject=full[0]))
         theirs, ours = (m.state.get("client_state") or {} for m in (like, source))
         kept = {key: value for key, value in theirs.items() if key in OF_RANKS or key not in ours}
         if like.step is not None and kept.get(ITERATION) == like.step:
             kept[ITERATION] = int(source.step or 0)
         if lost := [str(key) for key in kept if key not in (INFO, ITERATION)]:
-            message = f"the client state has {listed(lost)} of --like"
+            message = f"{listed(lost)} in the client state is taken from --like"
             self.warnings.append(warning("value-assumed", message, subject=lost[0]))
         return {
             **state,
@@ -183,17 +187,17 @@ class _Run(Template):
         steps, samples = before.get("global_steps") or 0, before.get("global_samples") or 0
         rate, rest = divmod(int(samples), int(steps)) if steps else (0, 1)
         if rest:
-            message = "global_samples is 0: the samples of a step are unknown"
+            message = "global_samples is set to 0: the number of samples per step is unknown"
             self.warnings.append(warning("value-assumed", message, subject="global_samples"))
             rate = 0
         return {"global_steps": step, "skipped_steps": 0, "global_samples": rate * step}
 
     def _scheduler(self) -> Any:
-        """The scheduler's state: the source's, unless the program of the run could not load it.
+        """The scheduler's state to write: the source's, if the program of the run can load it.
 
-        If it could not, or the source has no scheduler, it is the run's state with the counters
-        moved on to the source's step. A warning tells the user this, also if there are no counters
-        to move.
+        Otherwise, or if the source has no scheduler, it is the run's state with its counters moved
+        on to the source's step. A warning tells the user this, also if there are no counters to
+        move.
         """
         theirs, ours = (m.state.get("lr_scheduler") for m in (self.run, self.source))
         if not isinstance(theirs, dict) or not (ours is None or self._has_other_scheduler()):
@@ -202,13 +206,14 @@ class _Run(Template):
         more = None if ours is None or before is None else ours - before
         counters = [key for key in SCHEDULED if type(theirs.get(key)) is int]
         if more is None or not counters:
-            message = "the scheduler of learning rates is as in --like"
+            message = "the state of the learning rate scheduler is taken from --like, unchanged"
             self.warnings.append(warning("value-assumed", message, subject="lr_scheduler"))
             return theirs
         moved = {key: theirs[key] + more for key in counters}
         values = ", ".join(f"{key} = {value}" for key, value in moved.items())
         message = (
-            f"the scheduler of learning rates is that of --like, at the source's step: {values}"
+            "the state of the learning rate scheduler is taken from --like, moved to the source's "
+            f"step: {values}"
         )
         self.warnings.append(warning("value-assumed", message, subject="lr_scheduler"))
         return {**theirs, **moved}

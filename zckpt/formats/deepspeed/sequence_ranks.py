@@ -9,8 +9,8 @@ as the model rank, so files show it like a tensor rank:
     since 0.19.5  `tp_degree` is sp, and `mp_world_size` is 1
     since 0.19.6  zero_pp_rank_{r}_mp_rank_00_..., as without sequence parallelism
 
-With `mesh_param` ZeRO cuts over the data ranks alone. The ranks of a sequence write the same files,
-which do not show them (0.19.8).
+With `mesh_param` ZeRO cuts over the data ranks alone. All ranks of a sequence then write the same
+files, which do not show how many ranks share a sequence (0.19.8).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def as_data_ranks(by_role: FilesByRole) -> FilesByRole:
 def at(dp: int, sp: int) -> int:
     """The smallest sequence-parallel size that is at least `sp` and divides `dp`.
 
-    If no size below 2 * sp does, `sp` is returned. Used if the names of some ranks only show that
-    the size is at least `sp`.
+    If no size below 2 * sp divides `dp`, `sp` is returned. Used if files are missing: the remaining
+    names show only that the size is at least `sp`.
     """
     return next((size for size in range(sp, 2 * sp) if dp % size == 0), sp)
 
@@ -68,11 +68,11 @@ def stated_sizes(model: Mapping[str, Any]) -> str:
 
 
 def of_model(model: Mapping[str, Any], path: str, grid: Grid, dp: int, named: int) -> int:
-    """The sequence-parallel size of a run, by one of its model files.
+    """The sequence-parallel size of a run, as one of its model files states it.
 
-    File names show the `grid` of model ranks, `dp` ranks, and `named` sequence-parallel ranks.
-    Raises UnsupportedCheckpoint for stated sizes that zckpt does not know or that mean something
-    else, and InconsistentCheckpoint for the sizes of another grid.
+    The file names show `grid` (the pipeline and tensor ranks), `dp` data ranks and `named`
+    sequence-parallel ranks. Raises UnsupportedCheckpoint if the file states sizes that zckpt does
+    not understand, and InconsistentCheckpoint if it states other sizes than the names.
     """
     dimensions = model.get(DIMENSIONS)
     if not isinstance(dimensions, dict):  # before 0.19.5
@@ -99,17 +99,18 @@ def of_model(model: Mapping[str, Any], path: str, grid: Grid, dp: int, named: in
     elif named == 1 and type(pp) is type(tp) is type(ranks) is int and ranks != pp * tp:
         raise UnsupportedCheckpoint(
             "grid-unsupported",
-            f"{path} states sizes that this version of zckpt does not know together: "
-            f"{stated_sizes(model)}; its files are those of dp {dp}, pp {grid.pp} x tp {grid.tp}",
-            hint="an axis that is not known may have changed them: try a newer version, or save "
-            "without this kind of parallelism",
+            f"{path} states a combination of sizes that this version of zckpt does not know: "
+            f"{stated_sizes(model)}; by their names, its files are those of dp {dp}, "
+            f"pp {grid.pp} x tp {grid.tp}",
+            hint="the run may have used a parallelism that zckpt does not know: try a newer "
+            "version, or save without it",
             file=path,
         )
     of_sequence = f" with {named} ranks for each sequence" if named > 1 else ""
     raise InconsistentCheckpoint(
         "world-size-disagrees",
-        f"the names of files are those of pp {grid.pp} x tp {grid.tp}{of_sequence}, but {path} "
-        f"says that it was pp {brief(pp)} x tp {brief(tp)} (it states {stated_sizes(model)})",
+        f"the file names are those of a run with pp {grid.pp} x tp {grid.tp}{of_sequence}, but "
+        f"{path} says pp {brief(pp)} x tp {brief(tp)} (it states {stated_sizes(model)})",
         hint="files of layers may be missing, or of another save: copy all files again",
         file=path,
     )

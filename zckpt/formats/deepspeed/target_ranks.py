@@ -1,12 +1,13 @@
 """The model ranks of a target, and the part of the source that each one gets.
 
-    as they are     The ranks of a run, for another data-parallel size. Nothing is joined.
+There are three cases:
+    same ranks      The model ranks stay, for another data-parallel size. Nothing is joined.
     other stages    The pipeline of each tensor rank is cut at other layers. Files of layers stay.
-    other slices    The full model is cut over tensor ranks, and these over stages, by the rules by
-                    which it was cut. Each layer of a tensor rank gets a file.
+    other slices    The full model is cut over tensor ranks by the source's own rules, and each
+                    tensor rank over pipeline stages. Each layer of a tensor rank gets a file.
 
-This module computes no offset: the files are read back. Without a pipeline there are no files of
-layers, and each tensor rank is one model rank.
+This module computes no byte offset: the files are laid out, and the reader finds the places of
+tensors. Without a pipeline there are no files of layers, and each tensor rank is one model rank.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
     ranks: Sequence[Manifest]
     grid: Grid | None = None
     wholes: Sequence[Manifest] = ()
-    """The model of each tensor rank before it was cut into stages.
+    """The model of each tensor rank before it is cut into stages.
 
     Empty if the source's stages are kept.
     """
@@ -165,7 +166,7 @@ def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
                 "by one",
                 hint=f"give --tp {grid.tp} too: then files of layers are written anew"
                 if is_known and grid.staged
-                else "`zckpt convert --to universal` takes the whole model",
+                else "`zckpt convert --to universal` joins the model ranks: give its output",
             )
 
 
@@ -198,8 +199,8 @@ def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
     if any(with_experts) and not all(with_experts):
         raise WrongOption(
             "stages-do-not-fit",
-            f"a stage of the target would have none of the layers of experts of {source.root}, and "
-            "DeepSpeed trains no such pipeline",
+            f"a stage of the target would have none of the layers of experts of {source.root}, but "
+            "DeepSpeed cannot train such a pipeline",
             hint="choose other bounds with --pp-bounds: every stage needs a layer of experts",
         )
     target = TargetRanks(
@@ -229,13 +230,13 @@ def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
         if options[option]:
             raise WrongOption(
                 "option-not-applicable",
-                f"{option.flag} does not go with pipelines and tensor ranks",
+                f"{option.flag} cannot be used with a pipeline or tensor parallelism",
                 hint="leave it out",
             )
     if layers_of(source.run.engine):
         raise UnsupportedCheckpoint(
             "target-unsupported",
-            f"{source.root}: zckpt writes experts for one tensor rank alone",
+            f"{source.root}: zckpt writes experts only for a single tensor rank",
             hint="leave out --tp",
             file=source.root,
         )
@@ -272,8 +273,9 @@ def _pipeline_of(source: Manifest) -> Pipeline | None:
     if of_stages != trained or names_in_layers != {*source.parameters, *source.buffers}:
         raise UnsupportedCheckpoint(
             "target-unsupported",
-            f"{source.root} was a pipeline, and its layers have other names now",
-            hint="let --rename change what follows the number of a layer, or the key of a tied one",
+            f"{source.root} was saved by a pipeline, but its tensors no longer have the names of "
+            "its layers",
+            hint="let --rename keep the layer's number, or the tied layer's key, in each name",
             file=source.root,
         )
     return pipeline

@@ -40,7 +40,7 @@ IN_STAGE_3 = "in stage 3 the optimizer's files hold the weights too: without the
 def without_optimizer(
     directory: TagDirectory, path: str, reading: Reading, error: ZckptError
 ) -> Manifest:
-    """The weights of a checkpoint whose optimizer caused an `error` while reading.
+    """Reads only the weights of a checkpoint whose optimizer caused `error` while reading.
 
     Raises the same errors as `weights_or_raise`.
     """
@@ -69,10 +69,9 @@ def without_optimizer(
 
 
 def _is_of_optimizer(error: ZckptError) -> bool:
-    """Whether an error may concern the optimizer's files alone, so that weights remain readable.
+    """Whether an error may concern only the optimizer's files, so that weights remain readable.
 
-    Files that contradict each other are from different saves. Then this is true only if the error
-    names an optimizer file.
+    If the error says that files contradict each other, it must name an optimizer file.
     """
     if isinstance(error, OF_FILES):
         return True
@@ -85,10 +84,10 @@ def _is_of_optimizer(error: ZckptError) -> bool:
 
 
 def _opened(path: str, error: ZckptError) -> TorchFile:
-    """Opens a model file from which all weights can be read without an optimizer.
+    """Opens a model file that has all weights of the model.
 
-    Raises `error` if it cannot: other model ranks or files of experts have weights too, stage 0's
-    optimizer is in it, or ZenFlow's weights may be transposed.
+    Raises `error` if other model ranks or files of experts have weights too, if the file has stage
+    0's optimizer, or if ZenFlow's weights may be transposed.
     """
     (file,) = open_files([path], Parsed())
     file.value = model = as_in_module(dictionary(file, file.value))

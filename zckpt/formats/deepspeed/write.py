@@ -29,7 +29,7 @@ from .target_ranks import TargetRanks, layer_files, target_ranks
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """Lays out the files of the target, and lists what it cannot store.
+    """Lays out the target's files (without their tensors' bytes), and lists what they cannot store.
 
     Raises before anything is written: WrongOption (options or a ds_config that contradict each
     other or the source), MissingData (states that the target needs, or the order of the parameters
@@ -129,8 +129,8 @@ def _refuse(ranks: TargetRanks, targets: list[DeepSpeedTarget]) -> None:
     if any(map(is_elastic, targets)):
         raise UnsupportedCheckpoint(
             "target-unsupported",
-            f"{ranks.source.root}: zckpt writes elastic files without pipelines and tensor ranks "
-            "alone",
+            f"{ranks.source.root}: zckpt writes elastic files only without a pipeline and without "
+            "tensor parallelism",
             file=ranks.source.root,
         )
 

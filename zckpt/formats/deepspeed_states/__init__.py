@@ -1,4 +1,4 @@
-"""DeepSpeed's model and optimizer states, in either kind of directory.
+"""What DeepSpeed's model and optimizer files contain, whichever kind of directory they are in.
 
 The formats `deepspeed` (a partition per rank) and `deepspeed_universal` (a file per parameter)
 share this package; it is not a format itself.
@@ -10,7 +10,7 @@ share this package; it is not a format itself.
                            to the rank in its name
     states.py              facts in model and optimizer states about the run and its flat buffers
     module_names.py        maps listed parameter names to the names of the module's weights
-    experts.py             names, layers and places of experts
+    experts.py             names and layers of experts, and the ranks that have them
     tensors.py             parameters, buffers, aliases and replicas of a manifest
     of_files.py            values other than tensors in the files of single ranks
     manifest.py            builds the manifest from all of these

@@ -32,7 +32,7 @@ OF_MODELS = (
 
 
 def check_models(files: Sequence[TorchFile]) -> None:
-    """Raises InconsistentCheckpoint if a model file states another fact than the first one."""
+    """Raises InconsistentCheckpoint unless all model files state the same sizes and counters."""
     values = [file.value for file in files]
     check_facts(files, values, lambda model: {key: model.get(key) for key in OF_MODELS})
 
@@ -42,9 +42,9 @@ def check_facts(
     states: Sequence[dict[str, Any]],
     facts: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> None:
-    """Raises InconsistentCheckpoint if a state's `facts` differ from the first state's.
+    """Raises InconsistentCheckpoint unless all files state the same facts as the first one.
 
-    `states` are the states in the files, one per file.
+    `states` has each file's content, and `facts` picks from it the values that must be equal.
     """
     values = for_each(states, facts)
     _check_tensors(files, values)
@@ -53,17 +53,17 @@ def check_facts(
             fact, value_in_file, first = difference
             raise InconsistentCheckpoint(
                 "ranks-disagree",
-                f"{file.path} states {fact} {brief(value_in_file)}, and "
-                f"{os.path.basename(files[0].path)} {brief(first)}",
+                f"{file.path} states {fact} {brief(value_in_file)}, but "
+                f"{os.path.basename(files[0].path)} states {brief(first)}",
                 file=file.path,
             )
 
 
 def _check_tensors(files: Sequence[TorchFile], values: Sequence[dict[str, Any]]) -> None:
-    """Raises InconsistentCheckpoint if tensors that all files must have alike differ in bytes.
+    """Raises InconsistentCheckpoint if tensors that must be equal in all files differ in bytes.
 
-    `values` are each file's facts, by key. Files with equal pickles can still differ in the bytes
-    of tensors.
+    `values` are the facts of each file, by key. Files with equal pickles can still differ in the
+    bytes of tensors.
     """
     for key, first in values[0].items():
         if not any(_tensors(first)):
@@ -98,7 +98,10 @@ def for_each(states: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], An
 
 
 def _difference(value: Any, first: Any, fact: str = "") -> tuple[str, Any, Any] | None:
-    """The first difference between two values: its path and both values; None if they are equal."""
+    """The first difference between two values: its path and both values; None if they are equal.
+
+    `fact` is the path of the values themselves.
+    """
     if value is first or value == first:
         return None
     pairs: list[tuple[str, Any, Any]] = []
@@ -117,7 +120,7 @@ def _difference(value: Any, first: Any, fact: str = "") -> tuple[str, Any, Any] 
 
 
 def check_names(files: Iterable[TorchFile]) -> list[Notice]:
-    """Compares files' names with the names they were saved under; returns notes on unknown ones.
+    """Checks that every file was saved under its present name; returns notes on what is unknown.
 
     `files` are all files of a directory. All numbers in a name count: of the data rank, the model
     rank, a layer, an expert. Earlier versions of zckpt saved several files under one name:
@@ -141,8 +144,8 @@ def check_names(files: Iterable[TorchFile]) -> list[Notice]:
     _refuse_copied_ranks(names, opened)
     message = (
         f"{other_count} of {len(names)} rank files were saved under the name of another rank, as "
-        "earlier versions of zckpt did: if one of these was swapped or copied, no name shows it "
-        "(`zckpt reshard` writes files with names of their own)"
+        "earlier versions of zckpt did: so no name shows whether one of these was swapped or "
+        "copied (`zckpt reshard` saves each file under its own name)"
     )
     return [note("saved-name-unknown", message), *nameless(names)]
 

@@ -120,9 +120,9 @@ class TagKind(Struct, frozen=True):
         if not (self.holds(path) or is_named) and sources.is_file(pointer):
             raise UnsupportedCheckpoint(
                 "unsafe-name",
-                f"{pointer} is a link that leads out of {path}, to {os.path.realpath(pointer)}, "
-                "which names no folder there",
-                hint="choose the tag with --tag, or put a file there",
+                f"{pointer} is a link that leads out of {path}, to {os.path.realpath(pointer)}: "
+                "that file does not contain the name of a tag's folder",
+                hint="choose the tag with --tag, or replace the link by a file",
                 file=path,
             )
         if not tags:
@@ -142,8 +142,8 @@ class TagKind(Struct, frozen=True):
     def _own_tag(self, path: str) -> str:
         """The tag of the tag folder `path`, which may contain slashes.
 
-        For a tag such as `epoch_1/step_3`, the run directory is the folder above whose pointer
-        names a tag with as many parts.
+        For a tag such as `epoch_1/step_3`, the run directory is the folder above it whose pointer
+        file names a tag with as many parts (two).
         """
         run, names = os.path.abspath(path), list[str]()
         while len(names) < MOST_FOLDERS:
@@ -157,7 +157,8 @@ class TagKind(Struct, frozen=True):
     def _folder(self, path: str, tag: str, statement: str, is_stated: bool = True) -> TagDirectory:
         """The folder `tag` of `path`; `statement` introduces the tag in errors.
 
-        Raises IncompleteCheckpoint if the pointer file names a wrong tag, else NotACheckpoint.
+        If there is no such folder, raises IncompleteCheckpoint if the pointer file names the tag
+        (`is_stated`), and NotACheckpoint if the user does.
         """
         directory = os.path.join(path, tag)
         if not is_tag(tag):
@@ -328,7 +329,7 @@ LAST = 200  # bytes; the JSON ends with that key
 
 
 def whole_name(name: str) -> str:
-    """The name of the complete file that `name` is FastPersist's part of; other names unchanged."""
+    """The name of the file of which FastPersist wrote the part `name`; other names unchanged."""
     whole, _, numbers = name.rpartition("-")
     return whole if whole.endswith(ENDING) and NUMBERS.fullmatch(numbers) else name
 
@@ -392,7 +393,7 @@ def _refuse_part(path: str) -> NoReturn:
         )
     raise UnsupportedCheckpoint(
         "writer-unsupported",
-        f"{path} is a part that FastPersist wrote of {whole_name(os.path.basename(path))}, and "
+        f"{path} is one part of {whole_name(os.path.basename(path))}, written by FastPersist: "
         "zckpt does not read such parts",
         hint=hint,
         file=path,

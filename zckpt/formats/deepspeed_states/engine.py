@@ -35,7 +35,7 @@ class TargetEngine:
         self.has_config = config is not None
         for key in ("zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "data_types"):
             if not isinstance((config or {}).get(key, {}), (dict, type(None))):
-                raise WrongOption("ds-config-wrong", f"the ds_config's {key} is not an object")
+                raise WrongOption("ds-config-wrong", f"the ds_config's {key} is not a JSON object")
         if nested(config, "zero_optimization", "offload_optimizer", "device") == "nvme":
             raise WrongOption(
                 "ds-config-wrong",
@@ -49,7 +49,7 @@ class TargetEngine:
             if isinstance(size, int) and size > largest:
                 raise WrongOption(
                     "ds-config-wrong",
-                    f"the ds_config sets {what} {size}, which zckpt does not write",
+                    f"the ds_config sets {what} {size}: zckpt does not write files for that",
                 )
         size = nested(config, "zero_optimization", "sub_group_size")
         if isinstance(size, (int, float)) and size < 1:
@@ -126,7 +126,7 @@ class TargetEngine:
 
     @property
     def offloads(self) -> bool:
-        """Whether optimizer states are kept in the processor's memory."""
+        """Whether optimizer states are offloaded to CPU memory."""
         device = self.option("zero_optimization", "offload_optimizer", "device")
         return device == "cpu" or self.option("zero_optimization", "cpu_offload") is True
 
@@ -239,8 +239,8 @@ class TargetEngine:
         if asked > 1 and (is_shared or layers_of(source.run.engine)):
             raise WrongOption(
                 "options-conflict",
-                f"--sp {asked} does not go with pipelines, tensor ranks and experts",
-                hint="leave out --sp: zckpt does not know how these share their ranks",
+                f"--sp {asked} cannot be combined with pipelines, tensor parallelism or experts",
+                hint="leave out --sp: zckpt does not know which ranks would share a sequence",
             )
         return asked
 
@@ -251,8 +251,8 @@ class TargetEngine:
         if is_asked and not has_them:
             raise WrongOption(
                 "option-not-applicable",
-                f"--dialect {asked} does not apply to a run without ranks that share a sequence, "
-                "or without ZeRO: its files have the same names in all releases",
+                f"--dialect {asked} applies only to ZeRO runs in which several ranks share a "
+                "sequence: other runs' files have the same names in all releases",
                 hint="leave it out, or say how many ranks share a sequence: --sp",
             )
         of_run = source.run.origin.dialect if asked is None and self.options[LIKE] else None

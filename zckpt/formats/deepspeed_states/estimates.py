@@ -77,9 +77,9 @@ def _is_of_ranks(values: Any, dp: int) -> bool:
 
 
 def need_same_ranks(source: Manifest, dp: int = 0, stage: int | None = None) -> None:
-    """Raises UnsupportedCheckpoint unless the target's ranks have the source's partitions.
+    """Raises UnsupportedCheckpoint if ranks' estimates differ and the target partitions otherwise.
 
-    `stage` is None for a target without partitions.
+    `dp` and `stage` are the target's; `stage` is None for a target without partitions.
     """
     stage_of_source, flat = source.run.origin.zero_stage, (1, 2)
     estimates = stated_estimates(source)

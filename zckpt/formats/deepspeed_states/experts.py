@@ -124,10 +124,7 @@ class ExpertLayers(Struct, frozen=True):
         return None if parts is None else self.layers.get(parts.layer)
 
     def ep_of(self, names: Sequence[str]) -> int:
-        """The number of ranks over which the members of one group are spread.
-
-        1 for a dense group.
-        """
+        """The expert-parallel size of one param group with the members `names`; 1 if dense."""
         eps = {1 if layer is None else layer.ep for layer in map(self.layer_of, names)}
         assert len(eps) == 1, names
         return eps.pop()
@@ -165,16 +162,16 @@ class ExpertLayers(Struct, frozen=True):
         return name if layer is None else self.global_name(name, of_layer[layer.name])
 
     def everywhere(self, local: Sequence[str]) -> list[str]:
-        """Extends one rank's members of a group to the members in the full model.
+        """Adds the experts of all other ranks to one rank's members of a param group (`local`).
 
-        For any expert-parallel size, the members on a rank then keep the order that `local` gives
-        them.
+        The result is ordered so that, for any expert-parallel size, each rank's members are in the
+        order of `local`.
         """
         runs = groupby(local, self.layer_of)  # consecutive names of the same layer
         return [name for layer, run in runs for name in _spread(layer, [*run])]
 
     def is_regular(self, names: Sequence[str]) -> bool:
-        """Whether a group's order shows the order that the group has at every other ep size."""
+        """Whether the order of a group's members determines it for every expert-parallel size."""
         return all(
             layer is None or _order([*run], layer.experts) is not None
             for layer, run in groupby(names, self.layer_of)
@@ -281,7 +278,7 @@ class ExpertRanks(Struct, frozen=True):
 
 LAYERS = ("ds_autoep_layers", "autoep_layers")
 AUTO_EP_READ = (
-    "AutoEP is read in ZeRO stages 1 and 2, without AutoTP, round_robin_gradients and "
+    "zckpt reads AutoEP only in ZeRO stages 1 and 2, without AutoTP, round_robin_gradients and "
     "parameter_alignment"
 )
 

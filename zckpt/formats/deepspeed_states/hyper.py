@@ -36,15 +36,16 @@ OF_IMPLEMENTATIONS = frozenset((*TORCH, "fused", "bias_correction", "decoupled_w
 
 
 def optimizer_name(engine: TargetEngine, source: Manifest) -> str:
-    """The target's base optimizer by its `plain_name`; "" if nothing names it."""
+    """The target's base optimizer, spelled as by `plain_name`; "" if nothing names it."""
     return plain_name(engine.optimizer) if engine.optimizer else likely_optimizer(source)
 
 
 def adam_class(engine: TargetEngine, source: Manifest) -> str | None:
-    """The class of Adam that groups and steps are written for, as `--optimizer` names it.
+    """The class of Adam for which param groups and steps are written, as `--optimizer` names it.
 
-    None to keep the form of the source, whose files fit its own optimizer. If hyper-parameters are
-    missing, or another ds_config is given, it is the class that the engine makes by the ds_config.
+    Without that option, it is None if the source's groups are complete and no ds_config is given:
+    then groups and steps are written as in the source. Otherwise it is the class that the engine
+    makes by the ds_config (None if that is no Adam).
     """
     if engine.options[OPTIMIZER]:
         return engine.options[OPTIMIZER]
@@ -113,8 +114,8 @@ def complete_groups(
     if source.groups is None and not inferred and not is_known:
         raise WrongOption(
             "optimizer-unsupported",
-            "DeepSpeed's ZeRO does not support the source's optimizer, "
-            f"{source.optimizer or 'which no file names'}",
+            "DeepSpeed's ZeRO does not support the source's optimizer: "
+            f"{source.optimizer or 'no file names it'}",
             hint="continue with Adam: --optimizer torch; or write --weights-only",
         )
     if source.groups and not inferred:
@@ -165,8 +166,8 @@ def _refuse_groups_of_adagrad(
     if of_torch and len(groups) > 1 and not (engine.whole or engine.offloads):
         raise UnsupportedCheckpoint(
             "optimizer-unsupported",
-            "DeepSpeed's ZeRO supports one group only for torch's Adagrad, but the source has "
-            f"{len(groups)}",
+            "with torch's Adagrad, DeepSpeed's ZeRO supports only one param group, but the source "
+            f"has {len(groups)}",
             hint="--stage 0 keeps the groups; or write --weights-only",
         )
 
@@ -228,10 +229,10 @@ def _stated(engine: TargetEngine, needed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def one_type(key: str, dtypes: Sequence[str]) -> str:
-    """The common type of a state in a flat buffer, for the types of its parameters.
+    """The type of an optimizer state in a flat buffer, where all parameters must have the same.
 
-    If the types are different floats, F64 or F32. Raises UnsupportedState for a mix of integers and
-    other types.
+    `dtypes` are the state's types in the source, one per parameter. Different floats become F64 or
+    F32. Raises UnsupportedState for a mix of integers and other types.
     """
     types = {*dtypes}
     if len(types) == 1:
@@ -267,10 +268,10 @@ def _no_states(source: Manifest) -> MissingData:
 
 
 def are_of_families(name: str, source: Manifest) -> bool | None:
-    """Whether an optimizer can continue the states of the source's optimizer.
+    """Whether the optimizer `name` can continue from the states of the source's optimizer.
 
-    `name` is its `plain_name`. None unless both are known. The engine's Muon updates some groups as
-    Adam does.
+    `name` is spelled as by `plain_name`. None if zckpt does not know both optimizers. The engine's
+    Muon updates some groups as Adam does, so it can continue from Adam's states too.
     """
     before = [plain_name(each) for each in (source.optimizer or "").split(", ")]
     family = known_optimizer(name).family
@@ -283,7 +284,7 @@ def are_of_families(name: str, source: Manifest) -> bool | None:
 def is_other_optimizer(engine: TargetEngine, source: Manifest) -> bool:
     """Whether the engine makes another optimizer than the source's.
 
-    False unless both have names.
+    False if one of the two is not named anywhere.
     """
     if None in (source.optimizer, engine.optimizer):
         return False
@@ -301,7 +302,8 @@ def check_states(engine: TargetEngine, source: Manifest, states: Collection[str]
     if states and engine.optimizer and are_of_families(name, source) is False:
         raise WrongOption(
             "ds-config-wrong",
-            f"the ds_config's optimizer is {engine.optimizer}, the source's is {source.optimizer}",
+            f"the ds_config's optimizer is {engine.optimizer}, but the source's is "
+            f"{source.optimizer}",
             hint="use the optimizer of the source, or --weights-only",
         )
     missing = [slot for slot in known_optimizer(name).states if slot not in states]

@@ -233,7 +233,7 @@ def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
 
 
 def _by_value(files: Sequence[TorchFile]) -> list[list[TorchFile]]:
-    """Sorts files into lists that share one parsed value, because their pickles are equal."""
+    """Groups files with equal pickles: all files of a group share one parsed value."""
     return [*by_key((id(file.value), file) for file in files).values()]
 
 
@@ -251,7 +251,7 @@ def _frozen_warnings(ranks: EngineStates, lost: Sequence[str]) -> list[Notice]:
         message = f"the weights {listed(lost)} are not in this checkpoint: {LOST_FROZEN.message}"
         warnings.append(warning("weights-missing", message, subject=lost[0]))
     if ranks.excludes_frozen:
-        message = "saved with exclude_frozen_parameters: frozen weights, if any, are not here"
+        message = "saved with exclude_frozen_parameters: frozen weights, if any, are missing"
         warnings.append(warning("weights-missing", message))
     return warnings
 
@@ -266,7 +266,7 @@ def _buffer_warnings(differing: Sequence[str]) -> list[Notice]:
 def _trainer_warnings(around: str | None) -> list[Notice]:
     if around is None:
         return []
-    message = f"the Trainer's files are not included; to include them, give {around}"
+    message = f"the Trainer's files are not included: to include them, give the directory {around}"
     return [warning("file-omitted", message, file=around)]
 
 
@@ -339,8 +339,8 @@ def _elastic_warnings(ranks: EngineStates, groups: Sequence[dict[str, Any]] | No
         message = "an elastic checkpoint: it holds no hyper-parameters"
         return [warning("hyperparameter-missing", message)]
     message = (
-        "an elastic checkpoint stores no settings of single groups: the hyper-parameters are taken "
-        "from the ds_config and the scheduler"
+        "an elastic checkpoint stores no hyper-parameters of groups: they are taken from the "
+        "ds_config and the scheduler"
     )
     return [warning("value-assumed", message)]
 
@@ -370,9 +370,9 @@ def stated_optimizer(
 
 
 def step_place(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> StepPlace | None:
-    """Where the base optimizer keeps its true step; None without a step.
+    """Where the base optimizer keeps the step that it uses; None without a step.
 
-    If that is the state, the result also has the stale step of the groups.
+    If that is in the optimizer's state, the result also has the unused step of the param groups.
     """
     place = next((buffer.step_place for buffer in buffers if buffer.step_place), None)
     if place is None:

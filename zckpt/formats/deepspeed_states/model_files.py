@@ -29,8 +29,8 @@ def model_files(
 ) -> Iterator[Shell]:
     """Yields the model files: one in stages 0, 1 and 2, one per rank in stage 3.
 
-    `derives` casts module weights that the source lacks from the masters. Without `derives`, only
-    weights of the source are written. `optimizer` makes the optimizer's state in stage 0.
+    With `derives`, module weights that the source lacks are cast from the masters; otherwise they
+    are left out. `optimizer` makes the optimizer's state in stage 0.
     """
     for rank in range(target.dp if target.engine.partitioned else 1):
         first = 1 if rank and target.aliases else 0  # only rank 0's file has second names
@@ -169,12 +169,12 @@ def _frozen_dtype(target: DeepSpeedTarget, dtype: str) -> str:
 def _frozen(
     target: DeepSpeedTarget, weights: Mapping[str, Tensor], storages: Storages
 ) -> tuple[Any, Any]:
-    """The values of frozen_param_shapes and frozen_param_fragments; None in stages 0 and 1.
+    """The values of `frozen_param_shapes` and `frozen_param_fragments` in a model file.
 
-    Both are None if frozen weights were left out. From empty fragments the engine concludes that
-    the model has no frozen weights, and fails at each frozen weight of the model (0.19.8, engine.py
-    `load_module_state_dict`). So if the source may have left some out, only the shapes are empty.
-    An adapter was saved without its base model, so both are None.
+    Both are None in stages 0 and 1, and if frozen weights were left out of the save, as with an
+    adapter without its base model. If it is unknown whether some were left out, the shapes are
+    empty and the fragments None. Empty fragments would tell the engine that the model has no frozen
+    weights: it would fail at each one (0.19.8, engine.py `load_module_state_dict`).
     """
     # a base weight may have a tied weight's name, or count as a buffer if it is quantized
     known_names = {*target.source.parameters, *target.aliases, *target.source.buffers}

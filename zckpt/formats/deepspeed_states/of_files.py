@@ -86,8 +86,9 @@ def of_ranks(ranks: EngineStates) -> dict[str, dict[str, Any]]:
 def layout(ranks: EngineStates) -> dict[str, dict[str, Any]]:
     """What each file states about the run's sizes and partitions, by file name.
 
-    The reader computes the same facts; these are kept for comparison. Slice mappings under
-    `round_robin_gradients` are left out: DeepSpeed's do not match its buffers, and zckpt's do.
+    The reader computes the same facts; these are kept for comparisons. Slice mappings under
+    `round_robin_gradients` are left out: those that DeepSpeed writes do not match its flat buffers,
+    while zckpt writes correct ones.
     """
     statements: dict[str, dict[str, Any]] = {}
     for file in ranks.models:
@@ -102,10 +103,10 @@ def layout(ranks: EngineStates) -> dict[str, dict[str, Any]]:
 
 
 def _crc_of_slices(groups: Any) -> int:
-    """One checksum over the places of all parameters in a rank's partitions, which are many.
+    """One checksum for the starts and lengths of all parameters in a rank's partitions.
 
-    Ranks may list groups of experts in different orders (see deepspeed/moe). So the numbers of
-    groups are left out. So are wrappers' words in names, as in comparisons of names.
+    The groups' numbers are left out, because ranks may list groups of experts in different orders
+    (see deepspeed/moe). Words that wrappers insert into names are left out too.
     """
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         return crc32(repr(comparable(groups)).encode())
@@ -132,7 +133,9 @@ def own_client_state(differing: Mapping[str, Iterable[str]]) -> list[Notice]:
     keys = {key for values in differing.values() for key in values}
     client_keys = sorted(key.removeprefix(CLIENT) for key in keys if key.startswith(CLIENT))
     return [
-        note("rank-state-omitted", f"client_state {key!r} of ranks other than 0", subject=key)
+        note(
+            "rank-state-omitted", f"client_state {key!r}: only rank 0's value is kept", subject=key
+        )
         for key in client_keys
     ]
 
@@ -157,10 +160,11 @@ OF_ENGINE = OF_BASE | {
 
 
 def extra_states_of(ranks: EngineStates) -> list[StateRow]:
-    """Rows of optimizer state that belongs to no parameter, and of states that zckpt does not read.
+    """Optimizer state that belongs to no parameter, as rows of the manifest's `states`.
 
-    Each row has the values of all ranks, unless these are one number. Keys that begin with `zckpt`
-    are skipped, because zckpt wrote them.
+    A number that is equal on all ranks is kept. Of other states, a row has the values of all ranks,
+    which are compared but never written. Keys that begin with `zckpt` are skipped, because zckpt
+    wrote them.
     """
 
     def keep(values: Any, path: str, tensors: dict[Key, Entry]) -> Any:

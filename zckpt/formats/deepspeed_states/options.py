@@ -37,7 +37,7 @@ def _check_bounds(bounds: Sequence[int]) -> None:
     if len(bounds) < 2 or bounds[0] != 0 or any(map(operator.ge, bounds, bounds[1:])):
         raise WrongOption(
             "option-invalid",
-            f"--pp-bounds {','.join(map(str, bounds))} are not bounds of stages",
+            f"--pp-bounds {','.join(map(str, bounds))} must begin with 0 and then increase",
             hint="give the first layer of each stage, then the number of all layers: 0,12,24",
         )
 

@@ -17,8 +17,8 @@ from .target import DeepSpeedTarget
 
 MAX_BATCH = 1 << 22  # samples; nobody trains with more
 TRAINED_ALONE = (
-    "give the optimizer the trained parameters alone: in fp32 without ZeRO DeepSpeed loads its "
-    "state by number, and the source does not show whether frozen ones have numbers too"
+    "give the optimizer only the trained parameters: in fp32 at stage 0, DeepSpeed loads its state "
+    "by number, and the source does not show whether frozen parameters have numbers too"
 )
 
 
@@ -39,7 +39,7 @@ def of_assumed(target: DeepSpeedTarget) -> list[Notice]:
         f"{key}={value}" for key, value in target.assumed.items() if value is not None
     )
     name = optimizer_name(target.engine, target.source)
-    message = f"hyper-parameters that the source does not hold are {name}'s defaults: {values}"
+    message = f"the source lacks hyper-parameters; these are set to {name}'s defaults: {values}"
     return [warning("value-assumed", message, subject=next(iter(target.assumed)))]
 
 
@@ -100,7 +100,7 @@ def of_sequences(target: DeepSpeedTarget) -> list[Notice]:
     message = (
         "DeepSpeed before 0.19.6 loads no checkpoint in a run whose ranks share sequences: "
         "load_checkpoint ends in IndexError (list index out of range), unless the program patches "
-        "it; 0.19.6 needs the other names (without --dialect)"
+        "it; 0.19.6 and later need the newer file names (leave out --dialect)"
     )
     return [*warnings, warning("engine-fault", message, subject="--dialect")]
 
@@ -117,7 +117,7 @@ def _of_guessed(target: DeepSpeedTarget) -> list[Notice]:
         return []
     names = list(target.frozen)
     message = (
-        f"{listed(names, 4)}: taken for frozen parameters; if any is a buffer, name it with "
+        f"{listed(names, 4)}: assumed to be frozen parameters; if any is a buffer, name it with "
         "--buffers"
     )
     return [warning("frozen-inferred", message, subject=names[0])]
@@ -191,7 +191,7 @@ def _of_clipping(target: DeepSpeedTarget) -> list[Notice]:
     if norm == (usual_norm(target) if clipping_in_config is None else clipping_in_config):
         return []
     message = (
-        f"the source clips gradients to {brief(norm)} (clip_grad), and the target's optimizer "
-        f'takes that of its ds_config: state "gradient_clipping": {brief(norm)} there'
+        f"the source clips gradients to {brief(norm)} (clip_grad), but the target's engine reads "
+        f'the norm from its ds_config: set "gradient_clipping": {brief(norm)} there'
     )
     return [warning("program-must-set", message, subject="gradient_clipping")]

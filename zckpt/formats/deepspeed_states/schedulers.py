@@ -1,7 +1,8 @@
 """The state that the scheduler of a DeepSpeed run loads.
 
     the ds_config names          the files get
-    a scheduler of DeepSpeed's   the source's state of this class, else one of as many updates
+    a scheduler of DeepSpeed's   the source's state if it is of this class, else a new state that
+                                 counts as many updates
     one of torch's               the source's state
     none                         the source's state, which the program may give to its own scheduler
 
@@ -111,8 +112,8 @@ def _may_lack(source: Manifest) -> bool:
 
 def _unnamed(source: Manifest) -> Notice:
     message = (
-        f"{source.root} has no scheduler's state: a program that gives DeepSpeed a scheduler calls "
-        f"{WITHOUT}, and sets its step"
+        f"{source.root} has no scheduler state: if your program gives DeepSpeed a scheduler, call "
+        f"{WITHOUT}, and set the scheduler's step"
     )
     return warning("program-must-set", message, subject="lr_scheduler")
 
@@ -132,7 +133,7 @@ def lacking_of(source: Manifest, run: Manifest) -> Notice | None:
     """
     theirs, ours = (side.state.get("lr_scheduler") or {} for side in (run, source))
     keys = [key for key in (COUNTER, OF_TORCH) if key in theirs and key not in ours]
-    return _lacking(source, keys[0], "that of the program", "lr_scheduler") if keys else None
+    return _lacking(source, keys[0], "the program's scheduler", "lr_scheduler") if keys else None
 
 
 def _lacking(source: Manifest, key: str, scheduler: str, subject: str) -> Notice:
@@ -140,7 +141,7 @@ def _lacking(source: Manifest, key: str, scheduler: str, subject: str) -> Notice
     lacks = f"no {key} in the state of its scheduler" if state else "no scheduler"
     return warning(
         "program-does-not-fit",
-        f"the checkpoint has {lacks}, but {scheduler} would load it",
+        f"the checkpoint has {lacks}, but {scheduler} needs it",
         subject=subject,
         hint=f"use the scheduler of the checkpoint, or let another one begin anew: {WITHOUT}",
     )

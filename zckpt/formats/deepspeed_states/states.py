@@ -1,4 +1,4 @@
-"""Facts in model and optimizer states about a run, independent of the files' layout."""
+"""What opened model and optimizer files state about a run, whichever layout they are in."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ModuleOverrides(Struct, frozen=True):
 
 
 class EngineStates(Struct, frozen=True):
-    """The opened files of one checkpoint, either all ranks' files or merged ones.
+    """The opened files of one checkpoint: those of all ranks, or of a universal directory.
 
     `model` is the content of the first model file, and `overrides` overrides it. `states` and
     `bases` have one item for each file in `optimizers`: the engine's optimizer state, and in it the
@@ -87,7 +87,7 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def buffer_names(self) -> Sequence[str]:
-        """The buffers of the module."""
+        """The names of the module's buffers."""
         names = self.overrides.buffer_names
         return self.model.get("buffer_names") or () if names is None else names
 
@@ -172,8 +172,8 @@ class EngineStates(Struct, frozen=True):
     def excludes_frozen(self) -> bool | None:
         """Whether `save_checkpoint(exclude_frozen_parameters=True)` left frozen weights out.
 
-        None if the files do not show it: stages 0 and 1, and DeepSpeed before 0.9.1. zckpt writes
-        empty shapes without fragments for a source that did not show it (model_files.py).
+        None if the files do not show it: stages 0 and 1, and DeepSpeed before 0.9.1. For such a
+        source, zckpt writes empty shapes without fragments (model_files.py).
         """
         if (self.stage or 0) < 2 or "frozen_param_fragments" not in self.model:
             return None
@@ -260,7 +260,7 @@ class EngineStates(Struct, frozen=True):
     def number(self, rank: int, value: Any) -> Any:
         """The number in a value of a rank's optimizer file, if it is a tensor of one element.
 
-        Any other value unchanged.
+        Any other value is returned unchanged.
         """
         return self.optimizers[rank].number(value)
 
@@ -404,9 +404,10 @@ def comparable(value: Any) -> Any:
 
 
 class BufferSlot(Struct, frozen=True):
-    """The masters, or one optimizer state, of all parameters of a flat buffer, by parameter name.
+    """The masters, or one optimizer state, of all parameters of a flat buffer.
 
-    `copies` are replicas, each with its parameter's name.
+    `fragments` maps each parameter's name to the places of its elements in files. `copies` are
+    replicas on further ranks, each with its parameter's name.
     """
 
     name: str
@@ -418,11 +419,12 @@ class BufferSlot(Struct, frozen=True):
 class FlatBuffer(Struct, frozen=True):
     """One flat buffer: its parameters in the user's order, and the values that they share.
 
-    `step_place` is the place of the true step; `sightings` are all places that state a step.
-    `partition_values` are states that cannot be divided among parameters: by key, the values of all
-    ranks, each from the rank's file in `files`. `starts` maps parameters, in the user's order, to
-    their first elements. `other` are the first parameter's states that are neither slots nor
-    numbers.
+    `slots` are the masters and the optimizer states of the parameters' shapes, `scalars` the states
+    of one number. `step_place` is the place of the step that the optimizer uses; `sightings` are
+    all places that state a step. `partition_values` are states that cannot be divided among
+    parameters: by key, the values of all ranks, each from the rank's file in `files`. `starts` maps
+    parameters to their first elements in the buffer. `other` are further states of the first
+    parameter.
     """
 
     group: int
@@ -442,7 +444,7 @@ class FlatBuffer(Struct, frozen=True):
 def states_of_partitions(
     ranks: EngineStates, buffers: Sequence[FlatBuffer], entries: dict[Key, Entry]
 ) -> list[StateRow]:
-    """Rows for states of partitions that cannot be divided among parameters.
+    """Rows of the manifest for states of partitions that cannot be divided among parameters.
 
     Examples are SOAP's matrices, and 8-bit optimizers' scales of 256 elements each. Their tensors
     are added to `entries`. They are not read in two cases: an elastic save cuts its padding off
@@ -452,7 +454,7 @@ def states_of_partitions(
     parts = 0
     kind = "a run with experts" if ranks.model.get("num_experts") else ""
     kind = "an elastic save" if ranks.elastic else kind
-    reason = f"in {kind}, zckpt does not read a state of the ranks' parts of flat buffers"
+    reason = f"in {kind}, zckpt does not read states that belong to a rank's partition"
     for number, buffer in enumerate(buffers):
         path = f"optimizer.partitions.{number if kind else parts}"
         parts += bool(buffer.partition_values)

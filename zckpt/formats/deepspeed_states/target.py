@@ -77,9 +77,9 @@ def _refuse_grid(source: Manifest) -> None:
         raise UnsupportedCheckpoint(
             "target-unsupported",
             f"{source.root} was trained as a pipeline or with tensor parallelism (pp {pp}, tp "
-            f"{tp}), and zckpt does not write it in this form yet",
-            hint="--to deepspeed writes the run at any size; universal, deepspeed-universal, dcp "
-            "and gathered take the whole model",
+            f"{tp}), and zckpt cannot write this format for it yet",
+            hint="--to deepspeed writes the run at any size; --to universal, deepspeed-universal, "
+            "dcp and gathered write the full model",
             file=source.root,
         )
 
@@ -92,8 +92,8 @@ def _refuse_untouched(source: Manifest) -> None:
     if names := untouched(source):
         raise MissingData(
             "state-missing",
-            f"the optimizer lists {listed(names, 4)}, and never updated "
-            f"{'it' if len(names) == 1 else 'them'}: ZeRO keeps states of all that is trained",
+            f"the optimizer lists {listed(names, 4)}, but never updated "
+            f"{'it' if len(names) == 1 else 'them'}: ZeRO needs states of all trained parameters",
             hint="if the program does not train them (requires_grad=False): "
             f"{' '.join(f'--frozen {quote(name)}' for name in names[:4])}"
             f"{' and so on (a GLOB names several)' if len(names) > 4 else ''}; if it trains them "
@@ -186,7 +186,7 @@ class DeepSpeedTarget:
 
     @property
     def _by_itself(self) -> bool:
-        """Whether each parameter has tensors of its own: in stage 0 unless groups are flattened."""
+        """Whether each parameter has separate tensors: in stage 0, unless groups are flattened."""
         return self.engine.whole and self.wrapper != FLAT
 
     def _buffer(
@@ -283,9 +283,9 @@ class DeepSpeedTarget:
         if other is not None:
             raise InconsistentCheckpoint(
                 "one-value-needed",
-                f"DeepSpeed keeps one {what} for {names[0]} ({values[0]}) and {names[other]} "
-                f"({values[other]})",
-                hint="parameters with different steps must stand in different groups",
+                f"DeepSpeed stores only one {what} for {names[0]} ({values[0]}) and {names[other]} "
+                f"({values[other]}), which are in one group",
+                hint="parameters with different steps must be in different groups",
                 file=names[0],
                 subject=names[0],
             )
@@ -335,7 +335,7 @@ class DeepSpeedTarget:
         return names or [*source.parameters, *source.buffers, *self.aliases]
 
     def listed_names(self) -> list[list[str | None]]:
-        """For each group, the parameters that torch's own optimizer numbers; None is a frozen one.
+        """For each group, the parameters that torch's optimizer lists; None is a frozen one.
 
         A program may give its optimizer frozen parameters too. The source's list is used if it has
         the same trained parameters. Without it, the optimizer has only trained ones.
@@ -354,7 +354,7 @@ class DeepSpeedTarget:
 
     @property
     def lists_frozen(self) -> bool:
-        """Whether the source shows frozen parameters in its optimizer's list."""
+        """Whether the source's optimizer lists frozen parameters too."""
         return any(None in own for own in self.listed_names())
 
     @property
@@ -387,11 +387,11 @@ class DeepSpeedTarget:
         }
 
     def _client_state(self) -> dict[Any, Any]:
-        """The user's keys, without those that DeepSpeed itself uses."""
+        """The client state to write; keys that DeepSpeed itself uses are left out, with a note."""
         client_state = self.source.state.get("client_state") or {}
         for key in client_state:
             if key in ENGINE_KEYS:
-                message = f"client_state {key!r}: DeepSpeed's files use this key"
+                message = f"client_state {key!r}: DeepSpeed itself uses this key in its files"
                 self.omitted.append(note("state-omitted", message, subject=str(key)))
         return {key: value for key, value in client_state.items() if key not in ENGINE_KEYS}
 
@@ -406,7 +406,7 @@ class DeepSpeedTarget:
         taken, tag_folder = [], f"{self.tag}/"
         for sibling in siblings:
             if sibling.name in POINTERS or sibling.name.startswith(tag_folder):
-                message = f"{sibling.name}: the target has its own"
+                message = f"{sibling.name}: the target has its own file of this name"
                 self.omitted.append(note("file-omitted", message, file=sibling.path))
             else:
                 taken.append((sibling.name, sibling))
@@ -476,8 +476,8 @@ class DeepSpeedTarget:
         return {buffer.group: buffer for buffer in self.buffers if buffer.step is not None}
 
     def thawed(self, value: Any, storages: Storages) -> Any:
-        """A value of the source's state as a file of the target has it.
+        """Converts a value of the manifest's state for a file of the target.
 
-        The manifest's state has names in place of tensors; here these are tensors again.
+        The manifest's state has names in place of tensors; in the result these are tensors again.
         """
         return thawed(value, self.source.entries, storages)

@@ -1,4 +1,4 @@
-"""The tensors of a manifest: parameters, buffers, aliases and replicas, with their places."""
+"""The tensors of a manifest (parameters, buffers, replicas), and where their bytes are in files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .states import EngineStates, FlatBuffer
 
 
 class ManifestTensors:
-    """Collects the parameters and entries of a manifest."""
+    """Collects a manifest's parameters, and its entries: tensors with their places in files."""
 
     def __init__(self, ranks: EngineStates) -> None:
         self.ranks = ranks
@@ -64,7 +64,7 @@ class ManifestTensors:
                 self.replicas.append(replace(self.entries[name, slot.name], fragments=fragments))
 
     def _add_weight(self, name: str, shape: tuple[int, ...]) -> None:
-        """Adds the module's tensor of a parameter as its slot `param`, if the module has one."""
+        """Adds the module's weight of a parameter (slot `param`), if the module has it."""
         tensor = self.module.get(name)
         if not isinstance(tensor, Tensor):
             return
@@ -72,8 +72,8 @@ class ManifestTensors:
         if tensor.shape != shape:
             raise InconsistentCheckpoint(
                 "ranks-disagree",
-                f"{file.path}: {name} has shape {tensor.shape} in the module and "
-                f"{shape} where shapes are listed",
+                f"{file.path}: {name} has shape {tensor.shape} in the module, but {shape} in the "
+                "engine's list of parameters",
                 file=file.path,
                 subject=name,
             )
@@ -216,7 +216,7 @@ class ManifestTensors:
             self._add_replica(owner, "param", copy, self.ranks.file_of(alias))
 
     def other_rows(self, buffers: Iterable[FlatBuffer]) -> list[StateRow]:
-        """Rows for the parameters' states that are neither slots nor numbers."""
+        """The optimizer states that are neither numbers nor of their parameter's shape, as rows."""
         values = {next(iter(each.shapes)): each.other for each in buffers if each.other}
         if not values:
             return []

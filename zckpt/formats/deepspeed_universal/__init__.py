@@ -1,7 +1,7 @@
 """DeepSpeed's own universal checkpoints, which the engine loads with `load_universal`.
 
     files.py      finds the checkpoint's files
-    merged.py     everything except tensors that the files state
+    merged.py     reads everything except the tensors below zero/
     read.py       builds the manifest and its tensors: a folder per parameter, a file per state
     slicing.py    how the engine cuts a full tensor for tensor parallelism
     write.py      writes such a directory for any data-parallel size
@@ -23,7 +23,7 @@ FORMAT = Format(
     options=options.OPTIONS,
     compares="beginnings",
     keeps_shapes=True,
-    states="it has place for tensors of the parameters' shapes, and for numbers that all "
-    "parameters of a group share",
+    states="it stores only tensors of the parameters' shapes, and numbers that all parameters of a "
+    "group share",
     objects=OBJECTS,
 )

@@ -1,4 +1,4 @@
-"""The facts other than tensors in a DeepSpeed universal directory."""
+"""Reads the model files and optimizer_state.pt of a DeepSpeed universal directory."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ from .slicing import info_of_patterns
 
 
 class MergedStates:
-    """The model files and optimizer_state.pt; `states` has the same form as for a run's files.
+    """The contents of the model files and of optimizer_state.pt.
 
-    With tensor or pipeline parallelism, each model file has only a part of the module. Then
-    `is_whole` is False, and of the modules only tensors that all ranks share are read.
+    `states` has them in the same structure as those of a run's own directory. With tensor or
+    pipeline parallelism, each model file has only a part of the module. Then `is_whole` is False,
+    and only those tensors of the module are read that are equal on all ranks.
     """
 
     def __init__(self, directory: TagDirectory) -> None:
@@ -121,7 +122,7 @@ class MergedStates:
 
     @property
     def module_dtype(self) -> str:
-        """The type of the module's weights; from the ds_config if the module is in shards."""
+        """The type of the module's weights; from the ds_config if files have only parts of them."""
         if self.is_whole:
             return self.states.module_dtype
         for key, dtype in (("bf16", "BF16"), ("bfloat16", "BF16"), ("fp16", "F16")):

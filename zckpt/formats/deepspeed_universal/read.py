@@ -174,7 +174,7 @@ class ParameterFolders:
             if states:
                 raise InconsistentCheckpoint(
                     "mixed-saves",
-                    f"{folder} holds {listed(states)} of a parameter that the model states do not "
+                    f"{folder} holds {listed(states)} of a parameter that the model files do not "
                     "list",
                     file=folder,
                 )
@@ -241,7 +241,8 @@ class ParameterFolders:
             ):
                 raise InconsistentCheckpoint(
                     "ranks-disagree",
-                    f"{file.path} has shape {list(tensor.shape)}, the parameter {list(shape)}",
+                    f"{file.path} has shape {list(tensor.shape)}, but the parameter has "
+                    f"{list(shape)}",
                     file=file.path,
                 )
             slot = "master" if key == MASTER else slot_name(key)
@@ -296,12 +297,12 @@ class ParameterFolders:
             if not info.get("vocab_tensor"):
                 raise InconsistentCheckpoint(
                     "ranks-disagree",
-                    f"{file.path} has shape {list(tensor.shape)}, the model states say "
+                    f"{file.path} has shape {list(tensor.shape)}, but the model files say "
                     f"{list(stated_shape)}",
                     file=file.path,
                 )
             self.merged.states.module.pop(name, None)  # the module's tensor still has these rows
-            message = f"rows of {name} that fill up the vocabulary"
+            message = f"rows of {name} that only pad the vocabulary"
             self.omitted.append(note("state-omitted", message, subject=name))
         return (tensor.numel,) if VIEW in info and len(stated_shape) == 1 else tensor.shape
 
@@ -310,7 +311,7 @@ class ParameterFolders:
     def _steps(
         self, place: int, group: int, names: Sequence[str], policy: str | None
     ) -> tuple[dict[str, agreement.Step], list[Sighting], StepPlace | None]:
-        """The step of each parameter, all statements of a step, and the place of the true one."""
+        """Each parameter's step, all places that state a step, and the place that counts."""
         states = self.merged.states
         common = states.flat_states(place)[0].get("step")
         of_group = _number(states.optimizers[0], states.groups(group)[0].get("step"))

@@ -1,12 +1,12 @@
 """The keys beside a full tensor in its file, by which the engine cuts it for tensor parallelism.
 
-    rule of the source    beside the tensor (DeepSpeed 0.19.8, ds_to_universal.py `merge_tp_slices`)
+    rule of the source    keys (DeepSpeed 0.19.8, ds_to_universal.py `merge_tp_slices`)
 
-    replicated            nothing
+    replicated            none
     0, 1                  cat_dim
     0:2x                  cat_dim, param_n_sub_params
     0:64,16,16            sub_param_shape
-    a vocabulary          vocab_tensor too; its rows of padding are not there
+    a vocabulary          vocab_tensor too; the tensor lacks the vocabulary's padding rows
 
 The loader of AutoTP's engines has its own map of the pieces, and ignores these keys.
 """
@@ -34,9 +34,9 @@ Shape = tuple[int, ...]
 
 
 def slice_info(target: DeepSpeedTarget, name: str) -> SliceInfo | None:
-    """The keys to write beside a parameter's tensor, which say how the engine cuts it.
+    """The keys to write beside a parameter's tensor: they tell the engine how to cut it.
 
-    They are those of the source's files, or derived as DeepSpeed does from the
+    They are copied from the source's files, or derived as DeepSpeed does from the
     `universal_checkpoint_info` in the client state. None if the file contains only the flat tensor,
     as in stage 3 if nothing is cut. Raises InconsistentCheckpoint, MissingData if no rule covers a
     parameter, UnsupportedCheckpoint if no keys of DeepSpeed can describe the cut.
@@ -82,9 +82,9 @@ def used_rows(source: Manifest) -> dict[str, int]:
 
 
 def info_of_patterns(patterns: Mapping[str, Any], name: str, shape: Shape) -> SliceInfo:
-    """The keys for a parameter's cut by the patterns that match its name; by rows if none does.
+    """The keys that describe how a parameter is cut, by the `patterns` that match its name.
 
-    Raises InconsistentCheckpoint if the patterns do not fit.
+    If none matches, it is cut by rows. Raises InconsistentCheckpoint if the patterns do not fit.
     """
     try:
         return _by_patterns(patterns, name, shape)
@@ -122,7 +122,7 @@ def _by_patterns(patterns: Mapping[str, Any], name: str, shape: Shape) -> SliceI
 def _sub_param_shape(
     patterns: Mapping[str, Any], parts: Mapping[str, Any], shape: Shape
 ) -> Foreign:
-    """The record of a SubparamShape, which describes a fused tensor by its view.
+    """DeepSpeed's `SubparamShape` of a fused tensor: a view whose axis has the sub-parameters.
 
     Before version 0.4, the view has only the number of equal sub-parameters.
     """
@@ -147,10 +147,10 @@ def _view(patterns: Iterable[str], sizes: Iterable[Any], axis: int) -> Foreign:
 def _info_of_rule(
     target: DeepSpeedTarget, facts: TensorParallel, name: str, stated_info: SliceInfo
 ) -> SliceInfo:
-    """The keys for a parameter's cut, by the rule that joined the tensor ranks.
+    """The keys that describe how a parameter is cut, by the rule that joined the tensor ranks.
 
-    `stated_info` are the keys by the checkpoint's own patterns. They are used if they mean the same
-    cut. Raises MissingData if no rule names the parameter.
+    `stated_info` has the keys by the checkpoint's own patterns, which are used if they describe the
+    same cut. Raises MissingData if no rule names the parameter.
     """
     placement = facts.placements.get(name)
     shape = target.trainable[name].shape
@@ -181,9 +181,9 @@ def _info_of_rule(
 
 
 def _info_by(placement: Placement, name: str, shape: Shape) -> SliceInfo | None:
-    """The keys by which DeepSpeed cuts a parameter as `placement` does; none if it is replicated.
+    """The keys that make DeepSpeed cut a parameter as `placement` does; {} if it is replicated.
 
-    Returns None if no keys of DeepSpeed describe the placement (parts of a sum, boxes).
+    None if no keys of DeepSpeed describe the placement (parts of a sum, rectangular blocks).
     """
     cut = placement.plain
     if not isinstance(cut, Cut):
@@ -196,7 +196,7 @@ def _info_by(placement: Placement, name: str, shape: Shape) -> SliceInfo | None:
 
 
 def placement_of(info: SliceInfo, shape: Shape) -> Placement:
-    """How a parameter is cut (a placement), as the keys beside its tensor say it."""
+    """The `Placement` (how a parameter is cut over ranks) that the keys beside its tensor mean."""
     view = info.get(VIEW)
     if view is not None:
         fields = fields_of(view)

@@ -73,7 +73,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     if target.engine.stage == 0:
         raise WrongOption(
             "target-unsupported",
-            "DeepSpeed loads its universal checkpoints with ZeRO alone, and this one is of stage 0",
+            "DeepSpeed loads its universal checkpoints only with ZeRO, but this one has stage 0",
             hint="choose a stage: --stage 1, 2 or 3; or write --to deepspeed",
         )
     warnings = reports.of_config(target)
@@ -167,8 +167,8 @@ def _check_loader(target: DeepSpeedTarget) -> None:
         if any(map(target.keeps_whole_momenta, target.buffers)):
             raise UnsupportedCheckpoint(
                 "optimizer-unsupported",
-                "without offload Muon keeps whole momenta, but DeepSpeed's universal loader cuts "
-                "them",
+                "without offload, Muon needs the momenta of complete parameters, but DeepSpeed's "
+                "universal loader cuts them",
                 hint="write --to deepspeed, or set offload_optimizer in the ds_config",
             )
         return
@@ -177,15 +177,15 @@ def _check_loader(target: DeepSpeedTarget) -> None:
             slots = listed(sorted(buffer.slots)) or "none"
             raise UnsupportedCheckpoint(
                 "state-unsupported",
-                "DeepSpeed's universal loader of stage 3 takes exp_avg, exp_avg_sq and a step, "
-                f"the source holds {slots}" + ("" if buffer.step is not None else " and no step"),
+                "DeepSpeed's universal loader of stage 3 needs exp_avg, exp_avg_sq and a step, "
+                f"but the source has {slots}" + ("" if buffer.step is not None else " and no step"),
                 hint="write --stage 2, or --to deepspeed",
             )
     steps = sorted({buffer.step for buffer in target.buffers if buffer.step is not None})
     if len(steps) > 1:
         raise InconsistentCheckpoint(
             "one-value-needed",
-            f"DeepSpeed's universal loader of stage 3 takes one step for all parameters, the "
+            f"DeepSpeed's universal loader of stage 3 needs one step for all parameters, but the "
             f"source has {listed(steps)}",
             hint="write --stage 2, or --to deepspeed",
         )
@@ -211,8 +211,8 @@ def _warnings_of_loading(target: DeepSpeedTarget) -> list[Notice]:
     if target.engine.partitioned:
         # engine.py _load_checkpoint reads an ordinary checkpoint there without using it
         message = (
-            "at stage 3 load_checkpoint(DIR, load_optimizer_states=False) stops for want of a "
-            "file `latest` (DeepSpeed 0.19.8): for weights alone call load_checkpoint(DIR, "
+            "at stage 3 load_checkpoint(DIR, load_optimizer_states=False) fails because there is "
+            "no file `latest` (DeepSpeed 0.19.8): for weights alone call load_checkpoint(DIR, "
             "load_module_only=True), or write --to deepspeed, where it works"
         )
         warnings.append(warning("engine-fault", message, subject="load_optimizer_states"))
@@ -232,8 +232,8 @@ def _warnings_of_layout(target: DeepSpeedTarget, infos: SliceInfos) -> list[Noti
     warnings = []
     if target.engine.round_robin and not target.engine.aligned:
         message = (
-            "an engine with round_robin_gradients loads universal checkpoints to wrong places "
-            "(0.19.8): switch it off in the ds_config that you run with"
+            "with round_robin_gradients, the engine gives parameters the values of others when it "
+            "loads a universal checkpoint (0.19.8): switch it off in the ds_config of the new run"
         )
         warnings.append(warning("engine-fault", message, subject="round_robin_gradients"))
     padded = [name for name in target.trainable if keeps_padding(target, name, infos[name])]
@@ -262,14 +262,14 @@ def _warnings_of_grid(source: Manifest, target: DeepSpeedTarget) -> list[Notice]
     pp, tp = source.run.origin.pp or 1, source.run.origin.tp or 1
     if pp > 1 and any(group != target.groups[0] for group in target.groups):
         message = (
-            "DeepSpeed's universal loader counts groups by their place: a stage of a pipeline that "
-            "has no parameter of a group gives its other groups wrong hyper-parameters"
+            "DeepSpeed's universal loader matches param groups by number: a pipeline stage without "
+            "parameters of one group gets wrong hyper-parameters for its other groups"
         )
         warnings.append(warning("engine-fault", message, subject="param_groups"))
     if tp > 1 and target.engine.partitioned and not _is_auto(target.engine.config):
         message = (
-            "at stage 3 DeepSpeed's universal loader cuts tensors for AutoTP alone: other programs "
-            "load this with one tensor rank only; for more write --stage 2"
+            "at stage 3 DeepSpeed's universal loader cuts tensors only for AutoTP: other programs "
+            "can load this only with one tensor rank; for more, write --stage 2"
         )
         warnings.append(warning("engine-fault", message))
     return warnings
@@ -311,7 +311,7 @@ def _step(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -> 
 def _parameter_files(
     target: DeepSpeedTarget, name: str, slots: Mapping[str, str], info: SliceInfo | None
 ) -> Iterator[Shell]:
-    """A parameter's master and states; in stages 1 and 2 also its step."""
+    """Yields a parameter's files: its master, its states, and in stages 1 and 2 also its step."""
     folder = f"{target.tag}/{ZERO}/{name}"
     tensors = {MASTER: target.master_dtype(name)}
     tensors |= {slot_key(slot): dtype for slot, dtype in slots.items()}

@@ -206,7 +206,7 @@ def test_a_weight_that_is_not_row_major(tmp_path: Path) -> None:
     assert_has(gathered(saved(tmp_path / "tag", ranks))["w/param"], expected)
     for model, _ in ranks:
         model["universal_checkpoint_info"] = {"parameter_with_2_sub_params_cat_dim_0": ["w"]}
-    with pytest.raises(UnsupportedCheckpoint, match="does not cut w/param, which is not row-major"):
+    with pytest.raises(UnsupportedCheckpoint, match="cannot cut w/param, which is not row-major"):
         gathered(saved(tmp_path / "cut", ranks))
 
 
@@ -226,7 +226,7 @@ def test_stages_with_experts_are_no_tensor_ranks(tmp_path: Path) -> None:
 
 def test_stage_0_of_several_model_ranks(tmp_path: Path) -> None:
     ranks = [(model, []) for model, _ in tensor_ranks(ROWS, ROWS)]
-    with pytest.raises(MissingData, match="by number, and no name says which slices are of one"):
+    with pytest.raises(MissingData, match="no name shows which slices belong to one tensor"):
         gathered(saved(tmp_path / "tag", ranks))
 
 

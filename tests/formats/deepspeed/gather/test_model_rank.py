@@ -293,7 +293,7 @@ def test_flat_tensors_are_named_by_the_buffer_with_their_bytes(tmp_path: Path) -
 def test_weights_that_left_their_buffer(tmp_path: Path) -> None:
     one = torch.arange(1.0, 6)
     module = {name: own.clone() for name, own in views(one, a=2, b=3).items()}
-    with pytest.raises(MissingData, match="no longer lie in the buffers"):
+    with pytest.raises(MissingData, match="no longer views of the flat buffers"):
         partitions(str(of_stage_0(tmp_path / "tag", flat(one), None, module)))
 
 

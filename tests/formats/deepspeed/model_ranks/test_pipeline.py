@@ -298,7 +298,7 @@ def test_a_tied_layer_in_a_stage_without_its_key(tmp_path: Path) -> None:
     layers = {0: {"weight": ONE}, 1: {"w": PLAIN}, 2: {"w": PLAIN}}
     assert tied_of(joined(tmp_path, stages, layers)) == [[0, "a"]]
     said = (
-        "layer_03-model_states.pt has the weights of tied_modules.a, which .* layer 3 does not have"
+        "layer_03-model_states.pt has the weights of tied_modules.a, but .* layer 3 does not have"
     )
     with pytest.raises(InconsistentCheckpoint, match=said) as caught:
         joined(tmp_path, stages, {**layers, 3: {"weight": ONE}})

@@ -69,9 +69,13 @@ def test_bounds(options: dict[str, Any], bounds: tuple[int, ...]) -> None:
         ({"pp": 3}, r"--pp 3 needs .* of the layers 0, 1, 3 to 5$", "such as --pp-bounds 0,2,4,6;"),
         ({"pp": 9}, "--pp 9 needs", "such as --pp-bounds 0,1,2,3,4,5,6;"),
         ({"pp_bounds": (0, 2, 5)}, "--pp-bounds 0,2,5 end before layer 5", "the last bound is"),
-        ({"pp": 3, "pp_bounds": (0, 2, 6)}, "those of 2 stages, not of --pp 3", "at the end"),
+        (
+            {"pp": 3, "pp_bounds": (0, 2, 6)},
+            "define 2 stages, but --pp asks for 3",
+            "at the end",
+        ),
         ({"pp_bounds": (0, 6), "pp_partition": "uniform"}, "both say where", "leave one out"),
-        ({"pp": 2, "pp_partition": "uniform:5"}, "uniform:5: run has files", "of all layers"),
+        ({"pp": 2, "pp_partition": "uniform:5"}, "uniform:5: run has files", "counts all layers"),
         ({"pp": 4, "pp_partition": "type:block"}, "does not have 4 layers", "with --pp-bounds"),
     ],
 )
@@ -83,7 +87,9 @@ def test_options_that_do_not_fit(options: dict[str, Any], said: str, hint: str) 
 
 def test_a_class_that_the_stages_of_the_source_contradict() -> None:
     """By the layers alike they would begin at 0 and 4."""
-    with pytest.raises(WrongOption, match=r"do not begin at layers 0,4, as .* layers 1, 3, 4"):
+    with pytest.raises(
+        WrongOption, match=r"layers 1, 3, 4 .* would begin at layers 0,4, but they do not"
+    ):
         bounds_of(*made(2), options_of({"pp": 2, "pp_partition": "type:block"}))
 
 
@@ -98,7 +104,7 @@ def test_a_class_that_the_stages_of_the_source_fit() -> None:
     assert bounds_of(model, Pipeline([names[:3], ["4.fc.weight"]], [[]], pipeline.layers), by_class)
     for cut in (2, 4):
         other = Pipeline([names[:cut], names[cut:]], [[]], pipeline.layers)
-        with pytest.raises(WrongOption, match="do not begin at layers 0,4"):
+        with pytest.raises(WrongOption, match="would begin at layers 0,4, but they do not"):
             bounds_of(model, other, by_class)
 
 

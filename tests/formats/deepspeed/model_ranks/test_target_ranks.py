@@ -146,7 +146,7 @@ def test_layers_that_have_other_names_now() -> None:
         replace(PIPE, state={**PIPE.state, "module": NAMES[:2]}),
         replace(PIPE, parameters={**PIPE.parameters, "3.a": Parameter((4, 2), False)}),
     ):
-        with pytest.raises(UnsupportedCheckpoint, match="its layers have other names now"):
+        with pytest.raises(UnsupportedCheckpoint, match="no longer have the names of its layers"):
             target_ranks(renamed, options_of({}))
 
 
@@ -159,7 +159,7 @@ def test_every_stage_needs_experts() -> None:
     assert (ranks.grid, names(ranks), ranks.pipeline) == (Grid(2, 1), [["1.a"], NAMES[1:]], None)
     with pytest.raises(WrongOption, match="a stage of the target would have none of the layers of"):
         target_ranks(source, options_of({"pp_bounds": (0, 2, 3, 4)}))
-    with pytest.raises(UnsupportedCheckpoint, match="experts for one tensor rank alone"):
+    with pytest.raises(UnsupportedCheckpoint, match="experts only for a single tensor rank"):
         target_ranks(source, options_of({"tp": 2}))
 
 

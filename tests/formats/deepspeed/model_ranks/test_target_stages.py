@@ -83,7 +83,7 @@ def test_what_is_said_of_a_use_that_no_file_shows() -> None:
     names = [EMBED, *map(str, (0, 2, 3, 4, 5, 6, 7))]
     _, (line,) = cut([names], (0, *range(2, 8)), (), pp_bounds=(0, 4, 9))
     assert (
-        "the tied layer embed is taken to be used at the layers 1 and 8, which have no"
+        "zckpt assumes that the tied layer embed is used at the layers 1 and 8, which"
         in line.message
     )
     assert (line.code, line.subject) == ("place-inferred", "embed")
@@ -108,7 +108,9 @@ def test_tied_layers_stand_as_they_are_first_used() -> None:
 def test_a_tied_layer_without_a_place() -> None:
     """All layers of its stages have names: only one stage, which has everything, needs none."""
     stages = [EMBED, "0", "1"], ["2"], [EMBED, "3"]
-    with pytest.raises(WrongOption, match="leave no layer without names"):
+    with pytest.raises(
+        WrongOption, match="at a layer without names, but by --pp-bounds there is no"
+    ):
         cut(stages, range(4), (), pp_bounds=(0, 2, 4))
     whole, inferred = cut(stages, range(4), (), pp=1)
     assert (whole.parameters[0][0], inferred) == (EMBED, [])

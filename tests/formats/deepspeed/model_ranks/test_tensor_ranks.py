@@ -105,7 +105,9 @@ def test_infos_of_ranks_that_differ(tmp_path: Path) -> None:
     first, second = ranks(tmp_path)
     other = {"universal_checkpoint_info": {**INFO, "original_vocab_size": 4}}
     second = replace(second, state={**second.state, "client_state": other})
-    with pytest.raises(InconsistentCheckpoint, match="tensor ranks differ in universal_checkpoint"):
+    with pytest.raises(
+        InconsistentCheckpoint, match="tensor ranks state different values of universal_checkpoint"
+    ):
         joined_slices([first, second], None, None)
 
 
@@ -140,8 +142,8 @@ def test_buffers_are_whole_unless_the_user_says_otherwise(tmp_path: Path) -> Non
 
 def test_parts_of_a_sum_are_said(tmp_path: Path) -> None:
     whole = joined_slices(ranks(tmp_path), rules_in(tmp_path, "norm = sum"), None)
-    assert [line.partition(":")[0] for line in texts(whole.notices.warnings)] == [
-        "each tensor rank has a part of norm"
+    assert [line.partition(", but")[0] for line in texts(whole.notices.warnings)] == [
+        "norm: the value is the sum over all tensor ranks"
     ]
     with pytest.raises(UnsupportedCheckpoint, match="zckpt does not add tensors"):
         check(whole, "rank0")
@@ -213,7 +215,9 @@ def test_each_rank_states_how_it_was_cut(tmp_path: Path) -> None:
     """One of three that differs is enough."""
     first, second = ranks(tmp_path)
     third = rank(tmp_path, 2, {**INFO, "original_vocab_size": 4}, **VALUES)
-    with pytest.raises(InconsistentCheckpoint, match="run: tensor ranks differ in universal_check"):
+    with pytest.raises(
+        InconsistentCheckpoint, match="run: tensor ranks state different values of universal_check"
+    ):
         joined_slices([first, second, third], None, None)
 
 

@@ -169,12 +169,12 @@ def of_layer(**values: Any) -> Edit:
         (
             of_layer(expert_placement={"ranks": [{"rank": 0, "experts": [0, 2]}]}),
             {},
-            f"AutoEP experts of {LAYER} in an order of their own",
+            f"AutoEP experts of {LAYER} that are not assigned in order",
         ),
         (
             of_layer(expert_placement={"ranks": [{"rank": 1, "experts": [0, 1]}]}),
             {},
-            f"AutoEP experts of {LAYER} in an order of their own",
+            f"AutoEP experts of {LAYER} that are not assigned in order",
         ),
     ],
 )

@@ -136,5 +136,5 @@ def test_a_lost_expert() -> None:
 def test_experts_in_a_dense_group() -> None:
     source = manifest([3], [1])
     source.parameters[expert(2, "w0")] = Parameter((3,), group=0)
-    with pytest.raises(MissingData, match="DeepSpeed needs groups of experts alone"):
+    with pytest.raises(MissingData, match="DeepSpeed needs separate groups for experts"):
         over_ranks(source, options(2))

@@ -111,9 +111,9 @@ def test_a_group_that_shares_no_bytes_may_have_any_order(tmp_path: Path) -> None
     [
         ("abcd", None),
         ("abc", "do not fill the groups"),
-        ("bacd", "is that of"),
+        ("bacd", "rounds to the weight"),
         ("acbd", "do not fill the groups"),
-        ("abdc", "is that of"),
+        ("abdc", "rounds to the weight"),
         ("abce", "names e, which the model's state does not have"),
     ],
 )
@@ -159,7 +159,7 @@ def test_views_show_the_names(tmp_path: Path) -> None:
         return {name: TensorInFile(file, tensor) for name, tensor in of.items()}
 
     assert naming.named(flat_groups(flats, weights(module))) == (groups, [])
-    with pytest.raises(MissingData, match="no longer lie in"):
+    with pytest.raises(MissingData, match="no longer views of"):
         naming.named(flat_groups(flats, weights(copies)))
 
 

@@ -1,7 +1,7 @@
-"""Joins the tensors of all ranks: of one model rank, or of a grid of model ranks.
+"""Joins the tensors of all ranks, with or without pipeline stages and tensor parallelism.
 
-`PipelineModule` and `PipeModelDataParallelTopology` define each file's place in the grid and the
-names of layers.
+DeepSpeed's `PipelineModule` and `PipeModelDataParallelTopology` define which stage and tensor rank
+a file belongs to, and the names of layers.
 """
 
 from __future__ import annotations
@@ -54,12 +54,15 @@ class Slice(Struct, frozen=True):
         return data
 
     def boxes(self, piece: Piece) -> Iterator[BoxPart]:
-        """Yields where the elements of a piece lie in files: one box for each run of bytes."""
+        """Yields where the elements of a piece lie in files: a box for each contiguous byte range.
+
+        A box is a block of the full tensor (offsets and sizes) with its bytes in a file.
+        """
         if self.strides:
             if piece.sizes != self.shape:
                 raise UnsupportedCheckpoint(
                     "proof-unsupported",
-                    f"{self.runs[0].extent.file}: --gather does not cut {name_of(self.key)}, "
+                    f"{self.runs[0].extent.file}: --gather cannot cut {name_of(self.key)}, "
                     "which is not row-major in the file",
                     hint="verify without --gather",
                     file=self.runs[0].extent.file,
@@ -72,10 +75,11 @@ class Slice(Struct, frozen=True):
 
 
 def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
-    """All tensors of the engine: weights, masters and moments.
+    """All tensors of the checkpoint in a directory: weights, masters and moments.
 
-    `tp_rules` is a family or a file that states how tensor ranks cut parameters. Tensors of several
-    model ranks are joined. Further copies have the same name.
+    `tp_rules` is a model family or a file that states how tensor ranks cut parameters. Slices of
+    several tensor ranks are joined. If ranks have several copies of a tensor, each copy is an item
+    with the same name.
     """
     names = os.listdir(directory)
     if not any(map(SEVERAL.search, names)):
@@ -89,8 +93,8 @@ def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
     if not ranks[0].optimizers:
         raise MissingData(
             "proof-unsupported",
-            f"{directory} was saved by several model ranks without ZeRO (stage 0): the engine "
-            "loads the optimizer's tensors by number, and no name says which slices are of one",
+            f"{directory} was saved by several model ranks without ZeRO (stage 0): the files "
+            "number the optimizer's tensors, and no name shows which slices belong to one tensor",
             hint="verify without --gather",
         )
     trained = {name for rank in ranks for group in rank.param_shapes() for name in group}
@@ -114,8 +118,8 @@ def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
 def _tensor_ranks(ranks: Sequence[ModelRank]) -> int:
     """The number of tensor ranks if there are no files of layers.
 
-    With experts, the other model ranks are pipeline stages, which keep their modules in the model
-    files.
+    With experts, model ranks may also be pipeline stages, which then keep their modules in the
+    model files.
     """
     first = ranks[0]
     if not first.experts:
@@ -158,10 +162,10 @@ def slices(part: Partition) -> Iterator[Slice]:
 def _of_layers(
     files: Sequence[tuple[int, TorchFile]], trained: set[str], tensors: Sequence[Slice]
 ) -> Iterator[Slice]:
-    """The tensors of one tensor rank's layers: "{number of the layer}.{name in the file}".
+    """Yields the tensors in one tensor rank's layer files, named "{layer's number}.{inner name}".
 
-    A tied layer is `tied_modules.{key}`. No file states the key. It is the key whose masters, among
-    the rank's `tensors`, all round to the weights in the file.
+    The names of a tied layer begin with `tied_modules.{key}`. No file states the key. It is the key
+    whose masters, among the rank's `tensors`, all round to the weights in the file.
     """
     tied = by_key(
         (m[1], (m[2], tensor))

@@ -1,4 +1,4 @@
-"""The tensors that the data ranks of one model rank all-gather, and its files, at any stage.
+"""The tensors that the data ranks of one model rank all-gather, at any ZeRO stage; its files.
 
 Stages 1, 2 and 3: `param_shapes` lists names and shapes in the order in which the engine flattened
 them. Stages 1 and 2 (stage_1_and_2.py, bf16_optimizer.py) cut the flattened group. Stage 3
@@ -110,8 +110,8 @@ class ModelRank:
         if (groups := self._stated()) is None:  # a bf16 pipeline without ZeRO (0.19.8)
             raise MissingData(
                 "proof-unsupported",
-                f"{self.models[0].path} and the other model files list no parameters: so the "
-                "engine's rule cannot name what its ranks gather",
+                f"{self.models[0].path} and the other model files list no parameters, so --gather "
+                "cannot name the gathered tensors",
                 hint="verify without --gather",
                 file=self.models[0].path,
             )
@@ -218,7 +218,7 @@ def _stored(key: Key, file: TorchFile, tensor: Tensor) -> Whole:
 
 
 def _groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The groups that a rank of stage 1 or 2 states; elastic files state none."""
+    """The param_groups in a rank's optimizer state (stages 1 and 2); empty for elastic files."""
     base = state.get("base_optimizer_state")
     return base["param_groups"] if isinstance(base, dict) else []
 
@@ -296,8 +296,8 @@ def _whole_momenta(
 ) -> Iterator[Whole]:
     """Yields the full momenta that Muon keeps in stages 1 and 2.
 
-    A rank has the full momentum of each parameter in its partition. Yields nothing if the tensors
-    have other lengths.
+    Each rank has the full momentum of every parameter that lies, at least partly, in its partition.
+    Yields nothing if the tensors have other lengths.
     """
     parts = []
     stop = 0
@@ -402,8 +402,8 @@ def _views(model: TorchFile, file: TorchFile, flats: Sequence[Tensor]) -> list[S
     if any(len(own) != 1 for own in of_flats):
         raise MissingData(
             "proof-unsupported",
-            f"{file.path}: the module's weights no longer lie in the buffers of the optimizer's "
-            "groups, so the engine's rule cannot name the flat tensors",
+            f"{file.path}: the module's weights are no longer views of the flat buffers of the "
+            "optimizer's groups, so --gather cannot name the flat tensors",
             hint="verify without --gather",
             file=file.path,
         )

@@ -1,9 +1,9 @@
 """Places the slices of tensor ranks in the full tensor, by DeepSpeed's own rule.
 
-`merge_tp_slices` of DeepSpeed 0.19.8 (checkpoint/ds_to_universal.py) asks in this order: the affine
-map, replicated, averaged, two halves, sub-parameters, rows or columns. `stated_rules` makes a table
-in that order, and a file of --tp-rules is also such a table. Its lines give the places of elements.
-Padded rows of a vocabulary stay. All this is written independently of the reader.
+`merge_tp_slices` of DeepSpeed 0.19.8 (checkpoint/ds_to_universal.py) tries the kinds of rules in
+this order: affine map, replicated, averaged, two halves, sub-parameters, rows or columns.
+`stated_rules` makes a table of a checkpoint's rules in that order, and a file of --tp-rules is also
+such a table. Padding rows of a vocabulary are kept. The reader shares none of this code.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Widths = Sequence[Sequence[int]]
 
 
 class Piece(Struct, frozen=True):
-    """A box of the full tensor, as it lies in a rank's slice.
+    """A block of the full tensor (offsets and sizes) that a tensor rank has in its slice.
 
-    Its elements are row-major there, from element `first` on.
+    In the slice, the block's elements are contiguous and row-major, from element `first` on.
     """
 
     rank: int
@@ -61,10 +61,11 @@ class Cut(Struct, frozen=True):
     def along(
         cls, shapes: Shapes, axis: int, widths: Widths = (), folds: int = 1, unit: int = 1
     ) -> Cut:
-        """The cut of a tensor whose slices follow each other along `axis`.
+        """The cut of a tensor along `axis`, in the order of the ranks.
 
-        With several sub-parameters (`widths`), the slices of each one follow each other. The axis
-        is a view of `folds` x sub-parameters x `unit` elements; only the sub-parameters are cut.
+        A fused tensor (q, k and v, for example) has several sub-parameters along the axis, and each
+        one is cut over all ranks: `widths` has their parts on each rank. The axis is a view of
+        `folds` x sub-parameters x `unit` elements; only the sub-parameters are cut.
         """
         widths = widths or [[0 if shape is None else shape[axis] for shape in shapes]]
         first = next(shape for shape in shapes if shape is not None)
@@ -98,7 +99,10 @@ FIRST = {
     "parameter_with_2_sub_params_cat_dim_0": "0:2x",
 }
 LAST = {"parameter_with_row_parallelism_patterns": "1", "vocabulary_parameter_patterns": "0"}
-"""Two pattern lists of a checkpoint, each with the --tp-rules line that has the same meaning."""
+"""Keys of `universal_checkpoint_info`, each with the --tp-rules line of the same meaning.
+
+Those in FIRST take precedence over sub-parameters, those in LAST do not.
+"""
 
 
 def stated_rules(info: Mapping[str, Any]) -> Rules:
@@ -148,7 +152,8 @@ def _by_view(
             return Cut.along(shapes, dim, widths, outer // before, inner // behind)
     raise UnsupportedCheckpoint(
         "proof-unsupported",
-        f"--gather does not join sub-parameters of the view {sizes} of {name}: {list(present[0])}",
+        f"--gather cannot join {name}: the view {sizes} of its sub-parameters does not fit its "
+        f"slice {list(present[0])}",
         hint="verify without --gather",
         subject=name,
     )
@@ -169,7 +174,8 @@ def _by_map(about: Mapping[str, Any], name: str, shapes: Shapes) -> Cut:
             if any(size > 1 and stride != step for size, stride, step in axes):
                 raise UnsupportedCheckpoint(
                     "proof-unsupported",
-                    f"--gather does not join {name}: a piece of its affine_map is not a box",
+                    f"--gather cannot join {name}: a piece of its affine_map is not a rectangular "
+                    "block",
                     hint="verify without --gather",
                     subject=name,
                 )
@@ -188,7 +194,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
 def _row_major(
     rank: int, offsets: tuple[int, ...], sizes: tuple[int, ...], first: int, strides: Sequence[int]
 ) -> Iterator[Piece]:
-    """Splits a box of a rank's slice into pieces whose elements are contiguous; yields them."""
+    """Splits a block of a rank's slice into pieces whose elements are contiguous; yields them."""
     axes = zip(sizes, strides, _strides(sizes), strict=True)
     gaps = [axis for axis, (size, stride, step) in enumerate(axes) if size > 1 and stride != step]
     outer = gaps[-1] + 1 if gaps else 0
@@ -217,7 +223,8 @@ def _by_line(rule: str, name: str, shapes: Shapes) -> Cut:
 def rules_of(given: str | None, info: Mapping[str, Any] | None) -> Rules:
     """The rules that a user gives, as a family's name or a file, then those of the checkpoint.
 
-    A user's file in JSON replaces the checkpoint's rules. Without `given`, only these are used.
+    A user's file in JSON replaces the checkpoint's rules. Without `given`, only the checkpoint's
+    rules are used.
     """
     checkpoint_rules = stated_rules(info or {})
     if given is None:

@@ -125,18 +125,18 @@ class _Layers:
                 "missing-file",
                 f"{self.root}: no file of a layer has the weights of "
                 f"{listed([f'{TIED}{key}' for key in lacking])}",
-                hint="the file of a tied layer is missing, or its weights are not the rounded "
-                "masters: then files of two ranks may be swapped, or of another save",
+                hint="the file of a tied layer is missing; or its masters do not round to its "
+                "weights: then files of two ranks may be swapped, or of another save",
                 file=self.root,
             )
 
     # -- tied layers
 
     def _keys_by_shape(self) -> dict[int, list[str]]:
-        """For each layer file that may be of a tied layer: the keys of tied layers with its shapes.
+        """For each layer file that may belong to a tied layer: the tied layers with its shapes.
 
-        A layer file may be of a tied layer if no known name is the layer's number followed by the
-        name of a tensor in the file.
+        Maps the file's layer number to keys of tied layers. A layer file may belong to a tied layer
+        if no parameter or buffer is named "{layer's number}.{name in the file}".
         """
         wanted, all_names = of_tied(self.shapes), {*self.shapes, *self.buffers}
         alike: dict[int, list[str]] = {}
@@ -196,8 +196,8 @@ class _Layers:
         for number, key in self.tied.items():
             if not any(number in span for span in spans_with(self.pipeline, key, self.count)):
                 raise swapped(
-                    f"{self.files[number].path} has the weights of {TIED}{key}, which the stage of "
-                    f"the pipeline with layer {number} does not have"
+                    f"{self.files[number].path} has the weights of {TIED}{key}, but the pipeline "
+                    f"stage with layer {number} does not have this tied layer"
                 )
         for stage, span in zip(self.stages, spans(self.pipeline, self.count), strict=True):
             tied_numbers = [number for number in self.tied if number in span]
@@ -227,13 +227,13 @@ class _Layers:
                 if key in alike and number not in self.tied and is_near:
                     path = self.files[number].path
                     message = (
-                        f"{path} has the shapes of the tied layer {key}, but other weights, which "
-                        "are taken for frozen ones: if the layer is tied, this file is of another "
-                        "save"
+                        f"{path} has the shapes of the tied layer {key}, but other weights: zckpt "
+                        "assumes that these are frozen weights of another layer. If they belong to "
+                        "the tied layer, this file is of another save"
                     )
                     yield warning("frozen-inferred", message, subject=key, file=path)
 
-    # -- what files of layers have
+    # -- the tensors in files of layers
 
     def beside(self) -> Manifest:
         """A manifest of all tensors in the layer files; a tied layer's further copies are replicas.
@@ -298,8 +298,8 @@ class _Layers:
         if weight.shape != shape:
             raise InconsistentCheckpoint(
                 "ranks-disagree",
-                f"{self.root}: {name} has shape {weight.shape} in its layer's file and {shape} "
-                "where shapes are listed",
+                f"{self.root}: {name} has shape {weight.shape} in its layer's file, but {shape} in "
+                "the engine's list of parameters",
                 file=self.root,
                 subject=name,
             )
@@ -315,9 +315,9 @@ def _stands_in(entry: Entry) -> bool:
 
 
 def _in_order(stage: Manifest) -> Iterator[list[str]]:
-    """Yields the groups whose parameters are in the order of the layers, with tied layers first.
+    """Yields the param groups, as names, that are in layer order, with tied layers first.
 
-    A group whose names show fewer than three different layers proves no order, and is left out.
+    Groups with names of fewer than three different layers are left out: their order may be chance.
     """
     for names in by_key((about.group, name) for name, about in stage.parameters.items()).values():
         numbers = (LayerName.of(name).number for name in names)

@@ -9,8 +9,8 @@
 No file states the number of layers. Functions have no file, so some may follow the last layer that
 has one. No file states classes either: layers with the same parameters are assumed to be of one
 class. The rules are from DeepSpeed 0.19.8, `partition_uniform` and `partition_balanced` in
-runtime/utils.py. The choice between equal costs must match too: the engine cuts its own layers, and
-a stage loads only its own layers.
+runtime/utils.py. If several bounds are equally good, zckpt must choose the same as the engine: the
+engine cuts its own layers, and a stage loads only these.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def bounds_of(model: Manifest, pipeline: Pipeline, options: Options) -> tuple[in
         return 0, count
     if method is None:
         raise _unknown(
-            f"--pp {stages} needs the bounds of its stages, which no file states; {files}",
+            f"--pp {stages} needs the first layer of each stage, which no file states; {files}",
             f"such as --pp-bounds {_text(uniform(count, min(stages, count)))}",
         )
     name, _, about = method.partition(":")
@@ -64,7 +64,7 @@ def bounds_of(model: Manifest, pipeline: Pipeline, options: Options) -> tuple[in
         raise WrongOption(
             "option-invalid",
             f"--pp-partition {method}: {files}",
-            hint="the number is that of all layers, functions included",
+            hint="the number after the colon counts all layers, functions included",
         )
     if name == "uniform":
         return uniform(int(about or count), stages)
@@ -83,7 +83,7 @@ def assumed(model: Manifest, bounds: Sequence[int], options: Options) -> list[No
         f"{bounds[-1]} layers, functions included"
     )
     if alike := layers_alike(model) if method.startswith("type:") else []:
-        message += f", and {method} matches the layers {ranges(alike)}, which have parameters alike"
+        message += f", and if {method} matches the layers {ranges(alike)} (equal parameters)"
     return [warning("place-inferred", message, subject=PP_PARTITION.flag)]
 
 
@@ -112,7 +112,7 @@ def _check_given(
     if options[PP] not in (None, len(bounds) - 1):
         raise WrongOption(
             "stages-do-not-fit",
-            f"{says} are those of {len(bounds) - 1} stages, not of --pp {options[PP]}",
+            f"{says} define {len(bounds) - 1} stages, but --pp asks for {options[PP]}",
             hint="give the first layer of each stage, and the number of all layers at the end",
         )
     if bounds[-1] <= max(layers):
@@ -189,10 +189,10 @@ def _by_class(model: Manifest, pipeline: Pipeline, stages: int, method: str) -> 
     WrongOption if the bounds of the source's stages contradict this.
     """
     alike = layers_alike(model)
-    says = f"--pp-partition {method} goes by the classes of layers, which no file states"
+    says = f"--pp-partition {method} depends on the classes of layers, which no file states"
     if len(alike) < stages:
         raise _unknown(
-            f"{says}, and {model.root} does not have {stages} layers with parameters alike"
+            f"{says}, and {model.root} does not have {stages} layers with equal parameters"
         )
     weights = [int(number in alike) for number in range(max(pipeline.layers) + 1)]
     before, after = (balanced(weights, n) for n in (len(pipeline.parameters), stages))
@@ -201,10 +201,10 @@ def _by_class(model: Manifest, pipeline: Pipeline, stages: int, method: str) -> 
         if numbers and not first <= min(numbers) <= max(numbers) < stop:
             raise WrongOption(
                 "stages-do-not-fit",
-                f"{says}, and the stages of {model.root} do not begin at layers "
-                f"{_text(before[:-1])}, as they would if it meant the layers {ranges(alike)}, "
-                "which have parameters alike",
-                hint=f"if only the new run goes by these layers, give --pp-bounds {_text(after)}; "
+                f"{says}. If the class were that of the layers {ranges(alike)} (equal parameters), "
+                f"the stages of {model.root} would begin at layers {_text(before[:-1])}, but they "
+                "do not",
+                hint=f"if only the new run uses this rule, give --pp-bounds {_text(after)}; "
                 "your program prints the layers of each stage at its start",
             )
     return after

@@ -1,8 +1,8 @@
 """Cuts a full model for the tensor ranks of a target.
 
-    source                      the full tensors, with the rules by which they were cut
-    one manifest for each rank  shapes of its slices: they determine the files of that rank
-    the files read back         slices at their places in full tensors, by the same rules
+    1. The source has full tensors, with the rules by which they were cut.
+    2. Each rank gets a manifest with the shapes of its slices, which determine its files.
+    3. The files are read back by the same rules, which show where each slice is in its full tensor.
 
 So this module computes no offset. Each parameter is cut evenly, as the engine's layers cut it.
 """
@@ -40,10 +40,10 @@ from ...vocabulary import padded
 
 
 def sized(source: Manifest, tp: int) -> Manifest:
-    """The full model, with `tp` as the number of tensor ranks wherever its state contains it.
+    """The full model, with `tp` as the number of tensor ranks wherever its state has that number.
 
-    This is so in the program's saved arguments, the `universal_checkpoint_info` and AutoTP's size
-    in the ds_config. The padded vocabulary is that of the source's parameters.
+    These places are the program's saved arguments, the `universal_checkpoint_info` and AutoTP's
+    size in the ds_config. The padded vocabulary size is set to the rows of the source's embeddings.
     """
     client = dict(source.state.get("client_state") or {})
     rows = [source.parameters[name].shape[0] for name in _vocabularies(source)]
@@ -130,8 +130,9 @@ def _candidates(
 ) -> Iterator[Shapes]:
     """The shapes that the ranks' slices may have, in the order in which they are tried.
 
-    First those that the source states, if for `tp` ranks; then the full shape on every rank; then
-    shares along each axis: AutoTP's, or equal ones without AutoTP.
+    1. The shapes that the source states, if these are for `tp` ranks.
+    2. The full shape on every rank.
+    3. For each axis, the full shape cut along it: in AutoTP's shares, or in equal ones.
     """
     stated_shapes = None if universal_info is None else universal_info.stated_shapes(name)
     if stated_shapes is not None and len(stated_shapes) == tp:
@@ -161,9 +162,9 @@ def _doubts(auto: AutoTP | None, info: Mapping[str, Any] | None) -> list[Notice]
 def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
     """The number of rows that each vocabulary has in the target.
 
-    Megatron rounds up to a multiple of the tensor ranks times `make_vocab_size_divisible_by`. If no
-    `args` state that number, and the source has more rows than its ranks need, the rows are kept.
-    They change only if the target's ranks cannot share them.
+    Megatron rounds up to a multiple of the tensor ranks times `make_vocab_size_divisible_by`. If
+    the program's saved arguments lack that number, and the source has more rows than its ranks
+    need, the rows are kept. They then change only if the target's ranks cannot share them evenly.
     """
     divisor = arguments(source.state.get("client_state")).get(DIVISOR)
     unit = divisor if isinstance(divisor, int) and divisor > 0 else None

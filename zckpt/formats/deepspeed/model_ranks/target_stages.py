@@ -43,9 +43,9 @@ def recut(
 ) -> tuple[Grid, tuple[Manifest, ...], list[Notice]]:
     """Cuts every tensor rank's model into the stages that `options` ask for.
 
-    Returns the new grid, the manifests of all model ranks, and notices of inferred facts. `models`
-    are the tensor ranks' models; `whole` has the parameters of all of them. Raises the same errors
-    as `cut_again`.
+    Returns the new numbers of pipeline and tensor ranks, the manifests of all model ranks, and
+    notices of inferred facts. `models` are the tensor ranks' models; `whole` has the parameters of
+    all of them. Raises the same errors as `cut_again`.
     """
     inferred: list[Notice] = []
     if is_cut(len(pipeline.parameters), options):
@@ -77,9 +77,9 @@ def cut_again(
 ) -> tuple[Pipeline, list[Notice]]:
     """The pipeline with the stages that `options` give, and notices of inferred facts.
 
-    Without files of layers, a stage has all of its module's names. Raises WrongOption for bounds
-    that do not fit. Raises UnsupportedCheckpoint if the parameters are not in the order of the
-    layers.
+    Without files of layers (`has_files` is False), a stage lists all names of its module instead of
+    only trained parameters. Raises WrongOption for bounds that do not fit. Raises
+    UnsupportedCheckpoint if the parameters are not in the order of the layers.
     """
     bounds = bounds_of(model, pipeline, options)
     uses, inferred = _uses(model.root, pipeline, bounds)
@@ -101,11 +101,11 @@ def cut_again(
 def _uses(
     root: str, pipeline: Pipeline, bounds: Sequence[int]
 ) -> tuple[dict[str, set[int]], list[Notice]]:
-    """The layers at which tied layers are used, by key; and warnings about inferred uses.
+    """The layer numbers at which each tied layer is used, by its key; warnings for assumed uses.
 
-    If no file shows any use of a tied layer, its uses are assumed at layers without names. These
-    are the first such layer of the first stage with the tied layer, and the last one of further
-    stages.
+    `bounds` are the first layers of the new stages. If no file shows any use of a tied layer, it is
+    assumed to be used at layers without names: at the first such layer of the first stage that has
+    it, and at the last one of each further stage that has it.
     """
     uses, inferred = uses_of_files(pipeline), list[Notice]()
     if len(bounds) == 2:  # a single stage has all layers
@@ -121,15 +121,15 @@ def _uses(
             if not free:
                 raise WrongOption(
                     "stages-do-not-fit",
-                    f"{root} has a stage that uses the tied layer {key}, but --pp-bounds leave no "
-                    f"layer without {'a file' if is_shown else 'names'} between {span.start} "
-                    f"and {span.stop - 1} for that",
+                    f"{root} has a stage that uses the tied layer {key} at a layer without "
+                    f"{'a file' if is_shown else 'names'}, but by --pp-bounds there is no such "
+                    f"layer between {span.start} and {span.stop - 1}",
                     hint=LAST,
                 )
             if is_shown and len({_stage_of(at, bounds) for at in (*shown, *free)}) > 1:
                 message = (
-                    f"the tied layer {key} is taken to be used again at layer {free[-1]}, which "
-                    f"has no file, so stage {_stage_of(free[-1], bounds)} gets a copy of it"
+                    f"zckpt assumes that the tied layer {key} is used again at layer {free[-1]}, "
+                    f"which has no file, so stage {_stage_of(free[-1], bounds)} gets a copy of it"
                 )
                 inferred.append(warning("place-inferred", message, subject=key))
             is_first = not places
@@ -140,8 +140,8 @@ def _uses(
         if not is_shown:
             numbers = " and ".join(map(str, sorted(places)))
             message = (
-                f"the tied layer {key} is taken to be used at the layers {numbers}, which have no "
-                "names of their own; the stages that have these get a copy of it"
+                f"zckpt assumes that the tied layer {key} is used at the layers {numbers}, which "
+                "no parameter's name shows: the stages with these layers get a copy of it"
             )
             inferred.append(warning("place-inferred", message, subject=key))
     return uses, inferred
@@ -185,7 +185,7 @@ class _Stage(Struct, frozen=True):
             raise WrongOption(
                 "stages-do-not-fit",
                 f"the layers {self.span.start} to {self.span.stop - 1} of {self.model.root} have "
-                "no trained parameter, and every stage needs one",
+                "no trained parameter, but every stage needs one",
                 hint="choose other bounds with --pp-bounds",
             )
         return sorted(names, key=self._order)
@@ -197,7 +197,7 @@ class _Stage(Struct, frozen=True):
             raise UnsupportedCheckpoint(
                 "target-unsupported",
                 f"{self.model.root}: the parameters of a group are not in the order of the layers, "
-                "which does not show how they stand in other stages",
+                "so their order in other stages is unknown",
                 hint="keep the number of stages, or build the optimizer with the parameters in the "
                 "order of model.parameters()",
                 file=self.model.root,

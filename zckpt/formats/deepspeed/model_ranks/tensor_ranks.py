@@ -1,9 +1,9 @@
-"""Turns the slices of tensor ranks into full tensors, and compares the ranks' copies.
+"""Turns the slices of tensor ranks into full tensors, and compares the ranks' replicas.
 
-Each tensor rank has been read as a model of its own. Rules define how its parameters are cut. The
+Each tensor rank has been read as a separate model. Rules define how its parameters are cut. The
 user's rules (naming/tensor_rules.py) come first, then those that the checkpoint states
-(naming/universal_info.py). By these rules slices become boxes of full tensors; no byte is read. A
-replicated tensor is taken from the first rank, and the other ranks' copies must be equal.
+(naming/universal_info.py). They give each slice its offsets in the full tensor; no byte is read. A
+replicated tensor is taken from the first rank, and the other ranks' replicas must be equal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ from ....naming.patterns import INFO
 from ....naming.tensor_rules import RuleFile, TensorRules, decide, rules_of
 from ....naming.universal_info import UniversalInfo, of_json
 
-SLICES_ALONE = "of several tensor ranks, zckpt joins slices of the parameters' shapes, and numbers"
+SLICES_ALONE = (
+    "zckpt joins states of tensor ranks only if they are numbers or have the shape of the slice"
+)
 
 
 def joined_slices(
@@ -80,7 +82,9 @@ def _stated(ranks: Sequence[Manifest]) -> Iterator[TensorRules]:
     infos = [(rank.state.get("client_state") or {}).get(INFO) for rank in ranks]
     if any(to_json(info) != to_json(infos[0]) for info in infos[1:]):
         raise InconsistentCheckpoint(
-            "ranks-disagree", f"{ranks[0].root}: tensor ranks differ in {INFO}", file=ranks[0].root
+            "ranks-disagree",
+            f"{ranks[0].root}: tensor ranks state different values of {INFO}",
+            file=ranks[0].root,
         )
     if isinstance(infos[0], Mapping):
         yield UniversalInfo(infos[0])
@@ -110,12 +114,12 @@ def _buffers(ranks: Sequence[Manifest], given: Sequence[TensorRules]) -> dict[st
 def _doubts(given: Sequence[TensorRules], cut: Mapping[str, Sliced]) -> Iterator[Notice]:
     """Warnings about tensors that are sums over ranks, and about rules that no file confirms.
 
-    Of a sum, the joined model has only tensor rank 0's part.
+    If a tensor is a sum, the joined model has only tensor rank 0's summand.
     """
     if sums := [name for name, sliced in cut.items() if sliced.placement.is_sum]:
         message = (
-            f"each tensor rank has a part of {listed(sums, 4)}: what is shown is the part of "
-            "tensor rank 0, not the sum"
+            f"{listed(sums, 4)}: the value is the sum over all tensor ranks, but only the summand "
+            "of tensor rank 0 is shown"
         )
         yield warning("rank-zero-taken", message, subject=sums[0])
     for rules in given:
@@ -124,7 +128,7 @@ def _doubts(given: Sequence[TensorRules], cut: Mapping[str, Sliced]) -> Iterator
 
 
 def _facts(cut: Mapping[str, Sliced]) -> TensorParallel:
-    """The manifest's record of the cuts: parameters' placements, and vocabularies' used rows."""
+    """What the manifest states of the cuts: each parameter's placement, vocabularies' used rows."""
     return TensorParallel(
         {name: sliced.placement for name, sliced in cut.items()},
         {
@@ -139,13 +143,13 @@ def _facts(cut: Mapping[str, Sliced]) -> TensorParallel:
 
 
 IF_COPIES_DIFFER = {
-    TENSOR_RANK: "if these copies drifted in training, take those of tensor rank 0 with "
+    TENSOR_RANK: "if these replicas drifted in training, use those of tensor rank 0 with "
     "--replicas rank0, or their mean with --replicas mean; if they are slices, or parts of a sum, "
     "correct the rule (--tp-rules)",
-    EP_RANK: "if these copies drifted in training, take those of ep rank 0 with --replicas rank0; "
+    EP_RANK: "if these replicas drifted in training, use those of ep rank 0 with --replicas rank0; "
     "if not, files of different saves may be mixed: copy all files again",
 }
-"""The user's remedies, by the axis whose ranks hold the copies."""
+"""Hints for replicas that differ, by the axis whose ranks hold them."""
 
 
 def check(manifest: Manifest, replicas: str | None) -> list[Notice]:

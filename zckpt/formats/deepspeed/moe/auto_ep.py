@@ -87,7 +87,10 @@ def _second_gates(ranks: EngineStates, layers: Sequence[Mapping[str, Any]]) -> d
 
 
 def _sliced(shapes: ParameterShapes, prefixes: Collection[str]) -> ParameterShapes:
-    """Names and shapes with slices instead of stacked parameters."""
+    """Replaces each stacked parameter by one slice per expert: `w1.0`, `w1.1` and so on for `w1`.
+
+    `prefixes` are the names of the modules that have stacked parameters.
+    """
     sliced: ParameterShapes = {}
     for name, shape in shapes.items():
         if name.rpartition(".")[0] in prefixes:
@@ -98,7 +101,7 @@ def _sliced(shapes: ParameterShapes, prefixes: Collection[str]) -> ParameterShap
 
 
 def _check_placement(ranks: EngineStates, layer: Mapping[str, Any]) -> None:
-    """Checks that each ep rank has the experts that follow the previous rank's experts."""
+    """Raises unless each ep rank has the experts that follow those of the ep rank before it."""
     count, ep, path = layer.get("num_experts"), layer.get("ep_size"), layer.get("module_path")
     if not (isinstance(count, int) and isinstance(ep, int) and ep > 0 and not count % ep):
         raise InconsistentCheckpoint(
@@ -111,4 +114,4 @@ def _check_placement(ranks: EngineStates, layer: Mapping[str, Any]) -> None:
     for entry in placement if isinstance(placement, list) else ():
         first = entry.get("rank") * local
         if entry.get("experts") != [*range(first, first + local)]:
-            refuse(ranks.directory, f"AutoEP experts of {path} in an order of their own")
+            refuse(ranks.directory, f"AutoEP experts of {path} that are not assigned in order")

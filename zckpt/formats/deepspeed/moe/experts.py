@@ -61,7 +61,7 @@ from ..files import RankFiles
 from ..flats import flat_buffers
 from .auto_ep import ROUTER, with_slices
 
-UNKNOWN = "mixture-of-experts layers, and with the name of its ds_config alone"
+UNKNOWN = "mixture-of-experts layers, and with only the file name of its ds_config"
 ELEMENTS = 64  # compared elements of a parameter
 PARAMETERS = 8  # compared parameters of a flat buffer
 GATE = ".deepspeed_moe.gate.wg.weight"
@@ -74,9 +74,10 @@ def file_name(layer: int, expert: int, mp_rank: str) -> str:
 
 
 class LayerFiles(Struct, frozen=True):
-    """The opened files of all experts of the layer `name`, a prefix of all keys.
+    """The opened files of all experts of one layer, in the order of the experts.
 
-    Each file has tensors by their names in the full model.
+    `name` is the layer's name, with which all keys begin. A file has its expert's tensors by their
+    names in the full model.
     """
 
     name: str
@@ -84,7 +85,10 @@ class LayerFiles(Struct, frozen=True):
 
     @property
     def gate(self) -> str:
-        """The name of the gate or router, which stands before the experts in the layer's module."""
+        """The name of the weight of the layer's gate (AutoEP: router).
+
+        It comes directly before the experts in the module's order.
+        """
         parts = expert_name(next(iter(self.files[0].value)))
         return self.name + (ROUTER if parts is not None and parts.is_slice else GATE)
 
@@ -100,7 +104,7 @@ def files_by_layer(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
         refuse(ranks.directory, "mixture-of-experts layers of an old release")
     if not all(type(count) is int and count > 0 for count in counts):
         raise CorruptCheckpoint(
-            "file-damaged", f"{path}: the model states list {counts!r} experts by layer", file=path
+            "file-damaged", f"{path}: the model file lists {counts!r} experts by layer", file=path
         )
     number = files.number
     wanted = ((layer, own, number) for layer, count in enumerate(counts) for own in range(count))
@@ -111,9 +115,9 @@ def files_by_layer(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
     if surplus := [(n, e) for n, e in places if n >= len(counts) or e >= counts[n]]:
         raise InconsistentCheckpoint(
             "mixed-saves",
-            f"{paths[surplus[0]]} is one file too many: the model states list {listed(counts)} "
-            "experts by layer",
-            hint="files of another save may lie between them; keep those of one save",
+            f"{paths[surplus[0]]} is one file too many: by layer, the model file lists "
+            f"{listed(counts)} experts",
+            hint="files of another save may be among them: keep only the files of one save",
         )
     opened = iter(open_files([paths[place] for place in places], files.parsed))
     layers = [_layer(list(islice(opened, count))) for count in counts]
@@ -123,8 +127,8 @@ def files_by_layer(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
         if gate <= before:  # the engine numbers layers in the module's order
             raise InconsistentCheckpoint(
                 "swapped-files",
-                f"{layer.files[0].path} has an expert of {layer.name}, which is not the next layer "
-                f"of experts in {ranks.models[0].path}",
+                f"{layer.files[0].path} has an expert of {layer.name}, but {ranks.models[0].path} "
+                "has another layer of experts at this number",
                 hint=f"{SWAPPED}, or of another save; copy all files again",
                 file=layer.files[0].path,
                 subject=layer.name,
@@ -142,8 +146,8 @@ def _layer(files: Sequence[TorchFile]) -> LayerFiles:
             if name is not None and name.inner.endswith("_extra_state"):
                 raise UnsupportedCheckpoint(
                     "state-unsupported",
-                    f"{file.path} has {key!r}: zckpt does not read what modules of experts keep "
-                    "beside their parameters and buffers (get_extra_state)",
+                    f"{file.path} has {key!r}: zckpt does not read extra states of experts "
+                    "(get_extra_state)",
                     file=file.path,
                 )
             if name is None or not isinstance(tensor, Tensor):
@@ -156,8 +160,8 @@ def _layer(files: Sequence[TorchFile]) -> LayerFiles:
             if (name.layer, name.number) != (layer, number):
                 raise InconsistentCheckpoint(
                     "swapped-files",
-                    f"{file.path} holds expert {name.number} of {name.layer}, in the place of "
-                    f"expert {number} of {layer}",
+                    f"{file.path} holds expert {name.number} of {name.layer}, but its name is that "
+                    f"of expert {number} of {layer}",
                     hint=f"{SWAPPED}; copy all files again",
                     file=file.path,
                 )
@@ -167,7 +171,7 @@ def _layer(files: Sequence[TorchFile]) -> LayerFiles:
             raise InconsistentCheckpoint(
                 "ranks-disagree",
                 f"{file.path} holds other tensors than {os.path.basename(files[0].path)}",
-                hint=f"all experts of {layer} have tensors of the same names and shapes",
+                hint=f"all experts of {layer} must have tensors of the same names and shapes",
                 file=file.path,
             )
     return LayerFiles(layer, files)
@@ -186,9 +190,9 @@ def spread_over(
 ) -> ExpertLayers:
     """The layers of experts, with the number of ranks over which each one is spread.
 
-    This is `ep`, else the number that follows from rank 0's share of the experts in `named` (names
-    on rank 0). Raises InconsistentCheckpoint if ranks cannot share the experts evenly, and
-    UnsupportedCheckpoint if a layer has none of the names.
+    The number is `ep`. Without `ep`, it follows from rank 0's share of the experts: `named` are the
+    tensor names on rank 0. Raises InconsistentCheckpoint if ranks cannot share the experts evenly,
+    and UnsupportedCheckpoint if none of these names belongs to a layer.
     """
     path, layers = ranks.directory.path, dict[str, ExpertLayer]()
     numbers = by_key((part.layer, part.number) for part in map(expert_name, named) if part)
@@ -203,7 +207,7 @@ def spread_over(
             raise InconsistentCheckpoint(
                 "mixed-saves",
                 f"{path}: rank 0 has {len(numbers_on_rank_0)} of the {experts} experts of "
-                f"{layer.name}, which is no equal share",
+                f"{layer.name}, which is not an equal share",
                 hint="model and expert files of different saves seem to be mixed",
                 file=path,
                 subject=layer.name,
@@ -225,7 +229,7 @@ def spread_over(
 def with_tensors(
     ranks: EngineStates, files: Sequence[LayerFiles], layers: ExpertLayers
 ) -> EngineStates:
-    """Adds the tensors of all experts to the module, each layer's behind its gate.
+    """Adds the tensors of all experts to the module, those of a layer directly after its gate.
 
     Buffers and second names of rank 0's experts are repeated for all experts.
     """
@@ -261,10 +265,11 @@ class Experts(Struct, frozen=True):
     def sharing(
         self, group: int, shapes: ParameterShapes
     ) -> list[tuple[EngineStates, ParameterShapes]]:
-        """The flat buffers of a group.
+        """The flat buffers of one param group: one for a dense group, one per ep rank for experts.
 
-        Each is a pair: the states of the ranks that share it, and its parameters by their full
-        names. Raises InconsistentCheckpoint if the files contradict each other about a group of
+        A buffer is a pair: the files of the ranks that share it, and the shapes of its parameters
+        by their names in the full model. `group` is the group's number, and `shapes` has the names
+        on rank 0. Raises InconsistentCheckpoint if the files contradict each other about a group of
         experts.
         """
         layers = [self.layers.layer_of(name) for name in shapes]
@@ -280,8 +285,8 @@ class Experts(Struct, frozen=True):
                 "mixed-saves",
                 f"{ranks.directory.path}: flat group {group}, named "
                 f"{group_on_rank_0.get('name')!r}, is cut "
-                f"over {count} of {ranks.dp} ranks, and {listed(sorted(eps))} expert-parallel "
-                "ranks share its parameters",
+                f"over {count} of {ranks.dp} ranks, which does not fit its parameters' "
+                f"expert-parallel size {listed(sorted(eps))}",
                 hint=MIXED,
                 file=ranks.directory.path,
             )
@@ -305,7 +310,7 @@ class Experts(Struct, frozen=True):
 
     @property
     def fit(self) -> bool:
-        """Whether the assumed places of experts are right: their masters round to their weights.
+        """Whether each rank has the experts that `places` assumes: masters round to their weights.
 
         Only the first masters in each flat buffer of experts are compared.
         """
@@ -333,7 +338,7 @@ class Experts(Struct, frozen=True):
         if lost := [name for name in unsaved if not self.layers.is_dense(name)]:
             raise InconsistentCheckpoint(
                 "mixed-saves",
-                f"{self.ranks.directory.path}: the optimizer has {listed(lost, 3)}, and the files "
+                f"{self.ranks.directory.path}: the optimizer has {listed(lost, 3)}, but the files "
                 "of the experts do not",
                 hint="files of different saves seem to be mixed",
                 file=self.ranks.directory.path,
@@ -341,8 +346,8 @@ class Experts(Struct, frozen=True):
         warnings = manifest.notices.warnings
         if unsaved:
             message = (
-                f"DeepSpeed did not save the weights of {listed(unsaved, 4)}, as the name of their "
-                "MoE layer has `expert` in it: their masters stand for them"
+                f"DeepSpeed did not save the weights {listed(unsaved, 4)}, because the name of "
+                "their MoE layer contains `expert`: their masters are used instead"
             )
             warnings += (warning("engine-fault", message, subject=unsaved[0]),)
         module = [*self.whole.module, *unsaved]
@@ -402,7 +407,7 @@ def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | 
 
 
 def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> ExpertRanks:
-    """The experts of each rank: by the ds_config, or by bytes if only its file name is known.
+    """The experts of each rank: by the ds_config, or by bytes if only its file name was saved.
 
     A run that was started with the file of a ds_config saves only the file's name. Then neighbor
     ranks may have different experts, or the same ones (`use_data_before_expert_parallelism`). Every
@@ -420,7 +425,7 @@ def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> E
     if not fitting:
         raise InconsistentCheckpoint(
             "mixed-saves",
-            f"{ranks.directory.path}: the ranks' masters are not those of the experts' weights",
+            f"{ranks.directory.path}: the ranks' masters do not round to the experts' weights",
             hint="files of different saves seem to be mixed; copy all files again",
             file=ranks.directory.path,
         )
@@ -430,9 +435,9 @@ def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> E
 
 
 def _are_spread_over_tensor_ranks(ranks: EngineStates) -> bool:
-    """Whether a group of experts is cut over more ranks than there are data ranks.
+    """Whether tensor ranks have different experts: no `enable_expert_tensor_parallelism`.
 
-    Without `enable_expert_tensor_parallelism`, each tensor rank has different experts.
+    Then a group of experts is cut over more ranks than there are data ranks.
     """
     counts = ranks.first.get("partition_count")
     sizes = (

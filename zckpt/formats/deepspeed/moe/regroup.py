@@ -1,9 +1,10 @@
-"""Regroups the experts of a source for another expert-parallel size.
+"""Adapts the optimizer's param groups of experts to another expert-parallel size.
 
-Another expert-parallel size changes the experts of a rank, and so the groups of experts. Their
-names change (`ep_size_2`), and also where DeepSpeed cuts them, because it counts the elements of
-one rank (0.19.8, moe/utils.py `split_params_into_different_moe_groups_for_optimizer`). The experts
-themselves and all dense groups stay unchanged.
+With another expert-parallel size, a rank has other experts, so its param groups of experts change.
+They get another name (`ep_size_2`). DeepSpeed cuts a large group when one rank's parameters in it
+exceed a number of elements, so these cuts change too (0.19.8, moe/utils.py
+`split_params_into_different_moe_groups_for_optimizer`). The experts themselves and all dense groups
+stay unchanged.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ GROUP_SIZE = 178_956_971  # elements; the engine's default of `max_group_size`
 
 
 def over_ranks(source: Manifest, options: Options) -> Manifest:
-    """Replaces the groups of experts by those for the target's expert-parallel size (`--ep`).
+    """Replaces the param groups of experts by those for the target's expert-parallel size (`--ep`).
 
-    Without `--ep` and without experts the source is unchanged. Raises WrongOption (sizes that do
-    not divide, groups that may be cuts of one group), MissingData (the source does not state its
-    layers or groups), InconsistentCheckpoint (the order of parameters does not carry over to
-    another size).
+    Without `--ep`, or without experts, the source is unchanged. Raises WrongOption (the size does
+    not divide the experts or ranks, or several groups may be cuts of one group), MissingData (the
+    source does not state its layers or groups), InconsistentCheckpoint (the order of parameters at
+    the new size is unknown).
     """
     ep, layers = options[EP], ExpertLayers.of_manifest(source)
     if unplaced := [n for n in source.parameters if expert_name(n) and layers.is_dense(n)]:
@@ -60,8 +61,8 @@ def over_ranks(source: Manifest, options: Options) -> Manifest:
     if source.groups is None:
         raise MissingData(
             "groups-missing",
-            f"{source.root} holds no parameter groups, and DeepSpeed needs those of experts",
-            hint="take the DeepSpeed run, or a universal checkpoint with the optimizer's state",
+            f"{source.root} holds no parameter groups, but DeepSpeed needs groups of experts",
+            hint="give the DeepSpeed run, or a universal checkpoint with the optimizer's state",
             file=source.root,
         )
     if ep is None or layers.sizes == [ep]:
@@ -149,8 +150,8 @@ def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> Manifest:
         if not layers.is_regular(names):
             raise InconsistentCheckpoint(
                 "target-unsupported",
-                f"{source.root}: the experts' parameters of group {number} stand in an order which "
-                "does not show how they stand at another expert-parallel size",
+                f"{source.root}: the experts' parameters of group {number} are in an unusual "
+                "order, so their order at another expert-parallel size is unknown",
                 hint=f"keep --ep {layers.sizes[0]}",
                 file=source.root,
             )
@@ -172,10 +173,10 @@ def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> Manifest:
 
 
 def _uncut(source: Manifest, layers: ExpertLayers) -> Iterator[tuple[int, list[str]]]:
-    """Yields the groups of ep rank 0 before the engine cut large ones: number and members.
+    """Yields ep rank 0's groups as they were before the engine cut large ones: number and members.
 
-    Raises WrongOption if neighbor groups may be cuts of one group, but not at the engine's own
-    limit.
+    Raises WrongOption if neighbor groups have equal settings, but are not cut at the engine's
+    default limit: the program may have cut one group at another limit.
     """
     groups, every = source.groups or (), source.parameters.items()
     members = by_key((about.group or 0, name) for name, about in every if about.trainable)
@@ -191,9 +192,9 @@ def _uncut(source: Manifest, layers: ExpertLayers) -> Iterator[tuple[int, list[s
             raise WrongOption(
                 "target-unsupported",
                 f"groups {joined([*map(str, numbers)])} have the same settings: they may be parts "
-                "of one group, which the program cut at a max_group_size of its own",
-                hint=f"keep the expert-parallel size, --ep {layers.sizes[0]}; another one moves "
-                "the cuts",
+                "of one group that the program cut at its own max_group_size",
+                hint=f"keep the expert-parallel size, --ep {layers.sizes[0]}: at another size the "
+                "program would cut the group elsewhere",
             )
         yield numbers[0], names
 
@@ -233,8 +234,8 @@ def with_named_layers(source: Manifest, unplaced: Sequence[str]) -> Manifest:
     if not isinstance(engine, StateDictEngine):
         raise MissingData(
             "layout-unknown",
-            f"{source.root} has experts ({listed(unplaced, 1)}) and does not state their layers",
-            hint="take the DeepSpeed run, or the universal checkpoint that was made of it",
+            f"{source.root} has experts ({listed(unplaced, 1)}), but does not state their layers",
+            hint="give the DeepSpeed run, or the universal checkpoint that was made of it",
             file=source.root,
         )
     sizes = _sizes(source)
@@ -265,9 +266,9 @@ def _sizes(source: Manifest) -> dict[str, int]:
         if (parts is None) != (size is None):
             raise MissingData(
                 "groups-missing",
-                f"{source.root}: {name} is in group {number}, and DeepSpeed needs groups of "
-                "experts alone, which it names ep_size_N",
-                hint="take the DeepSpeed run, or a checkpoint that zckpt made of it",
+                f"{source.root}: {name} is in group {number}, but DeepSpeed needs separate groups "
+                "for experts, which it names ep_size_N",
+                hint="give the DeepSpeed run, or a checkpoint that zckpt made of it",
                 file=source.root,
                 subject=name,
             )

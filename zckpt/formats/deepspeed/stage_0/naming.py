@@ -93,7 +93,7 @@ class Nameless(Struct, frozen=True):
 
     @property
     def is_apart(self) -> bool:
-        """Whether the weights are in other files than the masters (of layers or experts)."""
+        """Whether any weight is in another file than the masters: a layer's or an expert's file."""
         return any(weight.file is not self.flats[0].file for weight in self.weights.values())
 
     def missing(self, why: str) -> MissingData:
@@ -197,7 +197,7 @@ def _check_known(asked: Nameless, members: Members) -> None:
     if unknown := [n for own in members for n in own if n and n not in asked.weights]:
         raise InconsistentCheckpoint(
             "mixed-saves",
-            f"{asked.path}: the module has no weights {listed(unknown)}",
+            f"{asked.path}: the optimizer has {listed(unknown)}, but the module does not",
             file=asked.path,
         )
 
@@ -235,7 +235,7 @@ def shared_out(asked: Sequence[Nameless], param_names: Sequence[str]) -> list[li
             "names-do-not-fit",
             f"--param-names: these weights do not fill the groups of {asked[0].path}, which "
             f"have {listed(lengths)} elements",
-            hint="name the trained parameters alone, group by group, in the optimizer's order",
+            hint="name only the trained parameters, group by group, in the optimizer's order",
         )
     of_flats = iter(groups)
     return [[*islice(of_flats, len(each.flats))] for each in asked]
@@ -256,8 +256,8 @@ def check_rounding(
         if (fitting_names or strict) and name not in fitting_names:
             raise WrongOption(
                 "names-do-not-fit",
-                f"--param-names: the master at the place of {name} in {master.file.path} is that "
-                f"of {fitting_names[0] if fitting_names else 'no weight'}, as the weights show",
+                f"--param-names gives the name {name} to a master in {master.file.path} that "
+                f"rounds to the weight {fitting_names[0] if fitting_names else 'of no parameter'}",
                 hint="name the trained parameters in the optimizer's order, group by group",
             )
 
@@ -284,7 +284,8 @@ def by_views(asked: Nameless) -> Named | None:
     shown = [label for own in of_flats for label in own if len(own) == len(members[label]) == 1]
     if len({*shown}) < len(asked.flats):
         raise asked.missing(
-            "the module's weights no longer lie in its groups' buffers, which show them"
+            "the module's weights, which could show them, are no longer views of the groups' flat "
+            "buffers"
         )
     return Named([members[label][0] for label in shown], [])
 
@@ -406,7 +407,7 @@ def of_stages(asked: Sequence[Nameless]) -> list[Named] | None:
 def _in_order(asked: Nameless) -> Named | None:
     """Names that follow from the module's order and the shapes; None if they are ambiguous.
 
-    Frozen parameters also have places in the order.
+    Frozen parameters are numbered in this order too.
     """
     orders = [[number.shape for number in own] for own in asked.groups]
     try:
@@ -419,7 +420,7 @@ def _in_order(asked: Nameless) -> Named | None:
 def _matched(
     asked: Nameless, orders: Sequence[Sequence[Any]], labelled: Mapping[str, Any], what: str
 ) -> Named:
-    """Names each parameter by its label, which one or several weights share.
+    """Finds each parameter's name by a label: its shape, or what its bytes show (samples.py).
 
     `orders` has the labels of each group's parameters. `labelled` maps weights to labels, in the
     module's order; `what` describes the labels in errors. A group whose labels are all unique may
@@ -443,7 +444,7 @@ def _matched(
         equal = [name for label in unclear_labels for name in owners.get(label, ())]
         why = f"does not show the {what} of every parameter"
         if equal:
-            order = "which the order of the module does not tell apart"
+            order = "and the order of the module does not show which is which"
             why = f"{listed(equal, 6)} have equal {what}, {order}"
         said = f"{asked.path}: the optimizer's state has no names, and {why}"
         raise MissingData(

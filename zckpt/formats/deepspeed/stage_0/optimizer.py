@@ -67,9 +67,10 @@ from .numbers import FROZEN, Number, Shape, misfit, numbers_of
 class WholeOptimizer(Struct, frozen=True):
     """The opened model file, and the names of the optimizer's parameters.
 
-    `members` are the names of each group in the optimizer's order; None is a frozen parameter,
-    which has no state. If `members` is empty, nothing shows the names, and only the weights are
-    read. For names in `inferred`, only an order shows them. `module` are the names of all weights.
+    `members` are the parameter names of each group in the optimizer's order; None is a frozen
+    parameter, which has no state. If `members` is empty, nothing shows the names, and only the
+    weights are read. Names in `inferred` follow only from the order of the module's weights.
+    `module` are the names of all weights.
     """
 
     states: EngineStates
@@ -86,7 +87,7 @@ def open_whole(directory: TagDirectory, files: RankFiles, reading: Reading) -> W
     """Opens the model file with its optimizer, and names the optimizer's parameters.
 
     Raises IncompleteCheckpoint without an optimizer, and MissingData if nothing shows the names of
-    its parameters. Reading only weights needs no names, unless masters are the weights.
+    its parameters. If only weights are asked for, names are needed only for fp32 masters.
     """
     states = states_of(directory, files)
     module = ((name, states.models[0], own) for name, own in states.module.items())
@@ -187,9 +188,10 @@ def with_names(states: EngineStates, named: Named, shapes: Mapping[str, Shape]) 
 
 
 def _numbers(whole: WholeOptimizer) -> Iterator[Number]:
-    """Yields the numbers of trained parameters, with the names and shapes that belong to each.
+    """Yields what the optimizer keeps for each trained parameter, or for each flat group.
 
-    Raises InconsistentCheckpoint if groups and masters do not fit.
+    Each item has the parameters' names and shapes. Raises InconsistentCheckpoint if the names do
+    not fit the groups and masters.
     """
     states, shapes = whole.states, whole.states.param_shapes()
     if not whole.members:
@@ -216,9 +218,9 @@ def _numbers(whole: WholeOptimizer) -> Iterator[Number]:
 
 
 def _slot(number: Number, file: TorchFile, name: str, tensor: Tensor) -> BufferSlot:
-    """Makes a slot of a tensor that the optimizer keeps under one number.
+    """Turns one tensor of the optimizer's state into the slot `name` of its parameters.
 
-    A flat tensor is divided among the parameters of this number.
+    A flat tensor is divided among the parameters of its group.
     """
     if [*number.shapes.values()] == [tensor.shape]:
         return BufferSlot(name, tensor.dtype, {number.first: file.fragments(tensor)})
@@ -230,9 +232,10 @@ def _slot(number: Number, file: TorchFile, name: str, tensor: Tensor) -> BufferS
 
 
 def kept(whole: WholeOptimizer, step_policy: str | None) -> list[FlatBuffer]:
-    """The optimizer's state as flat buffers, one for each number.
+    """The optimizer's state as `FlatBuffer`s: one for each number in its state dict.
 
-    A value named `step` that is no step is treated like any other state.
+    A number stands for a parameter or, with FP16_Optimizer, for a flat group. A value named `step`
+    that is no step count is treated like any other state.
     """
     states, file, numbers = whole.states, whole.file, list(_numbers(whole))
     in_states, in_groups = steps.StatedSteps("state"), steps.StatedSteps("group")
@@ -293,7 +296,7 @@ def manifest_of_whole(whole: WholeOptimizer, step_policy: str | None) -> Manifes
     warnings = manifest.notices.warnings
     if whole.inferred:
         message = (
-            "the optimizer knows its parameters by number: the names of "
+            "the optimizer's state has only numbers for its parameters: the names of "
             f"{listed(whole.inferred, 4)} are inferred from the order of the module"
         )
         warnings += (warning("names-inferred", message, subject=whole.inferred[0]),)

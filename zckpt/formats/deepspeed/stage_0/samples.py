@@ -1,11 +1,11 @@
-"""Labels 16-bit weights and the masters that round to them, by the bytes of a few elements.
+"""Finds the 16-bit weights that fp32 masters round to, by the bytes of a few elements.
 
-    label    what a rounded master has in common with the weights that it may belong to
+Weights and masters get labels. A master with the label of a weight may be the weight's master.
 
-A label is the shape, and the bits of a few elements. If the weights of a label differ elsewhere,
-elements at which they differ are added, until only weights of equal bytes share a label. So a large
-weight is read completely only if another one begins with the same bytes. It is never kept in
-memory.
+A label stands for a shape and the bits of a few elements. If the weights of a label differ
+elsewhere, elements at which they differ are added, until only weights of equal bytes share a label.
+So a large weight is read completely only if another one has the same bits there. It is never kept
+in memory.
 
 This module reads numbers without numpy, because `inspect` may not import it.
 """
@@ -69,7 +69,7 @@ def labels(
 
 
 def alike(tensors: Mapping[K, Mapping[str, TensorInFile]]) -> list[list[K]]:
-    """Sorts the keys into groups: in a group, the tensors of every name have equal bytes."""
+    """Groups the keys whose tensors have the same names and, for each name, equal bytes."""
     places = [(key, name) for key, own in tensors.items() for name in own]
     every = [tensors[key][name] for key, name in places]
     named = zip(places, labels(every, every)[0], strict=True)
@@ -89,8 +89,8 @@ class _Sampler(Struct, frozen=True):
         """Splits weights of one shape and type into sets of equal ones, with each set's masters.
 
         A set's masters are those that round to its weights. `weights` and `theirs` (the masters)
-        are places in the lists of all tensors. A set without masters may contain weights that
-        differ. A master rounds only to weight types that an engine makes of its type.
+        are indices in this object's lists. A set without masters may contain weights that differ.
+        fp32 masters may belong to 16-bit weights; other masters only to weights of their own type.
         """
         kinds = (dtype, "F32") if dtype in ("BF16", "F16") else (dtype,)
         theirs = [place for place in theirs if self.masters[place].tensor.dtype in kinds]

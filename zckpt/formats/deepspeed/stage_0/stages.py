@@ -76,15 +76,15 @@ def open_stages(
     stages = fitting[0]
     if len(fitting) > 1:
         numbers = sorted({*chain(*(each.tied for each in fitting))})
-        said = f"each of the layers {listed(numbers)} may be a tied one"
-        raise UnsupportedCheckpoint("names-needed", said, hint="no file says which one it is")
+        said = f"each of the layers {listed(numbers)} may be the tied layer"
+        raise UnsupportedCheckpoint("names-needed", said, hint="no file says which layer it is")
     counts = Counter(n for each in stages.wholes for own in each.members for n in own if n)
     again = [name for name, count in counts.items() if count > 1 and tied_key(name) is None]
     if again:
         raise MissingData(
             "names-needed",
-            f"{directory.path}: several stages have the masters of {listed(again, 4)}, so it is a "
-            "tied layer, and no file states its key",
+            f"{directory.path}: several stages have masters of {listed(again, 4)}: these belong to "
+            "a tied layer, and no file states its key",
             hint=hint,
             file=directory.path,
         )
@@ -122,10 +122,10 @@ def _weights(
 def _ties(
     shapes: Mapping[str, Shape | None], layers: Mapping[int, TorchFile]
 ) -> list[dict[int, str]]:
-    """All possible ways to assign layer files to tied layers: the number of a file maps to a key.
+    """All possible ways to assign layer files to tied layers.
 
-    `shapes` has the names and shapes of all parameters. The files of one tied layer have the same
-    tensors.
+    Each item maps the numbers of layer files to keys of tied layers. `shapes` has the names and
+    shapes of all parameters. The files of one tied layer have the same tensors.
     """
     named = {*untied_layers(shapes)}
     choices: list[list[dict[int, str]]] = []
