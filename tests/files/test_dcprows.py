@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import random
+import struct
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,8 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 
 import zckpt
 from zckpt import errors
-from zckpt.files import dcpfile
+from zckpt.files import dcpfile, dcpshell, dcptable
 from zckpt.files.dcprows import Rows, Run, Unusual
+from zckpt.files.pickling import dumps
 from zckpt.files.unpickle import Unpickler
 
 from ..conftest import ROOT
@@ -109,6 +112,48 @@ def test_what_zckpt_writes_has_rows(tmp_path: Path) -> None:
         changed, place = bytearray(text), generator.randrange(len(text))
         changed[place] ^= 1 << generator.randrange(8)
         assert same(with_rows(bytes(changed)), outcome(bytes(changed), None)), place
+
+
+def written(tensors: int, boxes: int, stored: int) -> bytes:
+    """What zckpt writes for equal tensors, of which only the first `stored` have locations."""
+    cut = tuple(dcptable.ItemBox((number, 0), (1, 5)) for number in range(boxes))
+    keys = [f"w.{number}" for number in range(tensors)]
+    items = {key: dcptable.TensorItem("float32", (boxes, 5), cut) for key in keys}
+    locations = [
+        ((key, box.offsets), dcptable.ItemLocation("__0_0.distcp", 1000 * number, 1000))
+        for number, (key, box) in enumerate(product(keys[:stored], cut))
+    ]
+    paths = {key: tuple(key.split(".")) for key in keys}
+    return dumps(dcpshell.metadata(items, paths, locations), lambda _: None)
+
+
+@pytest.mark.parametrize("boxes", [1, 3, 16])
+def test_equal_tensors_are_described_by_one_object(boxes: int) -> None:
+    text = written(30, boxes, 30)
+    described = Unpickler(text, rows=Rows(text)).load().state["state_dict_metadata"]
+    assert len({id(record) for record in described.values()}) == 2  # the first one names its words
+    assert same(with_rows(text), outcome(text, None))
+
+
+def test_many_tensors_with_one_long_description() -> None:
+    """Each has as many boxes as the description: more than there are locations."""
+    text = written(400, 16, 5)
+    rows = Rows(text)
+    content = Unpickler(text, rows=rows).load()
+    with pytest.raises(errors.CorruptCheckpoint, match="too many for the files"):
+        dcpfile._table("/run", (), content, rows)
+
+
+def test_a_description_that_gets_another_state_is_read_without_rows() -> None:
+    """Other tensors have the same description."""
+    text = written(30, 1, 30)
+    key = b"X" + struct.pack("<I", 4) + b"w.20"
+    changed = text.replace(key, b"Nb" + key)
+    assert len(changed) == len(text) + 2
+    with pytest.raises(Unusual):
+        Unpickler(changed, rows=Rows(changed)).load()
+    content = Unpickler(changed).load().state["state_dict_metadata"]
+    assert [key for key, record in content.items() if record.state is None] == ["w.19"]
 
 
 def metadata(boxes: int, axes: int = 2, shift: int = 0) -> bytes:

@@ -29,7 +29,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core.checkpoint.inert import Foreign, Global
+from ..core.checkpoint.inert import Foreign, Global, types_in
 from ..core.passes.resources import free_memory
 from ..core.storage import sources
 from ..core.storage.checksum import crc32
@@ -72,9 +72,6 @@ MAX_AXES = 64  # of a torch.Tensor
 MAX_NUMBER = 1 << 60  # elements or bytes
 MAX_PATH = 100  # keys that lead to one item
 MAX_TEXT = 4096  # characters of a key or a file's name
-# the folders of one target, at most two, and of another one that is laid out meanwhile
-MOST_LAID = 4
-_laid: dict[str, ItemTable] = {}  # tables of folders that are laid out and not sealed yet
 
 # -- the pickle
 
@@ -115,20 +112,11 @@ def check_seal(text: bytes) -> None:
         raise CorruptCheckpoint("record-damaged", "its bytes do not have the CRC-32 after them")
 
 
-def laid_table(folder: str) -> ItemTable:
-    """Reads the metadata of a folder, or takes the table remembered from writing the folder.
-
-    A remembered table is forgotten by this call.
-    """
-    return _laid.pop(os.path.normpath(folder), None) or read_table(folder)
-
-
 def read_table(folder: str, is_laid: bool = False) -> ItemTable:
     """Reads the metadata of a folder: one `.metadata`, or those of all ranks combined.
 
     With `is_laid`, zckpt has just written the folder without its tensor data: the metadata is
-    trusted, and the table is remembered for the function that adds the checksums. Raises
-    CorruptCheckpoint (values of wrong types, parts that contradict each other),
+    trusted. Raises CorruptCheckpoint (values of wrong types, parts that contradict each other),
     IncompleteCheckpoint (no metadata, or none of some rank; an item without a location),
     UnsupportedCheckpoint (items that are compressed or encrypted; more metadata than there is
     memory for).
@@ -139,10 +127,6 @@ def read_table(folder: str, is_laid: bool = False) -> ItemTable:
     if sources.is_file(name):
         table = _read_one(folder, tuple(files), name, is_laid)
         need_agreement(table, name)
-        if is_laid:
-            if len(_laid) >= MOST_LAID:  # left by conversions that failed
-                _laid.clear()
-            _laid[os.path.normpath(folder)] = table
         return table
     ranks = {own.numbers: path for path in files if (own := known((OF_RANK,), path)) is not None}
     if not ranks:
@@ -207,9 +191,14 @@ def _table(folder: str, files: tuple[str, ...], content: Any, rows: Rows) -> Ite
     # every box is stored, so a list that many tensors share cannot be long
     room = len(locations) + MAX_AXES
     items: Items = {}
+    known_items: dict[int, TensorItem | None] = {}  # equal tensors may have one record
     for key, record in described.items():
-        items[_text(key, "a key")] = item = _item(key, record, room, columns)
-        room -= len(_boxes(item))
+        item = known_items.get(id(record))
+        if item is None:
+            item = known_items[id(record)] = _item(key, record, room, columns)
+        items[_text(key, "a key")] = item
+        if (room := room - len(_boxes(item))) < 0:
+            raise _too_many_boxes(key)
     return ItemTable(folder, files, items, locations, fields, _paths(fields["planner_data"], items))
 
 
@@ -276,9 +265,7 @@ def _item(key: str, record: Any, most: int, columns: _Columns) -> TensorItem | N
         )
     chunks = fields["chunks"]
     if not isinstance(chunks, (list, tuple)) or sum(map(_count, chunks)) > most:
-        raise CorruptCheckpoint(
-            "file-damaged", f"the chunks of {safe(key)} are not a list, or too many for the files"
-        )
+        raise _too_many_boxes(key)
     boxes = columns.boxes_of(key, chunks)
     size = _numbers(fields["size"], key)
     if prod(size) >= MAX_NUMBER:
@@ -286,6 +273,12 @@ def _item(key: str, record: Any, most: int, columns: _Columns) -> TensorItem | N
             "file-damaged", f"{safe(key)} has an impossible size: {prod(size)} elements"
         )
     return TensorItem(dtype.name.removeprefix("torch."), size, boxes)
+
+
+def _too_many_boxes(key: str) -> CorruptCheckpoint:
+    return CorruptCheckpoint(
+        "file-damaged", f"the chunks of {safe(key)} are not a list, or too many for the files"
+    )
 
 
 def _count(chunk: Any) -> int:
@@ -377,19 +370,16 @@ def _paths(planner_data: Any, items: Items) -> dict[str, KeyPath]:
 
 
 def _path(key: str, path: Any) -> KeyPath:
-    if (
-        not isinstance(path, (tuple, list))
-        or not 0 < len(path) <= MAX_PATH
-        or not all(
-            type(step) is str or (type(step) is int and 0 <= step < MAX_NUMBER) for step in path
-        )
-    ):
+    is_list = isinstance(path, (tuple, list)) and 0 < len(path) <= MAX_PATH
+    kinds = types_in(path) if is_list else set()
+    numbers = [step for step in path if type(step) is int] if int in kinds else ()
+    if not kinds or not kinds <= {str, int} or not all(0 <= each < MAX_NUMBER for each in numbers):
         raise CorruptCheckpoint(
             "file-damaged", f"the path of {safe(key)} is not a list of up to {MAX_PATH} keys"
         )
+    texts = [*map(str, path)] if numbers else path
     # first compare lengths, since many paths may refer to one long text
-    length = len(path) - 1 + sum(len(step) for step in path if isinstance(step, str))
-    if length > len(key) or ".".join(map(str, path)) != key:
+    if len(path) - 1 + sum(map(len, texts)) != len(key) or ".".join(texts) != key:
         raise CorruptCheckpoint("file-damaged", f"the path of {safe(key)} leads to another item")
     return tuple(path)
 
@@ -449,13 +439,16 @@ def need_agreement(table: ItemTable, name: str) -> None:
             raise CorruptCheckpoint(
                 "file-damaged", f"{name}: no state dict path is stated for {_all_shown(pathless)}"
             )
-    described = bytearray(len(table.locations))
+    described, checked = bytearray(len(table.locations)), set[int]()
     for key, item in table.items.items():
         if item is None:
             described[table.row(key, None)] = True
-        else:
-            for row in _places_of(table, key, item, name):
-                described[row] = True
+            continue
+        if id(item) not in checked:  # equal tensors may have one description
+            _check_boxes(key, item, name)
+            checked.add(id(item))
+        for row in _places_of(table, key, item):
+            described[row] = True
     if not all(described):
         rows = [row for row, is_known in enumerate(described) if not is_known]
         unlisted_files = dict.fromkeys(key for key, _ in table.locations.named(rows))
@@ -466,8 +459,8 @@ def need_agreement(table: ItemTable, name: str) -> None:
     _need_separate(table, name)
 
 
-def _places_of(table: ItemTable, key: str, item: TensorItem, name: str) -> Iterator[int]:
-    """Yields, for each box of a tensor, the row of its location; raises as `need_agreement`."""
+def _check_boxes(key: str, item: TensorItem, name: str) -> None:
+    """Raises as `need_agreement` for a box that does not fit into its tensor."""
     for box in item.boxes:
         if len(box.offsets) != len(item.shape) or len(box.sizes) != len(item.shape):
             raise CorruptCheckpoint(
@@ -475,20 +468,24 @@ def _places_of(table: ItemTable, key: str, item: TensorItem, name: str) -> Itera
                 f"{name}: a chunk of {_all_shown([key])} has another number of axes than the "
                 f"tensor, whose shape is {list(item.shape)}",
             )
-        if box.is_empty:  # several ranks may have an empty box
-            row = table.locations.row(key, box.offsets)
-            if row is not None:
-                yield row
-            continue
-        row = table.row(key, box.offsets)
         ends = map(add, box.offsets, box.sizes)
-        if any(map(gt, ends, item.shape)):
+        if not box.is_empty and any(map(gt, ends, item.shape)):
             raise InconsistentCheckpoint(
                 "file-damaged",
                 f"{name}: a chunk of {_all_shown([key])} of shape {list(box.sizes)} at "
                 f"{list(box.offsets)} exceeds the tensor's shape {list(item.shape)}",
             )
-        yield row
+
+
+def _places_of(table: ItemTable, key: str, item: TensorItem) -> Iterator[int]:
+    """Yields, for the boxes of a tensor, the rows of their places; raises as `need_agreement`."""
+    for box in item.boxes:
+        if not box.is_empty:
+            yield table.row(key, box.offsets)
+        else:  # several ranks may have an empty box
+            row = table.locations.row(key, box.offsets)
+            if row is not None:
+                yield row
 
 
 def _all_shown(keys: list[str]) -> str:

@@ -68,7 +68,7 @@ class ItemFiles:
         self.plans, self.is_laid = plans, is_laid
         self.forms = _Forms()
         self.outlines: dict[tuple[str, tuple[int, ...], int], _Outline] = {}
-        self.lock = Lock()  # for threads that open planned items while they copy
+        self.lock = Lock()  # for threads that open planned items, or read them, while others copy
         self._parsed = Parsed()
         self._tensors: dict[tuple[str, int], dict[str, SavedTensor]] = {}
         self._open: dict[str, tuple[int, Fingerprint]] = {}
@@ -141,28 +141,25 @@ class ItemFiles:
         if not self.plans or location.shared or location.file not in self.sizes:
             return None
         length = prod(sizes) * SIZES[dtype]
-        place = self.forms.place(key, dtype, length, location.length)
-        if place is None:
+        if (place := self.forms.place(key, dtype, length, location.length)) is None:
             return None
         self._require(location.file, location.offset, location.length)
         extent = Extent(location.file, location.offset + place, length)
         planned = None if self.is_laid else _Planned(self, location, key, dtype, sizes, extent)
-        record = Record(extent, planned)
-        self.records.append(record)
+        self.records.append(record := Record(extent, planned))
         return record
 
     def planned_boxes(self, table: ItemTable, key: str, dtype: str) -> PlannedBoxes | None:
         """All boxes of a tensor that are not empty; None if one of their items must be opened."""
-        item, places = table.items[key], table.locations
-        if item is None or not self.plans:
+        places = table.locations
+        if (item := table.items[key]) is None or not self.plans:
             return None
         size, kind = SIZES[dtype], self.forms.kind(key, dtype)
         numbers, rows, begins = array("i"), array("i"), array("i")
         for number, box in enumerate(item.boxes if kind else ()):
             if box.is_empty:
                 continue
-            row = places.row(key, box.offsets)
-            if row is None or places.shared[row]:
+            if (row := places.row(key, box.offsets)) is None or places.shared[row]:
                 return None
             path, length = places.paths[places.files[row]], prod(box.sizes) * size
             begin = self.forms.begin(length, places.lengths[row])
@@ -227,19 +224,18 @@ class ItemFiles:
         planned = self.planned_boxes(table, key, dtype or item.dtype)
         if planned is not None:
             for box, data in planned:
-                yield box, TorchFile.of(data, planned.dtype, box.sizes)
+                yield box, TorchFile.of(data, planned.dtype, box.sizes, self.pread)
             return
         for box in item.boxes:
             if box.is_empty:
                 continue
-            location, lost_dtype = table.location(key, box), dtype or item.dtype
-            if (lost := self.missing(location, key, lost_dtype, box.sizes)) is not None:
-                yield box, TorchFile.of(Record(lost.extent, None), lost_dtype, box.sizes)
+            location, stated = table.location(key, box), (dtype or item.dtype, box.sizes)
+            if (lost := self.missing(location, key, *stated)) is not None:
+                yield box, TorchFile.of(Record(lost.extent, None), *stated)
                 continue
-            stated = lost_dtype, box.sizes
             record = self.planned(location, key, *stated)
             if record is not None:
-                yield box, TorchFile.of(record, *stated)
+                yield box, TorchFile.of(record, *stated, self.pread)
                 continue
             file = self.tensor_file(location, key, *stated)
             require_same(location, key, described(file), stated)
@@ -272,11 +268,17 @@ class ItemFiles:
                 unused.append(Extent(file, reached, size - reached))
         return unused
 
+    def pread(self, path: str, length: int, offset: int) -> bytes:
+        """Reads bytes of an item file; raises as `_opened`."""
+        with self.lock, self._opened(path) as file:
+            return sources.pread(file, length, offset)
+
     @contextmanager
     def _opened(self, path: str) -> Iterator[int]:
         """Yields the descriptor of the file at `path`; raises as `sources.open_file`."""
         with sources.naming(path):
-            now = Fingerprint.of(os.stat(path))
+            is_same = self.is_laid and path in self._open  # no other program writes there
+            now = self._open[path][1] if is_same else Fingerprint.of(os.stat(path))
             if path in self._open and self._open[path][1] != now:
                 sources.close(self._open.pop(path)[0])
             if path not in self._open and len(self._open) < self._most_open:
@@ -538,8 +540,7 @@ class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
                 if not self._crcs:
                     self._crcs = array("q", [UNOPENED]) * len(self)
                 self._crcs[place] = WITHOUT if crc is None else crc
-        stated = self._crcs[place]
-        return None if stated == WITHOUT else stated
+        return None if self._crcs[place] == WITHOUT else self._crcs[place]
 
     def _box(self, place: int) -> ItemBox:
         box: ItemBox = self._boxes[self._numbers[place]]

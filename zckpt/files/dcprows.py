@@ -21,6 +21,7 @@ import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from msgspec import Struct
@@ -28,10 +29,16 @@ from msgspec import Struct
 from ..core.checkpoint.inert import Foreign, Global, Size
 
 METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+TENSOR = f"{METADATA_MODULE}.TensorStorageMetadata"
 CHUNK = f"{METADATA_MODULE}.ChunkStorageMetadata"
 INDEX = f"{METADATA_MODULE}.MetadataIndex"
 PROPERTIES = f"{METADATA_MODULE}.TensorProperties"
 INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+PLACE_WORDS = [
+    *("fqn", "offset", "index"),
+    Global(INFO),
+    *("relative_path", "offset", "length"),
+]
 MOST_KNOWN = 1 << 20  # sizes in their pickled form that are remembered
 
 # instructions: a reference to a numbered value, and an integer
@@ -71,12 +78,22 @@ class _Forms:
         self.chunk = form(rb"OBJECT(REF)SHAPE(REF)SHAPEub")
         self.index = form(rb"OBJECT(REF)(?:(REF)|\x8c(.))")
         self.index_rest = form(rb"(?:(REF)(N|INT))?(?:(REF)SHAPE)?(?:(REF)(N|INT))?ub")
-        self.info = form(rb"OBJECT(REF)(REF)(REF)(INT)(REF)(INT)(?:(REF)N)?ub")
         self.size = form(rb"(TUPLE)ONE#R#")
         self.properties = form(rb"\)\x81#\((REF)(REF)([\x88\x89])(REF)([\x88\x89])t#b")
+        properties = rb"REF\)\x81\(REFREFREFONER[\x88\x89]REFINTONER[\x88\x89]tb"
+        chunk = rb"REFOBJECTREFSHAPEREFSHAPEub"
+        self.tensor = form(rb"OBJECTREF%bREFSHAPEREF\](?:\((?:%b){1,16}e)?ub" % (properties, chunk))
+        info = rb"OBJECT(REF)(REF)(REF)(INT)(REF)(INT)"
+        self.info = form(info + rb"(?:(REF)N)?ub")
+        self.place = form(rb"OBJECT(REF)(REF)(REF)SHAPE(REF)Nub(REF)%bub" % info)
 
 
-NUMBERED, UNNUMBERED = _Forms(b"\x94"), _Forms(b"")
+@lru_cache
+def _forms_of(is_numbered: bool) -> _Forms:
+    """The patterns of pickles that number their values, or of others; most commands need none."""
+    return _Forms(b"\x94" if is_numbered else b"")
+
+
 PROTOCOL = 4  # the protocol of pickles whose values are numbered
 
 
@@ -120,7 +137,7 @@ class Rows:
 
     def __init__(self, text: bytes) -> None:
         self.is_numbered = text[1:2] >= bytes([PROTOCOL])
-        self.forms = NUMBERED if self.is_numbered else UNNUMBERED
+        self.forms = _forms_of(self.is_numbered)
         self.shapes: list[tuple[int, ...]] = []
         self.box_offsets, self.box_sizes = array("i"), array("i")
         self.names: list[str] = []
@@ -140,13 +157,20 @@ class Rows:
             INDEX: self._index,
             INFO: self._info,
             PROPERTIES: self._properties,
+            TENSOR: self._tensor,
             "torch.Size": self._size,
         }
+        # by their bytes, the tensors' descriptions; and the end and bytes of one that is being read
+        self._tensors: dict[bytes, Foreign] = {}
+        self._begun = (-1, b"")
+        # references to the names of an index's and a place's attributes, which were looked up
+        self._place_words: tuple[bytes, ...] = ()
 
     def match(self, cls: str, data: Any, position: int, memo: dict[int, Any]) -> Any:
         """Matches the object that follows a class; returns its row, and the position after it.
 
-        None if there is no form for the class, or the bytes do not match it.
+        The row is in a list, since one form has two: an index, and the place that follows it. None
+        if the class has no form, or the bytes do not have it.
         """
         form = self._forms.get(cls)
         return None if form is None else form(data, position, memo)
@@ -216,9 +240,10 @@ class Rows:
             if type(key) is not IndexRow or type(info) is not InfoRow:
                 rest += (self._as_object(key), self._as_object(info))
                 continue
-            if info.file not in number_of:
-                number_of[info.file] = len(self.names)
-                self.names.append(info.file)
+            for name in (key.key, info.file):
+                if name not in number_of:
+                    number_of[name] = len(self.names)
+                    self.names.append(name)
             self.place_keys.append(number_of[key.key])
             self.place_offsets.append(key.offsets)
             self.place_files.append(number_of[info.file])
@@ -246,7 +271,7 @@ class Rows:
             return None
         number = self._number_of_shape(match[1])
         self._number(memo, number, b"", match[1], None)
-        return self.shapes[number], match.end()
+        return [self.shapes[number]], match.end()
 
     def _properties(self, data: Any, position: int, memo: dict[int, Any]) -> Any:
         match = self.forms.properties.match(data, position)
@@ -261,7 +286,32 @@ class Rows:
         if self.is_numbered:
             memo[len(memo) + self.skipped] = known
         self._count(1)
-        return known, match.end()
+        return [known], match.end()
+
+    def _tensor(self, data: Any, position: int, memo: dict[int, Any]) -> Any:
+        """Recognizes a description that was read before, with the same bytes.
+
+        References in it are to the same values, since no number is given twice. The first such
+        description is read instruction by instruction.
+        """
+        match = None if self.is_numbered else self.forms.tensor.match(data, position)
+        if match is None:
+            return None
+        known = self._tensors.get(match[0])
+        if known is not None:
+            return [known], match.end()
+        self._begun = match.end(), match[0]
+        return None
+
+    def build(self, value: Foreign, position: int) -> None:
+        """Notes an object that gets its state from the instruction that ends at this position.
+
+        Raises Unusual for an object with a state: several keys may have the same description.
+        """
+        if value.state is not None:
+            raise Unusual
+        if position == self._begun[0]:
+            self._tensors[self._begun[1]] = value
 
     def _chunk(self, data: Any, position: int, memo: dict[int, Any]) -> Any:
         match = self.forms.chunk.match(data, position)
@@ -283,9 +333,29 @@ class Rows:
         self._count(2)  # the object and its dictionary
         self._number(memo, offsets, own_cls, own_text, own_plain)
         self._number(memo, sizes, cls, text, plain)
-        return Run(row, row + 1), match.end()
+        return [Run(row, row + 1)], match.end()
+
+    def _index_and_info(self, data: Any, position: int, memo: dict[int, Any]) -> Any:
+        """An index and the place that follows it, as zckpt's own writer has them."""
+        match = self.forms.place.match(data, position)
+        if match is None:
+            return None
+        words = match.group(1, 3, 8, 9, 10, 12, 14)
+        if words != self._place_words:
+            if [self._word(ref, memo) for ref in words] != PLACE_WORDS:
+                return None
+            self._place_words = words
+        key, file = self._value(match[2], memo), self._word(match[11], memo)
+        cls, text, plain, size = match.group(4, 5, 6, 7)
+        offsets = self._shape(cls, text, plain, size, memo)
+        if type(key) is not str or type(file) is not str or offsets is None:
+            return None
+        place = InfoRow(file, _integer(match[13]), _integer(match[15]))
+        return [IndexRow(key, offsets), place], match.end()
 
     def _index(self, data: Any, position: int, memo: dict[int, Any]) -> Any:
+        if not self.is_numbered and (pair := self._index_and_info(data, position, memo)):
+            return pair
         match = self.forms.index.match(data, position)
         if match is None or self._word(match[1], memo) != "fqn":
             return None
@@ -312,10 +382,10 @@ class Rows:
             offsets = self._shape(cls, text, plain, size, memo) if is_offset else None
         if offsets is None:
             return None
-        if key not in self._number_of:
-            self._number_of[key] = len(self.names)
-            self.names.append(key)
         if self.is_numbered:
+            if key not in self._number_of:
+                self._number_of[key] = len(self.names)
+                self.names.append(key)
             self._index_numbers.append(len(memo) + self.skipped)
             self._index_keys.append(self._number_of[key])
             self._index_offsets.append(offsets)
@@ -326,7 +396,7 @@ class Rows:
             self._count(1)
         if word is not None:
             self._number(memo, offsets, cls, text, plain)
-        return IndexRow(key, offsets), rest.end()
+        return [IndexRow(key, offsets)], rest.end()
 
     def _info(self, data: Any, position: int, memo: dict[int, Any]) -> Any:
         match = self.forms.info.match(data, position)
@@ -341,7 +411,7 @@ class Rows:
         if type(name) is not str or not is_known:
             return None
         self._count(2)
-        return InfoRow(name, _integer(begin), _integer(count)), match.end()
+        return [InfoRow(name, _integer(begin), _integer(count))], match.end()
 
     def _shape(
         self,

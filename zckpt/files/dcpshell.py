@@ -16,15 +16,15 @@ from typing import Any
 from msgspec import Struct
 
 from ..core.checkpoint.inert import Foreign, Global, Scalar, Size
-from ..core.grouping import by_key, portions
+from ..core.grouping import portions
 from ..core.passes.layout import Shell
 from ..core.passes.streaming import carry_out_all
 from ..core.storage.fileio import align, write_all
 from ..core.storage.folder import Folder
 from ..core.storage.fragments import Extent
 from ..core.storage.sources import pread
-from .dcpfile import VERSION, laid_table
-from .dcptable import ItemBox, ItemKey, ItemLocation, Items, TensorItem
+from .dcpfile import VERSION
+from .dcptable import ItemBox, ItemKey, ItemLocation, Items, ItemTable, TensorItem
 from .pickling import Record, Repeated
 from .torchshell import ALIGNMENT, Storages, checksums_of, shell
 from .zipdirectory import read_directory
@@ -87,29 +87,28 @@ def item_file(name: str, items: Sequence[ItemShell]) -> tuple[Shell, list[SavedI
     return Shell(name, size, tuple(parts)), saved
 
 
-def seal_items(root: Folder, folder: str, crcs: Mapping[str, Mapping[int, int]]) -> None:
+def seal_items(root: Folder, table: ItemTable, crcs: Mapping[str, Mapping[int, int]]) -> None:
     """Writes the CRC-32 of every record into the zip directory of its item.
 
-    `root` contains `folder`. `crcs` are by the path of a file, then by the offset of the record's
-    data. The items were just laid out. So items of one length whose data begin alike have their
-    checksums at the same places.
+    `root` contains the folder of `table`. `crcs` are by the path of a file, then by the offset of
+    the record's data. The items were just laid out. So items of one length whose data begin alike
+    have their checksums at the same places.
     """
-    locations = by_key((item.file, item) for item in laid_table(folder).locations.values())
     places: dict[tuple[int, ...], list[int]] = {}
-    for path, items in locations.items():
+    for path, items in table.by_file():
         crc_of = crcs.get(path, {})
         starts = sorted(crc_of)
         patches: list[tuple[int, int]] = []
         with root.opened(path, os.O_RDWR) as file:
-            for item in items:
-                first = bisect_left(starts, item.offset)
-                data = starts[first : bisect_left(starts, item.offset + item.length, first)]
-                form = item.length, *(start - item.offset for start in data)
+            for offset, length in items:
+                first = bisect_left(starts, offset)
+                data = starts[first : bisect_left(starts, offset + length, first)]
+                form = length, *(start - offset for start in data)
                 if form not in places:
-                    extent = Extent(path, item.offset, item.length)
-                    places[form] = [place - item.offset for place in _places(file, extent, data)]
+                    extent = Extent(path, offset, length)
+                    places[form] = [place - offset for place in _places(file, extent, data)]
                 twice = [crc_of[start] for start in data for _ in range(2)]
-                at = (item.offset + place for place in places[form])
+                at = (offset + place for place in places[form])
                 patches += zip(at, twice, strict=True)
             # bytes that were written past the page cache are read from the disk
             carry_out_all([*portions(sorted(patches), lambda _: 1, BATCH)], partial(_write, file))
@@ -177,11 +176,16 @@ def metadata(
     )
 
 
-def _item_record(item: TensorItem | None) -> Foreign | Record:
+def _item_record(item: TensorItem | None) -> Foreign | Repeated:
     if item is None:
         return _record("metadata.BytesStorageMetadata")
-    chunks = [_chunk(box.offsets, box.sizes) for box in item.boxes]
-    return Record(TENSOR, (_properties(item.torch_dtype), _size(item.shape), chunks))
+    return _tensor(item.torch_dtype, item.shape, tuple(item.boxes))
+
+
+@lru_cache(1 << 12)
+def _tensor(torch_dtype: str, shape: tuple[int, ...], boxes: tuple[ItemBox, ...]) -> Repeated:
+    chunks = [_chunk(box.offsets, box.sizes) for box in boxes]
+    return Repeated(Record(TENSOR, (_properties(torch_dtype), _size(shape), chunks)))
 
 
 @lru_cache(1 << 14)

@@ -91,6 +91,11 @@ class BoxRows(Sequence[ItemBox]):
         columns, values = self.columns, self.columns.shapes.values
         return ItemBox(values[columns.offsets[row]], values[columns.sizes[row]])
 
+    def __iter__(self) -> Iterator[ItemBox]:
+        columns, values = self.columns, self.columns.shapes.values
+        for row in range(self.start, self.stop):
+            yield ItemBox(values[columns.offsets[row]], values[columns.sizes[row]])
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 

@@ -67,6 +67,9 @@ class _Writer(Struct, eq=False):
     forms: dict[int, list[bytes]] = field(default_factory=dict)  # bytes between values
 
     def write(self, value: Any) -> None:
+        if type(value) is str and (reference := self.memo.get(value)) is not None:
+            self.emit(reference)  # most values are texts that were written before
+            return
         write = _WRITERS.get(type(value))
         if write is not None:
             write(self, value)
@@ -109,10 +112,14 @@ class _Writer(Struct, eq=False):
             first, *other_names = (self.memo[name] for name in names)
             self.forms[id(value.form)] = [self.memo[function] + b")\x81}(" + first, *other_names]
             return
+        emit, write = self.emit, self.write
         for before, item in zip(form_opcodes, value.values, strict=True):
-            self.emit(before)
-            self.write(item)
-        self.emit(b"ub")
+            emit(before)
+            if type(item) is int:
+                self.integer(item)
+            else:
+                write(item)
+        emit(b"ub")
 
     def tuple_(self, value: tuple[Any, ...]) -> None:
         if len(value) > 3:
@@ -188,17 +195,12 @@ class _Writer(Struct, eq=False):
             self.emit(b"b")
 
     def named(self, value: Global) -> None:
-        if not self._recall(value):
+        if (reference := self.memo.get(value)) is not None:
+            self.emit(reference)
+        else:
             module, _, name = value.name.rpartition(".")
             self.emit(f"c{_PYTHON2.get(module, module)}\n{name}\n".encode())
             self._remember(value)
-
-    def _recall(self, value: str | Global) -> bool:
-        """Writes a reference to a value that was written before; returns False if it was not."""
-        again = self.memo.get(value)
-        if again is not None:
-            self.emit(again)
-        return again is not None
 
     def _remember(self, value: str | Global) -> None:
         place = len(self.memo)
@@ -211,10 +213,10 @@ class _Writer(Struct, eq=False):
         self.emit(b"Q")
 
     def text(self, value: str) -> None:
-        if not self._recall(value):
-            data = value.encode("utf-8", "surrogatepass")
-            self.emit(b"X" + struct.pack("<I", len(data)) + data)
-            self._remember(value)
+        """Writes a text that was not written before."""
+        data = value.encode("utf-8", "surrogatepass")
+        self.emit(b"X" + struct.pack("<I", len(data)) + data)
+        self._remember(value)
 
     def integer(self, value: int) -> None:
         if 0 <= value < 256:

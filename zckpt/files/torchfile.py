@@ -11,6 +11,7 @@ Equal pickles are parsed once: the ranks of a ZeRO run often write the same byte
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from math import prod
 from threading import Lock
 from typing import Any
@@ -89,6 +90,15 @@ _peeked: dict[tuple[int, int, int], _Loaded] = {}
 """The last pickle that `peek` parsed, until a TorchFile takes it."""
 
 
+Read = Callable[[str, int, int], bytes]
+"""Reads a file, given its path, and the number and the offset of bytes."""
+
+
+def _read(path: str, length: int, offset: int) -> bytes:
+    with sources.opened(path) as file:
+        return sources.pread(file.fileno(), length, offset)
+
+
 class TorchFile:
     """One file of torch.save: `value` is the saved value; `extent` and `read` locate the bytes.
 
@@ -105,6 +115,7 @@ class TorchFile:
         file: int | None = None,
     ) -> None:
         self.path = path
+        self.pread: Read = _read
         # the folder in the zip, which torch.save names after the file
         self.saved_as: str | None = None
         self.records: dict[str, Record] = {}
@@ -133,13 +144,16 @@ class TorchFile:
             )
 
     @classmethod
-    def of(cls, record: Record, dtype: str, shape: tuple[int, ...]) -> TorchFile:
+    def of(
+        cls, record: Record, dtype: str, shape: tuple[int, ...], pread: Read = _read
+    ) -> TorchFile:
         """Makes a TorchFile for one row-major tensor in `record`, without opening the file.
 
-        It is used if the file is lost, and if the offset of an item's data was computed from
-        similar items that were opened before.
+        It is used if the file is lost, and if the place of an item's data was computed from items
+        of the same form that were opened before. `pread` reads the tensor's bytes.
         """
         file, extent = cls.__new__(cls), record.extent
+        file.pread = pread
         file.path, file.saved_as, file.size = extent.file, None, extent.length
         file.records = {"0": record}
         file.value = Tensor(Storage("0", dtype, extent.length), dtype, 0, shape, row_major(shape))
@@ -214,8 +228,7 @@ class TorchFile:
         crc, whole = record.crc, record.extent
         if crc is None or whole.length > SMALL:
             crc, whole = None, extent
-        with sources.opened(self.path) as file:
-            data = sources.pread(file.fileno(), whole.length, whole.offset)
+        data = self.pread(self.path, whole.length, whole.offset)
         if len(data) != whole.length or (crc is not None and crc32(data) != crc):
             raise CorruptCheckpoint(
                 "record-damaged",

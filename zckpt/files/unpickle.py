@@ -229,7 +229,9 @@ class Unpickler:
                     if rows is not None and type(value) is Global:
                         row = rows.match(value.name, data, position, memo)
                         if row is not None:
-                            value, position = row
+                            values, position = row
+                            stack.extend(values)
+                            continue
                     stack.append(value)
                 elif code == _BININT1:
                     stack.append(data[position])
@@ -583,6 +585,8 @@ def _build(self: Unpickler) -> None:
     state = self.stack.pop()
     target = self.stack[-1]
     if isinstance(target, Foreign):
+        if self.rows is not None:
+            self.rows.build(target, self.position)
         target.state = state
     elif isinstance(target, OrderedDict) and isinstance(state, dict) and "_metadata" in state:
         target._metadata = state["_metadata"]  # type: ignore[attr-defined]  # of a module's state_dict

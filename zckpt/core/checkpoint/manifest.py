@@ -254,6 +254,11 @@ class Files(Struct, frozen=True):
 
     They are only compared, with those of another checkpoint that has the same files.
     """
+    laid: Mapping[str, Any] = field(default_factory=dict)
+    """What the reader learned about each folder that was just laid out, for the code that seals it.
+
+    The values are the format's own, such as the table of a `.metadata`. Empty for other files.
+    """
 
 
 class Notices(Struct, frozen=True):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from ...core.grouping import by_key
@@ -206,10 +207,15 @@ def place_in(folder: str, path: tuple[Any, ...]) -> tuple[Any, ...]:
 
     For example, `model` in Accelerate's folder number 1 becomes `model_1`.
     """
-    number = os.path.basename(folder).rpartition("_")[2]
-    if not PARTS.fullmatch(os.path.basename(folder)) or number == "0":
-        return path
-    return (f"{path[0]}_{number}", *path[1:])
+    ending = _ending_of(folder)
+    return (f"{path[0]}{ending}", *path[1:]) if ending else path
+
+
+@lru_cache
+def _ending_of(folder: str) -> str:
+    """The ending `_N` of Accelerate's folder number N; empty for number 0 and other folders."""
+    match = PARTS.fullmatch(os.path.basename(folder))
+    return "" if match is None or match[2] == "0" else f"_{match[2]}"
 
 
 def refuse_several(root: str, parts: list[str]) -> None:

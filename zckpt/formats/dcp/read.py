@@ -15,7 +15,7 @@ from ...core.checkpoint.manifest import Manifest
 from ...core.checkpoint.origin import Origin
 from ...core.storage import sources
 from ...core.storage.fileio import crc_of
-from ...core.storage.fragments import Fragments, Record
+from ...core.storage.fragments import Fragments, Record, solid
 from ...core.storage.sequences import Made
 from ...errors import (
     MALFORMED,
@@ -177,6 +177,8 @@ class _FolderReader:
         self.by_checksums = reading.by_checksums
         self.table: ItemTable = read_table(folder, reading.laid)
         self.files = ItemFiles(plans=not reading.opens_items, is_laid=reading.laid)
+        if reading.laid:
+            saved.laid[folder] = self.table
         self.names: Mapping[str, list[str]] = {}
         self.items_in = {path: len(items) for path, items in self.table.by_file()}
 
@@ -366,10 +368,11 @@ class _FolderReader:
         unjoined. `names` yields the manifest's name.
         """
         dtype, shape = item.dtype, item.shape
-        if len(item.boxes) > 1:
-            planned = self.files.planned_boxes(self.table, key, dtype)
-            if planned is not None:
-                return self._planned(key, item, planned, names)
+        if len(item.boxes) == 1:
+            if (leaf := self._in_one_item(key, item, names)) is not None:
+                return leaf
+        elif (planned := self.files.planned_boxes(self.table, key, dtype)) is not None:
+            return self._planned(key, item, planned, names)
         pieces: list[TensorPiece] = []
         parts: list[Callable[[], LeafPart]] = []
         number = _no_number
@@ -388,7 +391,7 @@ class _FolderReader:
             if record is not None:
                 self.saved.records.append(record)
                 pieces.append(whole_piece(record.extent, box.sizes, box.offsets))
-                parts.append(partial(_planned_part, dtype, (box, record)))
+                parts.append(partial(_planned_part, self.files, dtype, (box, record)))
                 continue
             stored = self.files.stored(location, key)
             if stored is not None:
@@ -413,12 +416,35 @@ class _FolderReader:
         fragments = assembled(f"{key} in {self.table.folder}", dtype, shape, pieces)
         # every item has its own storage; safetensors have no checksums
         if parts and number is _no_number:
-            number = cache(partial(_number, parts[-1]))
+            number = partial(_number, parts[-1])
+            number = cache(number) if prod(shape) == 1 else number
         twin = partial(_twin, dtype, shape, parts) if len(parts) == len(pieces) else no_twin
         sharded, name = len(item.boxes) > 1, next(names, None)
         cuts = frozenset(box.sizes for box in item.boxes) if sharded else frozenset()
         return Leaf(
             dtype, shape, fragments, number, find_twin=twin, sharded=sharded, name=name, parts=cuts
+        )
+
+    def _in_one_item(self, key: str, item: TensorItem, names: Iterator[str]) -> Leaf | None:
+        """The leaf of a tensor that is complete in one planned item; None for other tensors."""
+        dtype, shape, (box,) = item.dtype, item.shape, item.boxes
+        location = self.table.location(key, box) if box.sizes == shape else None
+        if location is None or sources.is_stand_in(location.file):
+            return None
+        record = self.files.planned(location, key, dtype, shape)
+        if record is None:
+            return None
+        self.saved.records.append(record)
+        numel, part = prod(shape), partial(_planned_part, self.files, dtype, (box, record))
+        number = partial(_number, part)
+        return Leaf(
+            dtype,
+            shape,
+            solid(numel, record.extent),
+            cache(number) if numel == 1 else number,
+            find_twin=partial(_twin, dtype, shape, [part]),
+            sharded=False,
+            name=next(names, None),
         )
 
     def _planned(
@@ -434,7 +460,7 @@ class _FolderReader:
         if fragments is None:
             pieces = Made(_whole_piece, planned)
             fragments = assembled(f"{key} in {self.table.folder}", dtype, shape, pieces)
-        parts = Made(partial(_planned_part, dtype), planned)
+        parts = Made(partial(_planned_part, self.files, dtype), planned)
         return Leaf(
             dtype,
             shape,
@@ -452,9 +478,9 @@ def _whole_piece(planned: tuple[ItemBox, Record]) -> TensorPiece:
     return whole_piece(record.extent, box.sizes, box.offsets)
 
 
-def _planned_part(dtype: str, planned: tuple[ItemBox, Record]) -> LeafPart:
+def _planned_part(files: ItemFiles, dtype: str, planned: tuple[ItemBox, Record]) -> LeafPart:
     box, record = planned
-    file = TorchFile.of(record, dtype, box.sizes)
+    file = TorchFile.of(record, dtype, box.sizes, files.pread)
     return box.offsets, file.value, file
 
 

@@ -59,7 +59,7 @@ from ..statedict.tree import TreePath, dotted
 from ..statedict.write import BlankTensor, StateDicts, omitted
 from . import hf
 from .files import ADAPTER as PEFT_FILE
-from .files import MODEL, PARTS, folders, has_items, is_pair
+from .files import MODEL, PARTS, is_pair
 from .options import LAYOUT
 from .rest import rest_for, rest_shell, rest_values, seal_rest, tensor_names
 
@@ -155,7 +155,7 @@ class DcpWriter(Struct, eq=False, dict=True):
             (path[:place], key)
             for path, _ in self.dicts.items()
             for place, key in enumerate(map(str, path))
-            if OF_RANK.fullmatch(key)
+            if "rank" in key and OF_RANK.fullmatch(key)
         )
         lines = []
         for above, keys in ranks.items():
@@ -451,6 +451,7 @@ def _box(shape: tuple[int, ...], start: int, rows: int) -> ItemBox:
 
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every tensor's bytes into the zip directory of its item."""
-    for folder in filter(has_items, folders(root.path)):
-        seal_items(root, folder, crcs_of(outcome))
+    crcs = crcs_of(outcome)
+    for table in manifest.files.laid.values():
+        seal_items(root, table, crcs)
     seal_rest(root, manifest, outcome)

@@ -115,7 +115,7 @@ class _Reader:
 
     def __init__(self, folder: str, reading: Reading) -> None:
         self.folder = folder
-        self.weights_only = reading.weights_only
+        self.weights_only, self.is_laid = reading.weights_only, reading.laid
         self.table: ItemTable = read_table(folder, reading.laid)
         self.files = ItemFiles(plans=not reading.opens_items, is_laid=reading.laid)
         file, common = read_common(self.table, self.files)
@@ -166,7 +166,8 @@ class _Reader:
         own_paths += (os.path.join(self.folder, each.name.split("/")[0]) for each in siblings.files)
         content.omitted = [*extra_states(self.table, own_paths), *siblings.omitted]
         content.records = self.files.records
-        return manifest_of(content, step_policy)
+        manifest = manifest_of(content, step_policy)
+        return manifest.replace(laid={self.folder: self.table}) if self.is_laid else manifest
 
     # -- tensors
 

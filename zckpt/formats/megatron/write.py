@@ -122,7 +122,7 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     `outcome` has the checksums that were computed while the bytes were copied.
     """
     folder, crcs = manifest.root, crcs_of(outcome)
-    seal_items(root, folder, crcs)
+    seal_items(root, manifest.files.laid[folder], crcs)
     common = os.path.join(folder, FILE)
     seal_whole(root, common, crcs.get(common, {}))
 

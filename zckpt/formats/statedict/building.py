@@ -132,6 +132,7 @@ class ManifestBuilder:
                 omitted_files=tuple(saved.omitted_files),
                 of_ranks=saved.of_ranks,
                 unused=tuple(saved.unused),
+                laid=saved.laid,
             ),
             notices=Notices(
                 likely=tuple(saved.likely),

@@ -190,6 +190,7 @@ class SavedTree(Struct, eq=False):
     `buffers_named` states whether `--buffers` matched some of its tensors.
     `share` is the reason why an optimizer seems to be only one rank's share.
     `is_numbered` states whether an optimizer numbers its parameters.
+    `laid` are the tables of folders that zckpt has just laid out, by folder.
     """
 
     root: str
@@ -223,6 +224,7 @@ class SavedTree(Struct, eq=False):
     storage: str | None = None
     bare: bool = False
     file: str | None = None
+    laid: dict[str, Any] = field(default_factory=dict)
 
     @property
     def keeps_groups(self) -> bool:

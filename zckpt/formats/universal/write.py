@@ -294,7 +294,8 @@ def _pieces(document: Mapping[str, Any]) -> Iterator[str]:
     for key, value in document.items():
         yield f"{before}{_line(key)}: "
         if isinstance(value, dict) and value:
-            before, line = "{\n  ", _entry_line if key == "entries" else _line
+            line: Callable[[Any], str] = LINES.get(key, _line)
+            before = "{\n  "
             for name, item in value.items():
                 yield f"{before}{_line(name)}: {line(item)}"
                 before = ",\n  "
@@ -312,5 +313,18 @@ def _entry_line(entry: Mapping[str, Any]) -> str:
     """
     return format_json(encode_json(entry), indent=0).decode()
 
+
+def _parameter_line(parameter: Mapping[str, Any]) -> str:
+    """A parameter as one line of JSON; `_line` is needed for texts, and for numbers of any type."""
+    is_plain = type(parameter["step"]) in (int, type(None))
+    is_plain = is_plain and not (parameter["scalars"] or parameter["aliases"])
+    return (_entry_line if is_plain else _line)(parameter)
+
+
+LINES: dict[str, Callable[[Any], str]] = {
+    "entries": _entry_line,
+    "parameters": _parameter_line,
+}
+"""By the manifest's key: what writes an item of a dictionary in one line."""
 
 _line = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
