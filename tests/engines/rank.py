@@ -76,7 +76,8 @@ def resume(
     """Loads `directory` into a freshly initialized engine, writes what it then holds.
 
     `load` may have the `version` that DeepSpeed calls itself, a `url` that is loaded in place of
-    the directory, and the `environment` in which that is found.
+    the directory, and the `environment` in which that is found. With `by_itself` the directory is
+    the one that `zckpt.auto_resume` gives with these words.
     """
     join(rank, case.dp, store)
     os.environ.update(load.pop("environment", {}))
@@ -89,6 +90,12 @@ def resume(
         own = engine.checkpoint_engine
         loaded, client_state = zckpt.deepspeed.load_checkpoint(engine, source, **load)
         assert engine.checkpoint_engine is own
+    elif by_itself := load.pop("by_itself", None):
+        import zckpt
+
+        path = zckpt.auto_resume(source, **by_itself)
+        assert path is not None
+        loaded, client_state = engine.load_checkpoint(path.report["load_dir"], tag=path.tag)
     else:
         loaded, client_state = engine.load_checkpoint(str(directory), **load)
     if loaded is None:

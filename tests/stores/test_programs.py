@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -166,16 +167,32 @@ def test_files_of_options_may_be_urls(
     assert (missing.code, bucket.url("no.json") in missing.err) == (2, True), missing.err
 
 
-def test_an_engine_of_another_size_loads_a_url(bucket: Bucket, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "load",
+    [
+        pytest.param({"without_copy": True}, id="called"),
+        pytest.param({"by_itself": {"copy": False}}, id="resumed"),
+    ],
+)
+def test_an_engine_of_another_size_loads_a_url(
+    load: dict[str, Any], bucket: Bucket, tmp_path: Path
+) -> None:
+    """The directory of names that a run resumes from is in its scratch folder, without a tensor."""
     needs("deepspeed")
     case = CASES["z3_dp2_bf16"]
     run = deepspeed.train(case, tmp_path / "trained")
     url = bucket.upload(run, "runs/run")
     environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    load = {"without_copy": True, "url": url, "environment": environment}
+    scratch = tmp_path / "scratch"
+    load = {**load, "url": url, "environment": environment}
+    if "by_itself" in load:
+        load["by_itself"] = {**load["by_itself"], "scratch": scratch}
     zckpt.reshard(run, tmp_path / "out", dp=3)
     copied = deepspeed.resume(case, tmp_path / "out", tmp_path / "copied", dp=3)
     loaded = deepspeed.resume(case, run, tmp_path / "loaded", dp=3, load=load)
     copied["client_state"].pop("ds_config"), loaded["client_state"].pop("ds_config")
     assert_same_state(copied, loaded, weights=True)
     assert copied["losses"] == loaded["losses"]
+    written = list(scratch.rglob("*_states.pt"))
+    assert bool(written) == ("by_itself" in load)
+    assert not any(path.stat().st_size for path in written)
