@@ -88,10 +88,13 @@ class Many(nn.Module):
         return loss
 
 
+MOST_WITH_MOMENTS = 500_000_000  # parameters of a training in 24 GiB
+
 SIZES = {
     "12M": lambda: Transformer(192, 6),
     "124M": lambda: Transformer(768, 12),
     "355M": lambda: Transformer(1024, 24),
+    "1B": lambda: Transformer(1536, 33),
     "many": Many,
 }
 
@@ -122,11 +125,15 @@ def make(training: Training) -> None:
 def engine_of(model: nn.Module, stage: int, **config: Any) -> Any:
     """Returns DeepSpeed's engine in a rank of an initialized process group.
 
-    `config` is added to its ds_config.
+    The optimizer is AdamW, or SGD without moments for a model of over MOST_WITH_MOMENTS. `config`
+    is added to the ds_config.
     """
+    is_large = sum(parameter.numel() for parameter in model.parameters()) > MOST_WITH_MOMENTS
+    words = {"lr": 1e-4} if is_large else {"lr": 1e-4, "betas": (0.9, 0.95)}
+    optimizer: Any = torch.optim.SGD if is_large else torch.optim.AdamW
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=torch.optim.AdamW(groups(model), lr=1e-4, betas=(0.9, 0.95)),
+        optimizer=optimizer(groups(model), **words),
         config={
             "train_micro_batch_size_per_gpu": 1,
             "zero_allow_untested_optimizer": True,
