@@ -155,7 +155,7 @@ def test_before_it_is_typed(example: Path, tmp_path: Path, zckpt: Callable[..., 
 def test_verify_and_report_name_it(example: Path, zckpt: Callable[..., Result]) -> None:
     """With what it gives; nothing is named for stage 3, where no option makes it up."""
     command = f"zckpt mend {example} DST --rebuild masters --rebuild moments=zero"
-    gives = "replace what is lost (masters cast from the 16-bit weights and zeros as moments)"
+    gives = "make up what is lost (masters that are the 16-bit weights and zeros as moments)"
     assert "next:" not in zckpt("verify", example).out
     remove(example, LOST)
     verified = zckpt("verify", example)
