@@ -21,7 +21,7 @@ from .core.checkpoint.unlisted import unlisted
 from .core.comparison.masters import ALL, BEGINNINGS
 from .core.passes.resources import uncollected
 from .core.storage import sources
-from .core.storage.inventory import known
+from .core.storage.inventory import parse_name
 from .core.storage.names_alone import refuse_names
 from .core.storage.times import odd_times
 from .core.storage.unfinished import refuse_unfinished
@@ -193,7 +193,7 @@ def _oddly_timed(manifest: Manifest) -> list[Notice]:
     roles = {
         path: file_role.role
         for path in manifest.files.paths
-        if (file_role := known(format.roles, path))
+        if (file_role := parse_name(format.roles, path))
     }
     lasts = {os.path.dirname(path): path for path, role in roles.items() if role.is_last}
     for path in (path for path, role in roles.items() if role.axes):

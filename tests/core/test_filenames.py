@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zckpt.core.storage.filenames import by_counting, counted, number_of, numbered, path_inside
-from zckpt.core.storage.inventory import known
+from zckpt.core.storage.inventory import parse_name
 from zckpt.errors import CorruptCheckpoint
 from zckpt.formats.deepspeed_states.directories import ROLES
 
@@ -24,7 +24,7 @@ from zckpt.formats.deepspeed_states.directories import ROLES
     ],
 )
 def test_numbers_of_a_name(name: str, numbers: tuple[int, ...] | None) -> None:
-    own = known(ROLES, name)
+    own = parse_name(ROLES, name)
     assert (own and own.numbers) == numbers
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from zckpt.core.storage.inventory import known
+from zckpt.core.storage.inventory import parse_name
 from zckpt.training import needs
 
 from .. import needs_page
@@ -23,7 +23,7 @@ def test_the_page_is_made_of_the_table() -> None:
 
 def test_every_row_names_a_file_of_its_role() -> None:
     for need in EVERY:
-        own = known(needs.ROLES, need.name)
+        own = parse_name(needs.ROLES, need.name)
         assert own is not None
         assert own.role is need.role
     assert {*needs.NEEDS} == {*needs.VERSIONS}
@@ -50,14 +50,14 @@ def test_what_is_unread_is_never_needed() -> None:
     ],
 )
 def test_names(name: str, role: str, rank: tuple[tuple[str, int], ...]) -> None:
-    own = known(needs.ROLES, name)
+    own = parse_name(needs.ROLES, name)
     assert own is not None
     assert (own.role.name, own.rank) == (role, rank)
 
 
 def test_other_names_say_nothing() -> None:
     for name in ("notes.txt", "my_scheduler.pt.bak", "xrng_state_1.pth"):
-        assert known(needs.ROLES, name) is None
+        assert parse_name(needs.ROLES, name) is None
 
 
 def test_functions_are_names() -> None:

@@ -34,7 +34,7 @@ from ..core.passes.resources import free_memory
 from ..core.storage import sources
 from ..core.storage.checksum import crc32
 from ..core.storage.filenames import path_inside
-from ..core.storage.inventory import gaps, known, refuse_gaps, role
+from ..core.storage.inventory import gaps, parse_name, refuse_gaps, role
 from ..errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -128,7 +128,9 @@ def read_table(folder: str, is_laid: bool = False) -> ItemTable:
         table = _read_one(folder, tuple(files), name, is_laid)
         need_agreement(table, name)
         return table
-    ranks = {own.numbers: path for path in files if (own := known((OF_RANK,), path)) is not None}
+    ranks = {
+        own.numbers: path for path in files if (own := parse_name((OF_RANK,), path)) is not None
+    }
     if not ranks:
         raise IncompleteCheckpoint(
             "unfinished-save",

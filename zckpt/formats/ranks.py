@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..core.checkpoint.facts import MAX_DP
-from ..core.storage.inventory import Role, Row, gaps, known, refuse_gaps
+from ..core.storage.inventory import Role, Row, gaps, parse_name, refuse_gaps
 from ..errors import CorruptCheckpoint, InconsistentCheckpoint, listed
 
 
@@ -33,7 +33,7 @@ def require_all(
         raise CorruptCheckpoint(
             "file-damaged", f"{some} states {world} ranks, but zckpt reads at most {MAX_DP}"
         )
-    if known(roles, some) is None:  # the program's own names
+    if parse_name(roles, some) is None:  # the program's own names
         missing = [rank for rank in range(world) if rank not in paths]
         rows = [Row("", "", where, (("dp", rank),), "missing") for rank in missing]
     else:
@@ -47,7 +47,7 @@ def gaps_along(axis: str, roles: Sequence[Role], paths: Mapping[int, str], count
     `count` is the number of ranks on the axis; `paths` has the existing files by rank.
     """
     some = paths[min(paths)]
-    role_of_file = known(roles, some)
+    role_of_file = parse_name(roles, some)
     assert role_of_file is not None
     there = {role_of_file.numbers_with(axis, rank): path for rank, path in paths.items()}
     return gaps(

@@ -17,7 +17,7 @@ from .. import formats
 from ..core.checkpoint.manifest import Manifest
 from ..core.checkpoint.weights import is_optimizers
 from ..core.storage import sources
-from ..core.storage.inventory import Known, Role, Row, State, any_of, known, nearest
+from ..core.storage.inventory import ParsedName, Role, Row, State, any_of, nearest, parse_name
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint, ZckptError
 from ..formats.statedict.state_dict_search import has_groups
 from ..training import needs
@@ -108,10 +108,10 @@ def _below(path: str, root: str) -> str:
 
 
 def _row(roles: Iterable[Role], name: str, path: str, size: int | None, state: State = "ok") -> Row:
-    return _row_of(known(roles, name), name, path, size, state)
+    return _row_of(parse_name(roles, name), name, path, size, state)
 
 
-def _row_of(own: Known | None, name: str, path: str, size: int | None, state: State) -> Row:
+def _row_of(own: ParsedName | None, name: str, path: str, size: int | None, state: State) -> Row:
     return Row(own.role.name if own else OTHER, name, path, own.rank if own else (), state, size)
 
 
@@ -198,12 +198,12 @@ def roles_beside(folder: str) -> set[str]:
     return {file_role.role.name for name in names if (file_role := _known(name)) is not None}
 
 
-def _known(name: str) -> Known | None:
+def _known(name: str) -> ParsedName | None:
     """The role and rank in the name of a trainer's file; None for any other name.
 
     Cheap for other names, because a folder may have 50,000 of them.
     """
-    return known(needs.ROLES, name) if "/" in name or _NAMES.fullmatch(name) else None
+    return parse_name(needs.ROLES, name) if "/" in name or _NAMES.fullmatch(name) else None
 
 
 def folder_of(manifest: Manifest) -> str:

@@ -18,7 +18,7 @@ from msgspec import Struct
 from ..core.checkpoint.mended import Mended
 from ..core.storage import sources
 from ..core.storage.corrections import Correction, corrected
-from ..core.storage.inventory import known
+from ..core.storage.inventory import parse_name
 from ..errors import ZckptError
 from ..judging.damaged_source import Found, kept
 from ..judging.inventory import ALL_ROLES, files_below
@@ -94,7 +94,7 @@ def remade(found: Found, known: Mapping[str, Alike]) -> str:
 
 def _alike(found: Found, path: str) -> Alike | None:
     real = found.real(path)
-    lost = known(ALL_ROLES, real)
+    lost = parse_name(ALL_ROLES, real)
     if lost is None or AXIS not in lost.axes or _has_parts(found, path):
         return None
     gone = {*map(found.real, found.lost)}
@@ -102,7 +102,7 @@ def _alike(found: Found, path: str) -> Alike | None:
         other
         for other in sorted(files_below(found.path))
         if other not in gone
-        and (its := known(ALL_ROLES, other)) is not None
+        and (its := parse_name(ALL_ROLES, other)) is not None
         and its.is_like(lost)
         and its.numbers == lost.numbers_with(AXIS, its.at(AXIS) or 0)
     ]

@@ -29,7 +29,7 @@ from ..core.checkpoint.weights import WEIGHTS, agreement, is_widened
 from ..core.comparison import masters
 from ..core.grouping import by_key
 from ..core.passes.description import Report, line_of, said
-from ..core.storage.inventory import known as known_name
+from ..core.storage.inventory import parse_name
 from ..errors import MissingData, Notice, ZckptError, counted, listed, note, problem
 from ..formats.reading import Reading
 from ..judging.damaged_source import Found, kept, what_is_there
@@ -194,19 +194,19 @@ def continues(format: str) -> bool:
 
 def is_model(path: str) -> bool:
     """Whether a file's name is that of a file with the model of all data-parallel ranks."""
-    file = known_name(ALL_ROLES, path)
+    file = parse_name(ALL_ROLES, path)
     return file is not None and file.role.name == "model" and "dp" not in file.axes
 
 
 def is_of_optimizer(path: str) -> bool:
     """Whether a file's name is that of a file with a rank's part of the optimizer."""
-    file = known_name(ALL_ROLES, path)
+    file = parse_name(ALL_ROLES, path)
     return file is not None and file.role.name == "optimizer"
 
 
 def is_layer(path: str) -> bool:
     """Whether a file's name is that of a file with the weights of one layer of a pipeline."""
-    file = known_name(ALL_ROLES, path)
+    file = parse_name(ALL_ROLES, path)
     return file is not None and file.role.name == "layer"
 
 

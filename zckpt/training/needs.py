@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from ..core.checkpoint.facts import FlatBufferEngine, StateDictEngine
 from ..core.checkpoint.manifest import Manifest
-from ..core.storage.inventory import Role, known, role
+from ..core.storage.inventory import Role, parse_name, role
 from ..errors import listed, note
 from .lightning import META as META_FILE
 from .lightning import NAME as LIGHTNING
@@ -153,7 +153,7 @@ def for_weights_alone(manifest: Manifest) -> Manifest:
     of_run = [
         item
         for item in manifest.files.siblings
-        if (role_of_file := known(ROLES, item.name)) is not None
+        if (role_of_file := parse_name(ROLES, item.name)) is not None
         and role_of_file.role.name in OF_RUN
     ]
     if not of_run:

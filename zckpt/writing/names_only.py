@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ..core.checkpoint.manifest import Files, Manifest
 from ..core.passes.layout import Layout, Shell
-from ..core.storage.inventory import known
+from ..core.storage.inventory import parse_name
 from ..core.storage.names_alone import NAMES
 from ..errors import note
 from ..formats.format import Format
@@ -30,7 +30,7 @@ def names_only(layout: Layout, format: Format, source: Manifest, document: bytes
     def shells() -> Iterator[Shell]:
         yield Shell.of(NAMES, document)
         for shell in layout.shells():
-            is_of_rank = known(format.roles, shell.name) is not None
+            is_of_rank = parse_name(format.roles, shell.name) is not None
             yield Shell(shell.name, 0, ()) if is_of_rank else shell
 
     def read_back(folder: str) -> Manifest:
@@ -51,5 +51,5 @@ def names_only(layout: Layout, format: Format, source: Manifest, document: bytes
 
 
 def _has_weights(name: str) -> bool:
-    named = known(ROLES, name)
+    named = parse_name(ROLES, name)
     return named is not None and named.role is WEIGHTS and not name.endswith(".json")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import zckpt
-from zckpt.core.storage.inventory import known
+from zckpt.core.storage.inventory import parse_name
 from zckpt.errors import InconsistentCheckpoint
 from zckpt.files.torchfile import TorchFile
 from zckpt.formats.deepspeed.files import ROLES
@@ -32,14 +32,14 @@ Trained = Callable[[str], Path]
 
 def rank_files(run: Path) -> list[Path]:
     """All files of ranks, in the order of their names."""
-    return sorted(path for path in run.rglob("*.pt") if known(ROLES, path.name))
+    return sorted(path for path in run.rglob("*.pt") if parse_name(ROLES, path.name))
 
 
 def one_of_each_kind(run: Path) -> Iterator[tuple[Path, Path]]:
     """Two files of each kind, whose numbers differ in one place: the data rank, the layer..."""
     seen = set()
     for one, other in permutations(rank_files(run), 2):
-        own, their = known(ROLES, one.name), known(ROLES, other.name)
+        own, their = parse_name(ROLES, one.name), parse_name(ROLES, other.name)
         assert own is not None
         assert their is not None
         differing = tuple(a != b for a, b in zip(own.numbers, their.numbers, strict=False))

@@ -73,7 +73,7 @@ ANY = role("file", r"(?P<stem>.*)")
 """A role that matches every name; two files of it differ in their complete names."""
 
 
-class Known(Struct, frozen=True):
+class ParsedName(Struct, frozen=True):
     """A parsed file name: the file's role, its rank, and its `stem` (a text in the name)."""
 
     role: Role
@@ -92,7 +92,7 @@ class Known(Struct, frozen=True):
         """This rank's numbers, with the number of `axis` replaced by another one."""
         return tuple(number if own == axis else same for own, same in self.rank)
 
-    def is_like(self, other: Known) -> bool:
+    def is_like(self, other: ParsedName) -> bool:
         """Whether both names have the same role and stem: they are files of different ranks."""
         return (self.role, self.stem) == (other.role, other.stem)
 
@@ -118,14 +118,14 @@ class Row(Struct, frozen=True):
     saved_as: str | None = None
 
 
-def known(roles: Iterable[Role], path: str) -> Known | None:
+def parse_name(roles: Iterable[Role], path: str) -> ParsedName | None:
     """Parses the name of a file, which is the last part of `path`; None if no role matches."""
     places = _places(path)
     for role in roles:
         if (match := _match(role, path, places)) is not None:
             pairs = zip(role.axes, (digits for _, digits in _groups(match)), strict=True)
             rank = tuple((axis, int(digits or 0)) for axis, digits in pairs if digits is not None)
-            return Known(role, rank, path[: match.start()] + match.groupdict().get("stem", ""))
+            return ParsedName(role, rank, path[: match.start()] + match.groupdict().get("stem", ""))
     return None
 
 
@@ -164,10 +164,10 @@ def nearest(roles: Sequence[Role], lost: str, paths: Iterable[str]) -> str | Non
     None if there is no such file. Lower numbers are preferred: the last rank's file may have more
     padding, so the files of lower ranks are more alike.
     """
-    lost_file = known(roles, lost)
+    lost_file = parse_name(roles, lost)
     candidates = []
     for path in paths:
-        other = known(roles, path)
+        other = parse_name(roles, path)
         if (
             lost_file is None
             or other is None
@@ -211,7 +211,7 @@ def gaps(
     """
     missing = [*islice((numbers for numbers in wanted if numbers not in there), MOST)]
     example = example or there[min(there)]
-    axes = known((role,), example).axes  # type: ignore[union-attr]
+    axes = parse_name((role,), example).axes  # type: ignore[union-attr]
     paths = [(numbers, role.named(example, numbers)) for numbers in missing]
     return [
         Row(
@@ -283,8 +283,8 @@ class SavedName(Struct, frozen=True):
     """
 
     row: Row
-    parsed_name: Known
-    saved_name: Known | None
+    parsed_name: ParsedName
+    saved_name: ParsedName | None
 
     @property
     def is_other(self) -> bool:
@@ -313,13 +313,13 @@ def saved_names(
     names = []
     for path, folder in folders.items():
         name = os.path.basename(path)
-        if (named_file := known(roles, name)) is None:
+        if (named_file := parse_name(roles, name)) is None:
             continue
         is_stated = folder is not None and not sources.is_stand_in(path)
         saved_as = f"{folder}{os.path.splitext(name)[1]}" if is_stated else None
         if saved_as is not None and len(saved_as) > NAME_MAX:
             saved_as = None  # no file has had this name
-        saved_file = known(roles, saved_as) if saved_as else None
+        saved_file = parse_name(roles, saved_as) if saved_as else None
         if saved_file is not None and not named_file.is_like(saved_file) and folder not in stems:
             saved_file = None
         row = Row(named_file.role.name, name, path, named_file.rank, saved_as=saved_as)

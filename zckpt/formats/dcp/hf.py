@@ -21,7 +21,15 @@ from ...core.checkpoint.inert import Scalar
 from ...core.grouping import portions
 from ...core.passes.layout import Shell
 from ...core.storage.fragments import Record
-from ...core.storage.inventory import Numbers, every, gaps, known, missing_file, refuse_gaps, role
+from ...core.storage.inventory import (
+    Numbers,
+    every,
+    gaps,
+    missing_file,
+    parse_name,
+    refuse_gaps,
+    role,
+)
 from ...errors import CorruptCheckpoint, warning
 from ...files import safefile
 from ...files.dcptable import ItemBox
@@ -51,7 +59,7 @@ INFO, VERSION = "DCP_SHARDING_INFO", "1.0"
 def files(folder: str) -> list[str]:
     """The paths of all ranks' safetensors files in a folder, sorted."""
     with os.scandir(folder) as entries:
-        return sorted(entry.path for entry in entries if known((SHARD,), entry.name))
+        return sorted(entry.path for entry in entries if parse_name((SHARD,), entry.name))
 
 
 def read(paths: Sequence[str], saved: SavedTree) -> dict[str, Leaf]:
@@ -217,7 +225,7 @@ def shells(
 
 
 def _by_numbers(paths: Sequence[str]) -> dict[Numbers, str]:
-    return {own.numbers: path for path in paths if (own := known((SHARD,), path)) is not None}
+    return {own.numbers: path for path in paths if (own := parse_name((SHARD,), path)) is not None}
 
 
 def _require_complete(paths: Sequence[str]) -> None:

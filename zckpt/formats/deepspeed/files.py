@@ -22,7 +22,7 @@ from msgspec import Struct, field
 from ...core.checkpoint.grid import Grid
 from ...core.grouping import by_key
 from ...core.storage import sources
-from ...core.storage.inventory import Numbers, Role, gaps, known, refuse_gaps, role
+from ...core.storage.inventory import Numbers, Role, gaps, parse_name, refuse_gaps, role
 from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
@@ -154,7 +154,7 @@ def counter(path: str) -> int | None:
         folder = KIND.locate(path, None).path
     except ZckptError:
         return None
-    names = [name for name in os.listdir(folder) if known((MODEL, MODEL_3), name)]
+    names = [name for name in os.listdir(folder) if parse_name((MODEL, MODEL_3), name)]
     return number_in(os.path.join(folder, min(names)), COUNTERS[:1], COUNTERS) if names else None
 
 
@@ -230,7 +230,7 @@ def files_in(directory: TagDirectory, names: Iterable[str]) -> FilesByRole:
         refuse(directory, "optimizer states offloaded to NVMe")
     files: dict[Role, dict[Numbers, str]] = {role: {} for role in ROLES}
     for name in names:
-        if (recognized := known(ROLES, name)) is None:
+        if (recognized := parse_name(ROLES, name)) is None:
             continue
         path = os.path.join(directory.path, name)
         # mp_rank_01 and mp_rank_001 have the same number

@@ -26,7 +26,7 @@ from ...core.checkpoint.facts import FlatBufferEngine
 from ...core.checkpoint.inert import Foreign, TensorName, nested
 from ...core.checkpoint.manifest import Manifest
 from ...core.checkpoint.mended import MadeValue
-from ...core.storage.inventory import known
+from ...core.storage.inventory import parse_name
 from ...errors import InconsistentCheckpoint, ZckptError, listed
 from ...files.torchfile import Parsed, TorchFile
 from ...training.batches import global_batch
@@ -59,7 +59,9 @@ def continued(manifest: Manifest, older: Manifest) -> tuple[Manifest, list[MadeV
     Raises InconsistentCheckpoint if that file is of another model, of another precision or stage,
     or of a later save.
     """
-    names = {path: own for path in manifest.files.paths if (own := known(ROLES, path)) is not None}
+    names = {
+        path: own for path in manifest.files.paths if (own := parse_name(ROLES, path)) is not None
+    }
     models = [path for path, own in names.items() if own.role is MODEL]
     ranks = sorted((own.numbers, path) for path, own in names.items() if own.role is OPTIMIZER)
     if len(models) != 1 or not ranks:

@@ -27,7 +27,7 @@ from ...core.comparison.replicas import Replicas, replicas_of
 from ...core.passes.layout import Shell
 from ...core.ranks.merge import merge
 from ...core.storage import sources
-from ...core.storage.inventory import known
+from ...core.storage.inventory import parse_name
 from ...errors import Notice, UnsupportedCheckpoint, WrongOption
 from ...files.torchshell import Storages, shell
 from ...training.options import (
@@ -104,7 +104,7 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
     def copied(self) -> list[str]:
         """The layer files that are copied unchanged, sorted by layer and tensor rank."""
         paths = [path for model in self.layers for path in model.files.paths]
-        names = {path: known((LAYER,), path) for path in paths}
+        names = {path: parse_name((LAYER,), path) for path in paths}
         return [path for _, path in sorted((own.rank, path) for path, own in names.items() if own)]
 
     def layer_siblings(self, tag: str) -> list[tuple[str, Sibling]]:

@@ -15,7 +15,7 @@ import os
 from msgspec.structs import replace
 
 from ...core.checkpoint.manifest import Manifest
-from ...core.storage.inventory import known
+from ...core.storage.inventory import parse_name
 from ...errors import InconsistentCheckpoint, ZckptError
 from ...files.torchfile import Parsed, TorchFile
 from ..deepspeed_states.agreement import check_names
@@ -47,7 +47,7 @@ def without_optimizer(
     roles = {
         name: role_of_file.role
         for name in os.listdir(directory.path)
-        if (role_of_file := known(ROLES, name))
+        if (role_of_file := parse_name(ROLES, name))
     }
     there = [*roles.values()]
     if not _is_of_optimizer(error):
@@ -75,7 +75,7 @@ def _is_of_optimizer(error: ZckptError) -> bool:
     """
     if isinstance(error, OF_FILES):
         return True
-    role_of_file = known(ROLES, error.file or "")
+    role_of_file = parse_name(ROLES, error.file or "")
     return (
         isinstance(error, InconsistentCheckpoint)
         and role_of_file is not None

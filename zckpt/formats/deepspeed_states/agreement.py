@@ -11,8 +11,8 @@ from ...core.grouping import by_key
 from ...core.storage import sources
 from ...core.storage.fragments import Record
 from ...core.storage.inventory import (
-    Known,
     Numbers,
+    ParsedName,
     Role,
     SavedName,
     nameless,
@@ -160,7 +160,7 @@ def _are_as_before(names: Sequence[SavedName]) -> bool:
     )
 
 
-def _place(name: Known) -> tuple[Role, Numbers]:
+def _place(name: ParsedName) -> tuple[Role, Numbers]:
     return name.role, name.numbers
 
 

@@ -12,7 +12,7 @@ from msgspec import Struct
 from ...core.checkpoint.siblings import SiblingList, leads_out
 from ...core.storage import sources
 from ...core.storage.filenames import MOST_FOLDERS, by_counting, file_names, is_tag, number_of
-from ...core.storage.inventory import known, role
+from ...core.storage.inventory import parse_name, role
 from ...errors import (
     AmbiguousCheckpoint,
     IncompleteCheckpoint,
@@ -188,7 +188,7 @@ def holds_states(path: str) -> bool:
         names = [] if holds_universal(path) else sources.names(path)
     except PermissionError:  # lost+found
         return False
-    return any(known(FILES, whole_name(name)) for name in names if ENDING in name)
+    return any(parse_name(FILES, whole_name(name)) for name in names if ENDING in name)
 
 
 def holds_universal(path: str) -> bool:
@@ -197,7 +197,7 @@ def holds_universal(path: str) -> bool:
         return False
     names = sources.names(path)
     roles = {
-        role_of_file.role for name in names if (role_of_file := known(FILES, name)) is not None
+        role_of_file.role for name in names if (role_of_file := parse_name(FILES, name)) is not None
     }
     return bool(roles) and OPTIMIZER not in roles
 

@@ -22,7 +22,7 @@ import os
 from typing import Any
 
 from ...core.grouping import by_key
-from ...core.storage.inventory import Numbers, Role, every, gaps, known, refuse_gaps, role
+from ...core.storage.inventory import Numbers, Role, every, gaps, parse_name, refuse_gaps, role
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint
 from ..deepspeed_states.directories import (
     MODEL,
@@ -66,7 +66,7 @@ def model_files(directory: TagDirectory) -> list[list[str]]:
     """
     by_role: dict[Role, dict[Numbers, str]] = {}
     for name in os.listdir(directory.path):
-        if (recognized := known((MODEL, MODEL_3), name)) is not None:
+        if (recognized := parse_name((MODEL, MODEL_3), name)) is not None:
             by_role.setdefault(recognized.role, {})[recognized.numbers] = os.path.join(
                 directory.path, name
             )

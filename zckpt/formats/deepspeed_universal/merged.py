@@ -8,7 +8,7 @@ from typing import Any
 
 from ...core.checkpoint.inert import nested
 from ...core.storage import sources
-from ...core.storage.inventory import known, missing_file
+from ...core.storage.inventory import missing_file, parse_name
 from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
@@ -53,7 +53,7 @@ class MergedStates:
                 common, hint="the conversion did not finish, or the folder zero/ was not copied"
             )
         paths = model_files(directory)
-        partitioned = known((MODEL_3,), paths[0][0]) is not None
+        partitioned = parse_name((MODEL_3,), paths[0][0]) is not None
         parsed = Parsed()
         models, *other_ranks = [open_files(ranked, parsed) for ranked in paths]
         self.other_models = [file for files in other_ranks for file in files]

@@ -25,7 +25,7 @@ from msgspec import Struct, field
 from ...core.checkpoint.inert import Scalar
 from ...core.storage import sources
 from ...core.storage.filenames import by_counting, counted, number_of, numbered
-from ...core.storage.inventory import Known, known, role
+from ...core.storage.inventory import ParsedName, parse_name, role
 from ...errors import (
     AmbiguousCheckpoint,
     InconsistentCheckpoint,
@@ -293,9 +293,11 @@ def _is_others(name: str) -> bool:
     return name.endswith(OTHER_ENDINGS) or name in OTHER_NAMES or is_random_state or is_part
 
 
-def _of_rank(name: str) -> Known | None:
+def _of_rank(name: str) -> ParsedName | None:
     """The stem, the rank and perhaps the world size in the name of a rank's file; else None."""
-    return None if "rank" not in name or _is_others(name) else known(sharded_tensors.OF_RANKS, name)
+    if "rank" not in name or _is_others(name):
+        return None
+    return parse_name(sharded_tensors.OF_RANKS, name)
 
 
 def _is_part(folder: str, name: str) -> bool:

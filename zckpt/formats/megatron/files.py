@@ -19,7 +19,7 @@ from typing import Any
 
 from ...core.storage import sources
 from ...core.storage.filenames import by_counting
-from ...core.storage.inventory import known, role
+from ...core.storage.inventory import parse_name, role
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -100,7 +100,7 @@ def is_iteration(name: str) -> bool:
 
 def is_of_rank(name: str) -> bool:
     """Whether a folder's name is that of a rank in older directories: mp_rank_TT_PPP_EEE."""
-    return name.startswith("mp_rank_") and known((MODEL,), f"{name}/{LEGACY}") is not None
+    return name.startswith("mp_rank_") and parse_name((MODEL,), f"{name}/{LEGACY}") is not None
 
 
 def _is_one_of_run(run: str, name: str) -> bool:

@@ -11,7 +11,7 @@ from msgspec import Struct
 from ...core.grouping import by_key
 from ...core.storage import sources
 from ...core.storage.filenames import by_counting
-from ...core.storage.inventory import known, role
+from ...core.storage.inventory import parse_name, role
 from ...errors import (
     AmbiguousCheckpoint,
     InconsistentCheckpoint,
@@ -122,7 +122,7 @@ def locate(path: str) -> CheckpointFiles:
         checkpoints = _all(path, _candidates(path))
     else:
         folder, name = os.path.dirname(path) or ".", os.path.basename(path)
-        alone = known((legacy.OF_RANK,), name) is None
+        alone = parse_name((legacy.OF_RANK,), name) is None
         if hdf5.is_one(path):
             alone = not hdf5.open_file(path).is_partition
         every = _all(folder, [name] if alone else {name, *_candidates(folder)}, alone)
@@ -162,7 +162,7 @@ def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[C
                 partitions.append(file)
             else:
                 checkpoints.append(CheckpointFiles(full, ((0, full),), 1, (file,)))
-        elif (recognized := known((legacy.OF_RANK,), name)) is not None:
+        elif (recognized := parse_name((legacy.OF_RANK,), name)) is not None:
             rank, last = recognized.numbers
             sharded.setdefault((recognized.stem, last + 1), []).append((rank, full))
         elif name.endswith(legacy.SUFFIX) or of_any_name:

@@ -18,7 +18,7 @@ from ...core.checkpoint.dtypes import SIZES
 from ...core.checkpoint.entries import Key, name_of
 from ...core.ranks.partition import FlatMember, Partition, Partitioned, Whole
 from ...core.storage.fragments import Extent
-from ...core.storage.inventory import known
+from ...core.storage.inventory import parse_name
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from . import hdf5, legacy
 from .files import locate
@@ -50,7 +50,7 @@ def _opened(path: str) -> Save:
 
 def _number(path: str) -> int:
     """The rank R in the name `PREFIX.ZeRO.R.L.ort.pt`; 0 for another name, of a single file."""
-    recognized = known((OF_RANK,), path)
+    recognized = parse_name((OF_RANK,), path)
     return recognized.numbers[0] if recognized else 0
 
 

@@ -20,7 +20,7 @@ from msgspec import Struct, field
 
 from ....core.grouping import by_key
 from ....core.storage import sources
-from ....core.storage.inventory import Numbers, every, gaps, known, missing_file, refuse_gaps
+from ....core.storage.inventory import Numbers, every, gaps, missing_file, parse_name, refuse_gaps
 from ....errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
@@ -122,7 +122,7 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
         )
     places: dict[tuple[int, int, int], str] = {}
     for name in names:
-        name_parts = known((MODEL,), files[name].path)
+        name_parts = parse_name((MODEL,), files[name].path)
         assert name_parts is not None
         tp, *numbers = name_parts.numbers
         pp = numbers.pop(0) if numbers and staged else 0
