@@ -125,7 +125,7 @@ def test_targets_that_would_be_no_folders_there(
 def test_options_of_a_target_that_no_one_typed(tmp_path: Path, zckpt: Program) -> None:
     refused = zckpt("convert", EXAMPLE, tmp_path / "out", "--dp", "2")
     assert refused.code == 2
-    assert "--dp does not apply to a universal checkpoint, which convert writes" in refused.err
+    assert "--dp does not apply to a universal checkpoint (convert without --to)" in refused.err
     refused = zckpt("convert", EXAMPLE, tmp_path / "out", "--to", "dcp", "--stage", "2")
     assert "--stage does not apply to --to dcp" in refused.err
 

@@ -103,7 +103,7 @@ def test_help_says_which_values_go_with_which_target() -> None:
     ]
     assert texts["dialect"] == f"The kind of files: {', '.join(kinds)}."
     assert texts["dcp_layout"] == (
-        "For dcp: the form of the keys.  [default: the source's, or nested]"
+        "For dcp: the layout of the optimizer's keys.  [default: the source's, or nested]"
     )
     assert texts["weights_only"] == "Write no optimizer state."
 

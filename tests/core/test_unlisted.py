@@ -82,7 +82,7 @@ class TestGaps:
         assert any(line.startswith(SAID) for line in texts(report["warnings"]))
         listed = package.read(tmp_path / "new").parameters.items()
         assert [name for name, parameter in listed if parameter.trainable] == names
-        with pytest.raises(ZckptError, match="names 6 parameters") as stated:
+        with pytest.raises(ZckptError, match="lists 6 parameters") as stated:
             package.convert(zero / "gaps.pt", tmp_path / "x", param_names=[*saved["model"]])
         assert LOST in stated.value.hint  # as the program's own ZeroRedundancyOptimizer names them
 
@@ -113,6 +113,6 @@ def test_hints_do_not_go_in_a_circle(tmp_path: Path) -> None:
     with pytest.raises(ZckptError) as raised:
         package.convert(tmp_path / "x.pt", tmp_path / "new")
     assert LOST in raised.value.hint
-    with pytest.raises(ZckptError, match="names 4 parameters") as raised:
+    with pytest.raises(ZckptError, match="lists 4 parameters") as raised:
         package.convert(tmp_path / "x.pt", tmp_path / "new", param_names=[*weights])
     assert LOST in raised.value.hint

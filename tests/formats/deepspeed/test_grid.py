@@ -460,7 +460,9 @@ class TestRules:
         assert facts.placements["1.fused.weight"] == Cut(0, (16, 4, 8))
 
     def test_without_rules_all_names_are_listed(self, bare: Path, tmp_path: Path) -> None:
-        with pytest.raises(MissingData, match=r"nothing says how 24 parameters are cut") as raised:
+        with pytest.raises(
+            MissingData, match=r"nothing says how 24 parameters are sliced"
+        ) as raised:
             zckpt.convert(bare, tmp_path / "out")
         lines = raised.value.hint.splitlines()[1:]
         assert r"  \d+\.fused\.weight = ?  # [14, 14] on each rank" in lines
@@ -472,14 +474,14 @@ class TestRules:
 
     def test_what_is_known_is_printed_too(self, bare: Path, rules: Path) -> None:
         rules.write_text(RULES.replace(r".*\.gate_up", r".*\.gate_down"))
-        with pytest.raises(MissingData, match=r"how 2 parameters are cut: 4.gate_up") as raised:
+        with pytest.raises(MissingData, match=r"how 2 parameters are sliced: 4.gate_up") as raised:
             zckpt.read(bare, tp_rules=rules)
         assert r"  \d+\.fused\.weight = 0:16,4,8" in raised.value.hint
 
     @pytest.mark.parametrize(
         ("old", "new", "error", "said"),
         [
-            ("0:16,4,8", "0:16,4,6", WrongOption, "cannot share 16, 4, 6"),
+            ("0:16,4,8", "0:16,4,6", WrongOption, "cannot share the widths 16, 4, 6"),
             ("0:16,4,8", "0:17,4,7", WrongOption, "cannot share"),
             ("0:16,4,8", "2", WrongOption, "which has the shape"),
             ("0:16,4,8", "x", WrongOption, "not of the form REGEX = RULE"),

@@ -213,7 +213,7 @@ def with_rate(whole: Path, name: str) -> None:
         (None, {"rename": [(r"^6\.", "8.")]}, MissingData, "only the source has 8"),
         (None, {"like": "examples/run"}, MissingData, "have different parameters"),
         (None, {"like": "tests/data/fsdp2-2.13.0-w2"}, NotACheckpoint,
-         "no checkpoint of deepspeed"),
+         "is no deepspeed checkpoint"),
         (None, {"like": "nowhere"}, NotACheckpoint, "does not exist"),
         (None, {"pp": 3}, WrongOption, "--pp 3 needs the first layer"),
         (None, {"tp": 8}, ZckptError, "cannot be cut evenly over 8"),

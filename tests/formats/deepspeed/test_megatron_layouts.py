@@ -214,7 +214,7 @@ class TestDrift:
                 wanted[name] = mean.to(copies[0].dtype)
         assert different(of(tmp_path / "out"), wanted) == []
         chosen = {"rank0": "rank 0's", "mean": "their mean"}[choice]
-        lines = [line for line in texts(report["warnings"]) if f"{chosen} is taken" in line]
+        lines = [line for line in texts(report["warnings"]) if f"{chosen} is used" in line]
         assert len(lines) == 16  # two norms in each of four layers, weights and biases
 
     @pytest.mark.engines

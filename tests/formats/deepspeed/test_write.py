@@ -430,7 +430,7 @@ class TestRefusals:
             ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, [], "both"),
             ({"bf16": {"enabled": True}}, ["--dtype", "fp16"], "BF16"),
             ({"zero_optimization": {"stage": 0}}, ["--stage", "2"], "stage 0"),
-            ({"zero_optimization": True}, [], "not an object"),
+            ({"zero_optimization": True}, [], "is not a JSON object"),
             ({"zero_optimization": {"sub_group_size": -5}}, [], "sub_group_size"),
             ({"zero_optimization": {"mics_shard_size": 2}}, [], "mics_shard_size"),
             ({"optimizer": {"type": "SGD"}}, [], "SGD"),

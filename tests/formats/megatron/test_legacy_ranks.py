@@ -250,7 +250,7 @@ def _with_adapter(value: dict[Any, Any]) -> None:
 def test_modules_that_no_rule_knows(sliced: Path, tmp_path: Path) -> None:
     """The hint has the lines of a file of rules, and only what is not known is left open."""
     _changed(sliced, _with_adapter)
-    with pytest.raises(errors.MissingData, match="how 2 parameters are cut") as caught:
+    with pytest.raises(errors.MissingData, match="how 2 parameters are sliced") as caught:
         package.read(sliced, weights_only=True)
     lines = (caught.value.hint or "").splitlines()
     assert [line for line in lines if "= ?" in line] == [

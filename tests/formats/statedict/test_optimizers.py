@@ -227,7 +227,7 @@ def test_a_named_optimizer_of_torch_looks_elsewhere(through: str | None, tmp_pat
     report = zckpt.verify(source, tmp_path / "target")
     assert report["equal"]
     (note,) = [note for note in texts(report["notes"]) if "place of the step" in note]
-    assert note.endswith("torch looks there")
+    assert note.endswith("torch reads it from there")
     zckpt.convert(tmp_path / "target", tmp_path / "back", to="dcp", optimizer="apex-fused-adam")
     optim = whole(tmp_path / "back")["optim"]
     assert alike(optim["state"], whole(run)["optim"]["state"])

@@ -82,7 +82,7 @@ class CopyOutcome(Struct, eq=False):
     digests: dict[int, dict[Key, int]] = field(default_factory=dict)
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     records: dict[Extent, int] = field(default_factory=dict)
-    differing: Sequence[dict[int, Differing]] = ()
+    differing: list[dict[int, Differing]] = field(default_factory=list)
     tensors: int = 0
     bytes: int = 0
     counts: RecordCounts = field(default_factory=RecordCounts)

@@ -164,7 +164,7 @@ def test_a_tied_layer_has_a_key_that_the_user_names(
         ([TIED, "1.b"], r"names 2 parameters, .* have 1 \+ 2"),
         ([TIED, "1.b", TIED, "3.b"], r"names 4 parameters, .* have 1 \+ 2"),
         (["1.b", TIED, TIED], "of shape"),
-        ([TIED, "5.b", TIED], "names 5.b, which the model's state does not have"),
+        ([TIED, "5.b", TIED], "lists 5.b, which the model's state dict does not have"),
     ],
 )
 def test_names_that_do_not_fit(names: list[str], said: str, tmp_path: Path) -> None:
