@@ -156,6 +156,53 @@ def test_a_description_that_gets_another_state_is_read_without_rows() -> None:
     assert [key for key, record in content.items() if record.state is None] == ["w.19"]
 
 
+def pickled(after: bytes = b"", layout: bytes | None = b"torch.strided") -> bytes:
+    """A list of two equal descriptions of a tensor, and the instructions `after` the second one.
+
+    `layout` is the text that the function of the layout gets; None: a list, which may change.
+    """
+    module = "torch.distributed.checkpoint.metadata"
+    names = (
+        f"{module}\nTensorStorageMetadata", f"{module}\nTensorProperties",
+        f"{module}\nChunkStorageMetadata", "torch\nSize", "torch\nfloat32",
+        "torch.serialization\n_get_layout", f"{module}\n_MEM_FORMAT_ENCODING",
+    )  # fmt: skip
+    words = (b"properties", b"size", b"chunks", b"offsets", b"sizes")
+    values = [b"c" + name.encode() + b"\n" for name in names]
+    values += [b"X" + struct.pack("<I", len(word)) + word for word in words]
+    values.append(b"]" if layout is None else b"X" + struct.pack("<I", len(layout)) + layout)
+    head = b"".join(value + b"q%c0" % number for number, value in enumerate(values))
+    properties = b"h\x01)\x81(h\x04h\x05h\x0c\x85R\x89h\x06K\x00\x85R\x89tb"
+    chunk = b"h\x02)\x81}(h\x0ah\x03K\x00\x85\x85Rh\x0bh\x03K\x04\x85\x85Rub"
+    tensor = b"h\x00)\x81}(h\x07" + properties + b"h\x08h\x03K\x04\x85\x85Rh\x09]("
+    tensor += chunk + b"eub"
+    return b"\x80\x02" + head + b"(" + tensor + tensor + after + b"l."
+
+
+def test_equal_descriptions_are_one_object() -> None:
+    text = pickled()
+    first, second = Unpickler(text, rows=Rows(text)).load()
+    assert first is second
+
+
+@pytest.mark.parametrize("more", [b"(K\x01K\x02u", b"(K\x01K\x02e", b"K\x01K\x02s", b"K\x01a"])
+def test_a_description_that_gets_more_values_is_read_without_rows(more: bytes) -> None:
+    """Other tensors may have the same description."""
+    text = pickled(more)
+    with pytest.raises(Unusual):
+        Unpickler(text, rows=Rows(text)).load()
+    first, second = Unpickler(text).load()
+    assert not first.items
+    assert not first.appended
+    assert second.items or second.appended
+
+
+def test_a_description_whose_values_may_change_is_read_each_time() -> None:
+    text = pickled(layout=None)
+    first, second = Unpickler(text, rows=Rows(text)).load()
+    assert first is not second
+
+
 def metadata(boxes: int, axes: int = 2, shift: int = 0) -> bytes:
     size = torch.Size((1, *(2 for _ in range(axes - 1))))
     chunks, stored, names = [], {}, [f"__{rank}_0.distcp" for rank in range(3)]

@@ -19,7 +19,7 @@ from zckpt.copying.comparing import Row
 from zckpt.copying.sharing import Part
 from zckpt.core.comparison import masters
 from zckpt.core.passes.full_checks import FullCheck
-from zckpt.errors import InconsistentCheckpoint
+from zckpt.errors import InconsistentCheckpoint, ZckptError
 from zckpt.judging.contents import full_checks
 from zckpt.processes.sharing import Processes
 
@@ -303,6 +303,14 @@ def test_a_wrong_master_that_begins_right(run: Path, tmp_path: Path, launch: Lau
     assert not (tmp_path / "shared").exists()
     words = {"masters_from_weights": True}
     assert refused_parts(source, tmp_path / "parts", **words) == {"master-differs"}
+    for to in ("universal", "megatron"):  # one process drops other masters: it does not go on
+        parts = tmp_path / f"to-{to}"
+        assert refused_parts(source, parts, to=to, **words) == {"master-differs"}
+        with pytest.raises(ZckptError) as raised:
+            zckpt.convert(source, parts, to=to, resume=True, **words)
+        assert raised.value.code == "target-not-resumable"
+        assert "in several processes" in raised.value.message
+        assert not parts.exists()
     report = zckpt.convert(source, tmp_path / "single", masters_from_weights=True)
     assert "the masters of 1 do not round" in texts(report["warnings"])[0]
     assert os.path.exists(tmp_path / "single")

@@ -88,6 +88,22 @@ class _Forms:
         self.place = form(rb"OBJECT(REF)(REF)(REF)SHAPE(REF)Nub(REF)%bub" % info)
 
 
+def _is_fixed(state: Any) -> bool:
+    """Whether no later instruction can change the values that a tensor's description refers to.
+
+    Its layout and its memory format are results of calls, whose arguments a hostile pickle may
+    change between two equal descriptions.
+    """
+    properties = state.get("properties") if isinstance(state, dict) else None
+    if not isinstance(properties, Foreign) or not isinstance(properties.state, tuple):
+        return False
+    calls = [value for value in properties.state if not isinstance(value, (Global, bool))]
+    return all(
+        isinstance(call, Foreign) and all(type(each) in (str, int) for each in call.arguments)
+        for call in calls
+    )
+
+
 @lru_cache
 def _forms_of(is_numbered: bool) -> _Forms:
     """The patterns of pickles that number their values, or of others; most commands need none."""
@@ -291,8 +307,9 @@ class Rows:
     def _tensor(self, data: Any, position: int, memo: dict[int, Any]) -> Any:
         """Recognizes a description that was read before, with the same bytes.
 
-        References in it are to the same values, since no number is given twice. The first such
-        description is read instruction by instruction.
+        References in it are to the same values, since no number is given twice, and these do not
+        change meanwhile (`_is_fixed`). The first such description is read instruction by
+        instruction.
         """
         match = None if self.is_numbered else self.forms.tensor.match(data, position)
         if match is None:
@@ -303,14 +320,14 @@ class Rows:
         self._begun = match.end(), match[0]
         return None
 
-    def build(self, value: Foreign, position: int) -> None:
+    def build(self, value: Foreign, state: Any, position: int) -> None:
         """Notes an object that gets its state from the instruction that ends at this position.
 
         Raises Unusual for an object with a state: several keys may have the same description.
         """
         if value.state is not None:
             raise Unusual
-        if position == self._begun[0]:
+        if position == self._begun[0] and _is_fixed(state):
             self._tensors[self._begun[1]] = value
 
     def _chunk(self, data: Any, position: int, memo: dict[int, Any]) -> Any:

@@ -30,6 +30,7 @@ from .torchshell import ALIGNMENT, Storages, checksums_of, shell
 from .zipdirectory import read_directory
 
 BATCH = 128  # checksums in one task of a thread
+FEW_BOXES = 16  # of a tensor, whose description is kept for tensors like it
 NEAR = 4 << 10  # bytes; checksums nearer to each other are written together
 
 
@@ -179,13 +180,18 @@ def metadata(
 def _item_record(item: TensorItem | None) -> Foreign | Repeated:
     if item is None:
         return _record("metadata.BytesStorageMetadata")
-    return _tensor(item.torch_dtype, item.shape, tuple(item.boxes))
+    description = _tensor if len(item.boxes) <= FEW_BOXES else _tensor_of_many
+    return description(item.torch_dtype, item.shape, tuple(item.boxes))
 
 
-@lru_cache(1 << 12)
-def _tensor(torch_dtype: str, shape: tuple[int, ...], boxes: tuple[ItemBox, ...]) -> Repeated:
+def _tensor_of_many(
+    torch_dtype: str, shape: tuple[int, ...], boxes: tuple[ItemBox, ...]
+) -> Repeated:
     chunks = [_chunk(box.offsets, box.sizes) for box in boxes]
     return Repeated(Record(TENSOR, (_properties(torch_dtype), _size(shape), chunks)))
+
+
+_tensor = lru_cache(1 << 12)(_tensor_of_many)
 
 
 @lru_cache(1 << 14)

@@ -365,6 +365,11 @@ class Unpickler:
             self.collected.append(value)
         return value
 
+    def need_plain(self) -> None:
+        """Raises Unusual if objects may be shared, because one of them gets more values."""
+        if self.rows is not None:
+            raise Unusual
+
     def spend(self, work: int) -> None:
         """Counts work; raises CorruptCheckpoint if no valid pickle of this length needs as much."""
         self.work += work
@@ -524,6 +529,7 @@ def _extend(self: Unpickler, target: Any, items: list[Any]) -> None:
     elif isinstance(target, list):
         target.extend(items)
     elif isinstance(target, Foreign):
+        self.need_plain()
         target.appended.extend(items)
     else:
         raise CorruptCheckpoint("file-damaged", "a pickle appends to a value that is not a list")
@@ -543,6 +549,7 @@ def _set_items(self: Unpickler, target: Any, flat: list[Any]) -> None:
         for key, value in pairs:
             target[key if type(key) is str else self.key(key, target)] = value
     elif isinstance(target, Foreign):
+        self.need_plain()
         for i in range(0, len(flat), 2):
             self.spend(_parts_of_key(flat[i]))
             target.items.append((_key(flat[i]), flat[i + 1]))
@@ -586,7 +593,7 @@ def _build(self: Unpickler) -> None:
     target = self.stack[-1]
     if isinstance(target, Foreign):
         if self.rows is not None:
-            self.rows.build(target, self.position)
+            self.rows.build(target, state, self.position)
         target.state = state
     elif isinstance(target, OrderedDict) and isinstance(state, dict) and "_metadata" in state:
         target._metadata = state["_metadata"]  # type: ignore[attr-defined]  # of a module's state_dict

@@ -212,16 +212,13 @@ class Functions(Struct, frozen=True, eq=False):
     model family or a file that states how tensor ranks cut parameters, for a format whose files may
     not state it.
     """
-    check: Callable[[Manifest, str | None], list[Notice]] | None = None
-    """Compares some bytes before a conversion writes any; returns warnings or raises.
-
-    The second argument is the value of `--replicas`.
-    """
+    check: Callable[[Manifest], list[Notice]] | None = None
+    """Compares some bytes before a conversion writes any; returns warnings or raises."""
     copies: Callable[[Manifest, str | None], Sequence[FullCheck]] | None = None
-    """Returns the comparisons of copies on ranks that state no checksums.
+    """Returns the comparisons of ranks' replicas whose files state no checksums.
 
-    Returns warnings, or raises. The second argument is the value of `--replicas`, which chooses
-    among differing replicas of tensor ranks.
+    The second argument is the value of `--replicas`, which chooses among differing replicas of
+    tensor ranks.
     """
     check_slices: Callable[[Manifest], None] | None = None
     """Raises if the bytes show that the rules for the cuts of tensor ranks are wrong.

@@ -67,7 +67,7 @@ def check_tensors(
         hint = _hint(manifest, format)
         lines += masters.check(manifest, format.compares, hint, accept_weights)
     if functions.check:
-        lines += functions.check(manifest, replicas)
+        lines += functions.check(manifest)
     for check in shared or ():
         check.begin()
     if shared is None:

@@ -448,7 +448,7 @@ def _identity(
         "--root": reading.root,
         "--step-policy": reading.step_policy,
         "--replicas": reading.replicas,
-        "--masters-from-weights": reading.masters_from_weights or None,
+        "--masters-from-weights": _rebuilt_by(reading) if reading.masters_from_weights else None,
         "--buffers": list(reading.buffers) or None,
         "--follow-links": reading.follow_links or None,
         "--tp-rules": reading.tp_rules,
@@ -457,6 +457,14 @@ def _identity(
     return Identity(
         __version__, source, json.loads(json.dumps(given_flags, default=repr)), dict(files)
     )
+
+
+def _rebuilt_by(reading: Reading) -> str:
+    """Who looks for wrong masters: one process finds more of them than several that share the work.
+
+    Several compare only the first elements before they write (`reading._rebuilt`).
+    """
+    return "in several processes" if reading.is_shared else "in one process"
 
 
 def _since(started: float) -> float:

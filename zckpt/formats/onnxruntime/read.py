@@ -61,10 +61,11 @@ def copies(manifest: Manifest, replicas: str | None) -> list[Replicas]:
     """
 
     def judge(differing: Sequence[Result]) -> list[Notice]:
-        for wrong in differing:
-            places = first_difference(wrong)
+        if differing:
+            places = first_difference(differing[0])
             refuse_damage(manifest, places)
-            raise different_copies(wrong.match.a.parameter, *(place.file for place in places))
+            parameter = differing[0].match.a.parameter
+            raise different_copies(parameter, *(place.file for place in places))
         return []
 
     return [Replicas(manifest, [*_replicas_without_checksums(manifest)], judge)]

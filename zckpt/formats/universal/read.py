@@ -470,7 +470,7 @@ def _listed(path: str, name: str, entry: Mapping[str, Any]) -> Runs:
     return Runs(fragments)
 
 
-def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
+def check(manifest: Manifest) -> list[Notice]:
     """Compares each file that a conversion copies unread with the CRC-32 that the manifest states.
 
     These files have no tensors, so no other check compares them. Called before a conversion writes

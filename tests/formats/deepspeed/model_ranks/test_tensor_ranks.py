@@ -66,7 +66,7 @@ def ranks(root: Path, info: Any = INFO, **second: list[float]) -> list[Manifest]
 
 def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
     """What one process says that runs all checks alone."""
-    lines = tensor_ranks.check(manifest, replicas)
+    lines = tensor_ranks.check(manifest)
     for each in tensor_ranks.copies(manifest, replicas):
         lines += each.compared()
     return lines

@@ -152,7 +152,7 @@ IF_COPIES_DIFFER = {
 """Hints for replicas that differ, by the axis whose ranks hold them."""
 
 
-def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
+def check(manifest: Manifest) -> list[Notice]:
     """Compares the beginnings of copies that may differ, and of slices; returns warnings.
 
     Raises InconsistentCheckpoint if a rule cuts a parameter that all ranks hold in full, and
