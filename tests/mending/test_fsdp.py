@@ -31,7 +31,7 @@ def test_the_newest_whole_one_is_named(tmp_path: Path, zckpt: Callable[..., Resu
         refused = zckpt("mend", tmp_path / "run" / "step-9", tmp_path / "mended", *typed)
         assert refused.code == 1
         assert "is lost for good" in refused.err
-        assert f"go on from {whole}, which is complete according to its metadata" in refused.err
+        assert f"resume from {whole}, which is complete according to its metadata" in refused.err
         assert "was in lost files alone:\n  weights of embedding.weight" in refused.out
         assert not (tmp_path / "mended").exists()
 

@@ -129,7 +129,7 @@ def test_the_newest_whole_one_is_named(
     shutil.copytree(example / "global_step7", example / "global_step3")
     remove(example / "global_step7", f"bf16_{OPTIMIZER}")
     shown = zckpt("mend", example, tmp_path / "mended", "--dry-run")
-    whole = f"go on from {example / 'global_step3'}, which is complete according to its metadata"
+    whole = f"resume from {example / 'global_step3'}, which is complete according to its metadata"
     assert f"next: {whole}\n" in shown.out
     refused = zckpt("mend", example, tmp_path / "mended")
     assert refused.code == 1

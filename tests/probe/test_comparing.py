@@ -202,7 +202,7 @@ def test_what_was_compared_by_its_shape_alone_is_said(run_a: Path, tmp_path: Pat
     for name in ("b", "c"):
         write(tmp_path / name, lines)
     (note,) = texts(probe.compare(tmp_path / "b", tmp_path / "c")["notes"])
-    assert note.startswith("without numbers, 1 record, such as step 9, batch 1, backward")
+    assert note.startswith("1 record without statistics, such as step 9, batch 1, backward")
 
 
 def test_the_earliest_of_all_ranks(tmp_path: Path) -> None:

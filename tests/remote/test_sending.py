@@ -482,7 +482,7 @@ def test_warnings_are_told_with_urls(
     (lines,) = told
     (line,) = [line for line in lines if line["code"] == "version-unsupported"]
     assert line["file"] == f"{name}/.metadata"
-    assert line["message"].startswith(f"{name}/.metadata is of version '1.0.1'")
+    assert line["message"].startswith(f"{name}/.metadata has the version '1.0.1'")
     assert report["warnings"][: len(lines)] == lines
     assert str(scratch) not in json.dumps([told, report])
 

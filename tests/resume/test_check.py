@@ -344,4 +344,4 @@ def test_an_iteration_that_the_run_does_not_name(
 def test_a_hint_is_not_lost() -> None:
     with pytest.raises(ZckptError) as raised:
         zckpt.auto_resume(DATA / "accelerate-1.14.0-lora-w2", dp=2)
-    assert "adapter_model.safetensors beside it has the whole adapter" in raised.value.hint
+    assert "adapter_model.safetensors beside it has the complete adapter" in raised.value.hint

@@ -168,7 +168,7 @@ def test_no_command_takes_it_for_a_checkpoint(
     said = ended.document
     assert (ended.code, said["code"], said["error"]) == (1, "names-alone", "UnsupportedCheckpoint")
     assert source in said["message"]
-    assert said["hint"] == f"give {source}"
+    assert said["hint"] == f"use {source} instead"
 
 
 def test_no_function_takes_it_for_a_checkpoint(trainer: Path, tmp_path: Path) -> None:

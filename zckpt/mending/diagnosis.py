@@ -34,6 +34,7 @@ from ..errors import (
     ZckptError,
 )
 from ..formats.reading import Reading
+from ..formats.universal.flipped import LIMIT
 from ..judging import verdict
 from ..judging.verdict import Verdict
 from ..proof.damage import beside, contents_of
@@ -164,14 +165,14 @@ def _in_file(path: str) -> list[Place]:
     return structure_of(path) or [*map(_in_container, damage_in(path))]
 
 
-def structure_of(path: str) -> list[Place]:
+def structure_of(path: str, limit: int = LIMIT) -> list[Place]:
     """Returns what is damaged in a file's headers, or in a file that states a checksum of itself.
 
     Empty for a file in which these are right, or that has none. Tensors are read only of a file
     with one checksum for all of it.
     """
     structure = [*map(_of_structure, flipped_in(path))]
-    if (stated := place_in(path)) is not None:
+    if (stated := place_in(path, limit)) is not None:
         structure.append(stated)
     return structure
 

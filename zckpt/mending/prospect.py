@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from shlex import quote
 
 from msgspec import Struct
@@ -17,8 +17,10 @@ from msgspec import Struct
 from ..core.checkpoint.manifest import Manifest
 from ..core.grouping import by_key
 from ..core.passes.resources import DEFAULT_COPYING
-from ..errors import MissingData, counted, joined, listed
+from ..errors import MALFORMED, MissingData, ZckptError, counted, joined, listed
+from ..files.dcptable import METADATA
 from ..formats.reading import Reading
+from ..formats.universal.files import MANIFEST
 from ..judging.damaged_source import Found
 from ..reading import read
 from .alike import alike, has_links
@@ -37,6 +39,8 @@ GIVES = {
 ELSEWHERE = "with values that are left elsewhere"
 AN_OLDER_ONE, ANOTHER_RANK = "an older checkpoint", "another rank"
 MOST = 3  # names in a sentence
+WHOLE = (MANIFEST, METADATA, ".safetensors")  # files with one checksum for all bytes
+QUICK = 1 << 20  # bytes of such a file that is read only for the hint of an error
 
 
 class Prospect(Struct, frozen=True):
@@ -83,8 +87,14 @@ def _is_lost(diagnosis: Diagnosis) -> bool:
 
 
 def restorable(path: str) -> str | None:
-    """A phrase for what `mend` would restore in the headers of a file; None if nothing."""
-    places = structure_of(path) if os.path.isfile(path) else []
+    """A phrase for what `mend` would restore in the headers of a file; None if nothing.
+
+    None also for what takes long to find out: it is asked for every error.
+    """
+    places = list[Place]()
+    with suppress(ZckptError, OSError, *MALFORMED):
+        if os.path.getsize(path) <= QUICK or not path.endswith(WHOLE):
+            places = structure_of(path, QUICK << 4)
     if not places or any(place.by in (None, "chance") for place in places):
         return None
     return joined([*_phrases(places)])

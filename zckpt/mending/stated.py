@@ -21,13 +21,14 @@ from ..core.storage.corrections import corrected
 from ..core.storage.fileio import crc_of
 from ..core.storage.fragments import Extent, Record
 from ..core.storage.records import Damage
-from ..errors import ZckptError
+from ..errors import MALFORMED, ZckptError
 from ..files import safefile
 from ..files.dcpfile import SEAL
 from ..files.dcptable import METADATA
 from ..formats.universal import flipped
 from ..formats.universal.agreement import checksum
 from ..formats.universal.files import MANIFEST
+from ..formats.universal.flipped import LIMIT
 from .explaining import BELIEVED, Place, chance_of, explained, flipped_back
 from .witnesses import Witnesses
 
@@ -35,14 +36,15 @@ SEALED = 32  # bytes at the end of `.metadata` in which the CRC-32 stands
 MOST = 1 << 30  # bytes of a file that is read whole
 
 
-def place_in(path: str) -> Place | None:
+def place_in(path: str, limit: int = LIMIT) -> Place | None:
     """Returns the damage of a file whose checksum no reader can check, and its bytes before it.
 
-    Returns None if the file is undamaged, or if no checksum of it is stated: see the module.
+    Returns None if the file is undamaged, or if no checksum of it is stated: see the module. `limit`
+    is that of `flipped`.
     """
-    with suppress(ZckptError, OSError, ValueError):
+    with suppress(ZckptError, OSError, *MALFORMED):
         if os.path.basename(path) == MANIFEST:
-            return _in_manifest(path)
+            return _in_manifest(path, limit)
         record = _sealed(path) or _listed(path)
         if record is not None and (crc := crc_of([record.extent])) != record.crc:
             place = explained(Damage(record, crc), (), Witnesses(None))
@@ -51,11 +53,10 @@ def place_in(path: str) -> Place | None:
 
 
 def _text(path: str) -> bytes:
-    with sources.opened(path) as file:
-        text = file.read(MOST + 1)
-    if len(text) > MOST:
+    if sources.size(path) > MOST:
         raise ValueError("it is too long")
-    return text
+    with sources.opened(path) as file:
+        return file.read()
 
 
 def _sealed(path: str) -> Record | None:
@@ -104,14 +105,14 @@ def _with_header(place: Place) -> Place:
     return Place(*about, (fits[0],), "witness", "the header, which can be read then,")
 
 
-def _in_manifest(path: str) -> Place | None:
+def _in_manifest(path: str, limit: int) -> Place | None:
     text = _text(path)
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         document = json.loads(text)
         if not isinstance(document, dict) or document.get("crc32") in (None, checksum(document)):
             return None
     extent = Extent(path, 0, len(text))
-    bits = flipped.flipped(text)
+    bits = flipped.flipped(text, limit)
     chance, damage = chance_of(len(text)), Damage(Record(extent, None), 0)
     if len(bits) != 1:
         why = "no single flipped bit explains its checksum, of those that were tried"

@@ -135,7 +135,7 @@ def test_a_group_that_a_program_has_started(machine: Machine) -> None:
 
 def test_processes_that_do_not_know_where_to_meet(machine: Machine) -> None:
     machine.has(0, WORLD_SIZE="2")
-    with pytest.raises(WrongOption, match="WORLD_SIZE is 2, but MASTER_ADDR does not say") as error:
+    with pytest.raises(WrongOption, match="WORLD_SIZE is 2, but MASTER_ADDR is not set") as error:
         join_world(None)
     assert "torchrun --nproc-per-node N -m zckpt verify" in str(error.value.hint)
     assert machine.backend is None

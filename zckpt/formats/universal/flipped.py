@@ -29,12 +29,13 @@ Bit = tuple[int, int]
 """A byte of the text, and a bit of it."""
 
 
-def flipped(text: bytes) -> list[Bit]:
+def flipped(text: bytes, limit: int = LIMIT) -> list[Bit]:
     """The bits of a damaged manifest such that flipping one of them gives the stated CRC-32.
 
-    Empty if no such bit is found: trying all bits would take too long.
+    Empty if no such bit is found: trying all bits would take too long. All tries together parse at
+    most `limit` bytes.
     """
-    left = LIMIT
+    left = limit
     found: list[Bit] = []
     for place, bit in dict.fromkeys(_candidates(text)):
         if (left := left - len(text)) < 0:
