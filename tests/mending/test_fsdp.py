@@ -32,7 +32,7 @@ def test_the_newest_whole_one_is_named(tmp_path: Path, zckpt: Callable[..., Resu
         assert refused.code == 1
         assert "is lost for good" in refused.err
         assert f"resume from {whole}, which is complete according to its metadata" in refused.err
-        assert "was in lost files alone:\n  weights of embedding.weight" in refused.out
+        assert "alone, and is lost for good:\n  weights of embedding.weight" in refused.out
         assert not (tmp_path / "mended").exists()
 
 

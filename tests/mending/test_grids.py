@@ -95,7 +95,10 @@ def test_copies_that_have_drifted(lost: str, layer: int, tmp_path: Path) -> None
     torch.save(state, path)
     with pytest.raises(IncompleteCheckpoint) as caught:
         package.mend(run, tmp_path / "mended", rebuild=BOTH)
-    assert f"nothing says what this rank had of {layer}.norm.weight/" in caught.value.hint
+    assert (
+        f"nothing shows the values that the lost file had of {layer}.norm.weight/"
+        in caught.value.hint
+    )
     assert not (tmp_path / "mended").exists()
 
 
@@ -124,7 +127,10 @@ def test_a_layer_of_a_pipeline(tmp_path: Path, zckpt: Callable[..., Result]) -> 
     assert f": zckpt mend {run} DST --older PATH\n" in zckpt("verify", run).out
     other = zckpt("mend", run, tmp_path / "mended", "--older", EXAMPLE)
     assert other.code == 1
-    assert f"the older {EXAMPLE / 'global_step7'} has no file of the lost layer" in other.err
+    assert (
+        f"the older checkpoint {EXAMPLE / 'global_step7'} has no file of the lost layer"
+        in other.err
+    )
     older = shutil.copytree(tmp_path / "whole", tmp_path / "older")
     (path,) = older.rglob(LAYER)
     state = torch.load(path, weights_only=False)

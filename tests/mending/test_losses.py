@@ -93,7 +93,10 @@ def test_of_stages_1_and_2(
     assert {name.rpartition("/")[2] for name in told(report)} == {"master", "exp_avg", "exp_avg_sq"}
     shown = zckpt("mend", example, tmp_path / "mended", "--dry-run")
     assert shown.code == 3
-    assert "was in lost files, and would have to be made up:\n  masters of embed" in shown.out
+    assert (
+        "was in lost files, and would have to be made up: other values would take its "
+        "place:\n  masters of embed" in shown.out
+    )
     assert "names and shapes of all 23 tensors: the files that are left state them" in shown.out
     assert "484 of 1,359 elements, in bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt" in shown.out
     assert "was in lost files alone" not in shown.out
@@ -118,7 +121,9 @@ def test_of_stage_3(tmp_path: Path, zckpt: Callable[..., Result]) -> None:
     }
     refused = zckpt("mend", run, tmp_path / "mended")
     assert refused.code == 1
-    assert "was in lost files alone:\n  masters of readout.weight" in refused.out
+    assert (
+        "was in lost files alone, and is lost for good:\n  masters of readout.weight" in refused.out
+    )
     assert "is lost for good" in refused.err
     assert not (tmp_path / "mended").exists()
 

@@ -195,8 +195,11 @@ def test_before_it_is_typed(
     words = ("mend", run, tmp_path / "mended", "--older", older, "--rebuild", "model")
     shown = zckpt(*words, "--dry-run")
     assert shown.code == 3
-    assert "their masters are left, and round to them" in shown.out
-    assert "is made up (--rebuild):\n  weights of running_mean: 19 of 19" in shown.out
+    assert "the masters are left, and round to these weights" in shown.out
+    assert (
+        "is made up: other values take its place (--rebuild):\n  weights of running_mean: 19 of 19"
+        in shown.out
+    )
     said = "4 in the older checkpoint, and 3 steps since then, as the tag global_step7 says"
     assert f"global_steps 7, in {MODEL}: {said}" in shown.out
     assert "client_state.epoch 2, in" in shown.out
@@ -360,7 +363,7 @@ def test_what_is_not_certain_stays(run: Path, older: Path, tmp_path: Path) -> No
     said = lines(report)
     for name in (*COUNTERS, "lr_scheduler", "client_state.epoch"):
         assert said[name].endswith(
-            "as in the older checkpoint, since nothing says how it has changed"
+            "as in the older checkpoint, since nothing shows how the value has changed"
         )
 
 

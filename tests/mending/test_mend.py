@@ -147,7 +147,7 @@ def test_damage_of_many_bits(example: Path, tmp_path: Path, zckpt: Callable[...,
     for more in ((), ("--accept-chance",)):
         refused = zckpt("mend", example, tmp_path / "mended", *more)
         assert refused.code == 1
-        assert "no single flipped bit explains its checksum" in refused.err
+        assert "no single flipped bit explains the wrong checksum" in refused.err
         assert "--older" in refused.err
         assert "is lost:" in refused.out
         assert "can be restored exactly:" in refused.out
@@ -167,7 +167,7 @@ def test_an_older_checkpoint_witnesses(example: Path, tmp_path: Path) -> None:
     assert contents(tmp_path / "mended") == contents(EXAMPLE)
     (place,) = report["places"]
     assert (place["state"], place["by"]) == ("restored", "witness")
-    assert place["witness"] == f"the older {older / 'global_step7'}"
+    assert place["witness"] == f"the older checkpoint {older / 'global_step7'}"
     # bytes of a state that has changed since do not give the checksum
     changed = shutil.copytree(EXAMPLE, tmp_path / "changed")
     flip(changed / OPTIMIZER, record.offset + 700, 2)
@@ -207,7 +207,7 @@ def test_a_large_record_needs_a_word(tmp_path: Path, zckpt: Callable[..., Result
     assert not (tmp_path / "mended").exists()
     ended = zckpt("mend", source, tmp_path / "mended", "--accept-chance")
     assert ended.code == 0
-    assert "is taken as its checksum alone says (--accept-chance):\n  bit 6 of" in ended.out
+    assert "is restored as the checksum alone says (--accept-chance):\n  bit 6 of" in ended.out
     assert contents(tmp_path / "mended") == whole
     assert "on trust in a checksum alone" in zckpt("inspect", tmp_path / "mended").err
 

@@ -125,7 +125,7 @@ def test_a_file_that_other_ranks_have(how: str, tmp_path: Path, zckpt: Shell) ->
         path.write_bytes(bytes(size))
     line = next_line(zckpt, run)
     assert line is not None
-    assert f"next: write {path.name} again, with values that are left elsewhere: " in line
+    assert f"next: write {path.name} again, with values that other files still have: " in line
     assert f"--older {older}" in line
     assert zckpt(*typed(line, tmp_path / "mended")).code == 0
     assert package.verify(tmp_path / "mended", older)["equal"]

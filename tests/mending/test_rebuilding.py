@@ -142,7 +142,10 @@ def test_before_it_is_typed(example: Path, tmp_path: Path, zckpt: Callable[..., 
     both = ("--rebuild", "masters", "--rebuild", "moments=zero")
     shown = zckpt("mend", example, tmp_path / "mended", *both, "--dry-run")
     assert (shown.code, shown.err) == (3, "")
-    assert "was in lost files, and is made up (--rebuild):\n  masters of embedding" in shown.out
+    assert (
+        "was in lost files, and is made up: other values take its "
+        "place (--rebuild):\n  masters of embedding" in shown.out
+    )
     assert not (tmp_path / "mended").exists()
     ended = zckpt("mend", example, tmp_path / "mended", *both)
     assert (ended.code, ended.err) == (0, "")
@@ -155,7 +158,10 @@ def test_before_it_is_typed(example: Path, tmp_path: Path, zckpt: Callable[..., 
 def test_verify_and_report_name_it(example: Path, zckpt: Callable[..., Result]) -> None:
     """With what it gives; nothing is named for stage 3, where no option makes it up."""
     command = f"zckpt mend {example} DST --rebuild masters --rebuild moments=zero"
-    gives = "make up what is lost (masters that are the 16-bit weights and zeros as moments)"
+    gives = (
+        "make up what is lost, with other values in its place ("
+        "masters that are the 16-bit weights and zeros as moments)"
+    )
     assert "next:" not in zckpt("verify", example).out
     remove(example, LOST)
     verified = zckpt("verify", example)
@@ -285,7 +291,9 @@ def test_buffers_that_differ_between_ranks(frozen: Path, tmp_path: Path) -> None
     torch.save(state, path)
     with pytest.raises(IncompleteCheckpoint) as caught:
         package.mend(frozen, tmp_path / "mended", older=Z3)
-    assert "nothing says what this rank had of center.mean/param" in caught.value.hint
+    assert (
+        "nothing shows the values that the lost file had of center.mean/param" in caught.value.hint
+    )
     assert not (tmp_path / "mended").exists()
 
 

@@ -273,7 +273,7 @@ def test_states_of_a_parameter_go_with_it() -> None:
 def test_tensors_that_do_not_fit() -> None:
     config = {"model_type": "mixtral"}
     front = "model__layers__0__mlp__experts"
-    with pytest.raises(UnsupportedCheckpoint, match="cannot become"):
+    with pytest.raises(UnsupportedCheckpoint, match="but that is not possible"):
         as_saved(weights(**{f"{front}__down_proj": ()}), config)
     both = {f"{front}__down_proj": (2, 4, 3), f"{front}__0__w2__weight": (4, 3)}
     with pytest.raises(InconsistentCheckpoint, match="two tensors would become"):
@@ -284,7 +284,7 @@ def test_tensors_that_do_not_fit() -> None:
     }
     tower = "model__vision_model__layers__0__self_attn"
     parts = {f"{tower}__{each}_proj__weight": (12, 3) for each in "qkv"}
-    with pytest.raises(UnsupportedCheckpoint, match="cannot become"):
+    with pytest.raises(UnsupportedCheckpoint, match="but that is not possible"):
         as_saved(weights(**parts), heads)
 
 

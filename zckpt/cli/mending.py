@@ -112,7 +112,7 @@ def mend(
         except (CorruptCheckpoint, IncompleteCheckpoint) as error:
             if (instead := instead_of(source, words.get("tag"))) is None:
                 raise
-            raise error.with_way(f"go on from {instead}, {WHOLE}") from error
+            raise error.with_way(f"resume from {instead}, {WHOLE}") from error
     if report["problems"]:
         report["instead"] = instead_of(source, words.get("tag"))
     if report["problems"] or dry_run:

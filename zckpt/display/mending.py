@@ -13,13 +13,13 @@ MOST = 20  # places of each kind
 MOST_NAMES = 4  # in a sentence
 HEADS = {
     "restored": "can be restored exactly",
-    "accepted": "is taken as its checksum alone says (--accept-chance)",
-    "needs-consent": "can be restored by its checksum alone, which needs --accept-chance",
+    "accepted": "is restored as the checksum alone says (--accept-chance)",
+    "needs-consent": "can be restored by the checksum alone, which needs --accept-chance",
     "lost": "is lost",
     "elsewhere": "was in lost files, and is left elsewhere",
-    "rebuilt": "was in lost files, and is made up (--rebuild)",
-    "made-up": "was in lost files, and would have to be made up",
-    "gone": "was in lost files alone",
+    "rebuilt": "was in lost files, and is made up: other values take its place (--rebuild)",
+    "made-up": "was in lost files, and would have to be made up: other values would take its place",
+    "gone": "was in lost files alone, and is lost for good",
 }
 """The headline above the places in each state."""
 

@@ -109,7 +109,9 @@ def check_seal(text: bytes) -> None:
     """Raises CorruptCheckpoint if a CRC-32 after the pickle is wrong; torch writes none."""
     match = SEAL.search(text, max(0, len(text) - 32))
     if match and crc32(text[: match.start()]) != int(match[1], 16):
-        raise CorruptCheckpoint("record-damaged", "its bytes do not have the CRC-32 after them")
+        raise CorruptCheckpoint(
+            "record-damaged", "its bytes do not match the CRC-32 stored after them"
+        )
 
 
 def read_table(folder: str, is_laid: bool = False) -> ItemTable:

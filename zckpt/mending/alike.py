@@ -149,6 +149,6 @@ def _renaming(other: str, lost: str) -> Iterator[Correction]:
             for start in (part.header_offset + HEADER, place + ENTRY):
                 file.seek(start)
                 if len(before) != len(after) or file.read(len(before)) != before:
-                    raise ValueError("it does not have the name of its file in it")
+                    raise ValueError("the zip's members do not begin with the name of the file")
                 yield Correction(other, start, before, after)
             place += ENTRY + name + sum(lengths)

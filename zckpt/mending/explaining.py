@@ -133,16 +133,21 @@ class Place(Struct, frozen=True):
         if restored.before is not None or restored.after is not None:
             found += f": {restored.before} instead of {restored.after}"
         if self.by == "witness":
-            confirmed = "" if restored.bit is None else f"; {restored.witness} confirms it"
+            confirmed = (
+                "" if restored.bit is None else f"; {restored.witness} confirms the correction"
+            )
             return note("mended", f"{found}{confirmed}", **about)
-        found += f" (many flipped bits look like this in {one_in(self.chance)})"
+        found += f" (damage of many bits looks like this in {one_in(self.chance)})"
         if self.by == "checksum":
             return note("mended", found, **about)
         return warning("mended", f"{found}; {self.why}", hint=CHANCE, **about)
 
 
-LOST = "give an older checkpoint that has the same bytes (--older PATH), or take another copy"
-CHANCE = "type --accept-chance to take it, or give an older checkpoint (--older PATH)"
+LOST = (
+    "give an older checkpoint that has the same bytes (--older PATH), or take another copy of the "
+    "file"
+)
+CHANCE = "type --accept-chance to flip the bit back, or give an older checkpoint (--older PATH)"
 
 
 def one_in(chance: float) -> str:
@@ -173,17 +178,27 @@ def explained(damage: Damage, contents: Contents, witnesses: Witnesses) -> Place
     if substituted is not None:
         return Place(*about, substituted.corrections, "witness", substituted.who)
     if one:
-        why = f"the record has {counted(extent.length, 'byte')}"
+        why = doubt(extent.length)
         if burst is not None:
-            why = f"the {SECTOR} bytes at {burst} have one value, as a lost sector leaves them"
+            why = (
+                f"the {SECTOR} bytes at {burst} have one value, as after the loss of a disk sector"
+            )
         return Place(*about, (flipped_back(extent, *bits[0]),), "chance", why=why)
     if not bits:
-        why = "no single flipped bit explains its checksum"
+        why = "no single flipped bit explains the wrong checksum"
     elif len(bits) > 1:
-        why = f"{len(bits)} single bits explain its checksum, and nothing says which it is"
+        why = (
+            f"flipping any one of {len(bits)} bits would make the checksum match, and nothing "
+            "shows which one was flipped"
+        )
     else:
-        why = f"one bit explains its checksum, but {doubts[0].who} contradicts that"
+        why = f"one flipped bit explains the wrong checksum, but {doubts[0].who} contradicts that"
     return Place(*about, why=why)
+
+
+def doubt(length: int) -> str:
+    """Why a flipped bit that explains a checksum is no proof, in so many bytes."""
+    return f"the checksum of {counted(length, 'byte')} is no proof that only one bit was flipped"
 
 
 def chance_of(length: int) -> float:

@@ -39,9 +39,9 @@ from .alike import Alike
 
 State = Literal["elsewhere", "made-up", "gone"]
 MOST = 4  # names in a sentence
-DIFFERING = "other ranks differ in it, or only one is left"
-OF_BUFFER = "a copy on another rank may have other values"
-OF_COPY = "a copy on another rank has them"
+DIFFERING = "the values of other ranks differ, or only one other rank has any"
+OF_BUFFER = "another rank has a copy, but its values may differ"
+OF_COPY = "a copy on another rank has these elements"
 WORDS = {"param": "weights", "master": "masters"}
 """What a sentence calls the tensors of a slot; those of other slots by the slot's name."""
 
@@ -144,26 +144,34 @@ class Losses(Struct, frozen=True):
             return error.with_way(NEEDS_LAYER)
         if self.can_be_made_up and self.differing:
             names = listed(self.differing, MOST)
-            return error.with_way(f"nothing says what this rank had of {names}: {DIFFERING}")
+            return error.with_way(
+                f"nothing shows the values that the lost file had of {names}: {DIFFERING}"
+            )
         if self.can_be_made_up and lacking:
             typed = " ".join(f"--rebuild {each}" for each in lacking)
-            return error.with_way(f"`{typed}` makes up what is lost, see --dry-run")
+            return error.with_way(
+                f"`{typed}` makes up what is lost, with other values in its place; --dry-run lists "
+                "them"
+            )
         for state, what in (("gone", "is lost for good"), ("made-up", "would have to be made up")):
             tensors = dict.fromkeys(
                 line["subject"] for line in self.lines if line["state"] == state
             )
             if tensors:
-                return error.with_way(f"a part of {listed([*tensors], MOST)} {what}, see --dry-run")
+                return error.with_way(
+                    f"a part of {listed([*tensors], MOST)} {what}; --dry-run lists all losses"
+                )
         return error
 
 
 NEEDS_OLDER = (
     "an older checkpoint of the run (--older PATH) shows the names and shapes of this model; "
-    "`--rebuild model` then rounds the masters to weights, see --dry-run"
+    "with it, `--rebuild model` rounds the masters to weights, and makes up all else (--dry-run "
+    "lists what)"
 )
 NEEDS_LAYER = (
-    "an older checkpoint of the run (--older PATH) shows the names and shapes of this layer; its "
-    "weights are the rounded masters"
+    "an older checkpoint of the run (--older PATH) shows the names and shapes of this layer, "
+    "whose weights are then the rounded masters"
 )
 
 
@@ -276,11 +284,13 @@ def _of_other_ranks(found: Found, lost: Iterable[str]) -> Iterator[tuple[str, Ma
     """
     for path in filter(is_model, lost):
         how = f"as in {os.path.basename(os.path.realpath(path))}, the file of another rank"
-        yield found.real(path), MadeValue("all that is no tensor", None, how)
+        yield found.real(path), MadeValue("all values other than tensors", None, how)
 
 
-NO_FILE = "has no model file of this name, as runs of ZeRO stage 1 and 2 have it"
-OTHER_WEIGHTS = "has other weights than its masters, so the masters that are left show no weights"
+NO_FILE = "has no model file of this name; runs of ZeRO stage 1 and 2 have one"
+OTHER_WEIGHTS = (
+    "has other weights than its masters, so the masters that are left do not show the lost weights"
+)
 UNREAD = "not-compared"
 """The code of the warning that the rest was not read, since a file that stands in does not fit."""
 
@@ -294,16 +304,21 @@ def _unfit(found: Found, older: Manifest) -> ZckptError | None:
     return None
 
 
+ANOTHER_OLDER = "give another older checkpoint of the same run, one that no tool has converted"
+
+
 def _error(older: Manifest, why: str) -> ZckptError:
-    hint = "give another one of the same run, as the engine saved it"
-    return MissingData("state-missing", f"the older {older.where} {why}", hint=hint)
+    return MissingData(
+        "state-missing", f"the older checkpoint {older.where} {why}", hint=ANOTHER_OLDER
+    )
 
 
 def _unfit_layer(older: Manifest) -> ZckptError:
     return MissingData(
         "state-missing",
-        f"the older {older.where} has no file of the lost layer, or one of another model",
-        hint="give another one of the same run, as the engine saved it",
+        f"the older checkpoint {older.where} has no file of the lost layer, or the file of another "
+        "model",
+        hint=ANOTHER_OLDER,
         file=older.where,
     )
 
@@ -442,7 +457,7 @@ def _of_older(loss: Loss, manifest: Manifest, older: Manifest | None) -> Loss:
     is_state = entry.slot == "state" or entry.parameter in manifest.buffers
     if other is None or not is_state or (other.dtype, other.shape) != (entry.dtype, entry.shape):
         return loss
-    why = "no other file has them, but the older checkpoint has earlier ones"
+    why = "no other file has these elements, but the older checkpoint has earlier values"
     return replace(loss, state="made-up", why=why, other=other)
 
 
@@ -471,7 +486,7 @@ def _sources(manifest: Manifest, lost: dict[str, str], older: Manifest | None) -
         other = older.entries.get(key) if older is not None and is_frozen else None
         if other is None or (other.dtype, other.shape) != (entry.dtype, entry.shape):
             return None
-        return other, "they are frozen, and the older checkpoint has them"
+        return other, "the weights are frozen, and the older checkpoint has them"
 
     return source_of
 
@@ -496,18 +511,20 @@ def _left(manifest: Manifest, entry: Entry, source_of: SourceOf) -> tuple[State,
         source = source_of(master) if how and not manifest.run.weights_differ else None
         if source is not None:
             verb = "round to" if how == "rounded" else "equal"
-            return "elsewhere", f"their masters are left, and {verb} them", source[0]
+            return "elsewhere", f"the masters are left, and {verb} these weights", source[0]
         parameter = manifest.parameters.get(entry.parameter)
         if parameter is not None and not parameter.trainable:
-            frozen = "they are frozen: an older checkpoint of the run has the same (--older)"
+            frozen = (
+                "the weights are frozen: an older checkpoint of the run has them (--older PATH)"
+            )
             return "gone", frozen, None
-        return "gone", "no other file has them", None
+        return "gone", "no other file has these elements", None
     if entry.slot == "master":
         if param is not None and source_of(weight) and is_widened(param.dtype, entry.dtype):
-            why = f"their {param.dtype} weights are left, but masters have more bits"
+            why = f"the {param.dtype} weights are left, but masters have more bits"
             return "made-up", why, None
-        return "gone", "no other file has them", None
+        return "gone", "no other file has these elements", None
     is_moment = entry.slot not in WEIGHTS and entry.slot != "state"
     if is_moment and (source_of(weight) or source_of(master)):
-        return "made-up", "no other file has them, but their weights are left", None
-    return "gone", "no other file has them", None
+        return "made-up", "no other file has these elements, but the weights are left", None
+    return "gone", "no other file has these elements", None

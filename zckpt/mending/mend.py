@@ -76,9 +76,9 @@ def mend(
     elif not dry_run:
         raise WrongOption(
             "option-needed",
-            "mend writes a copy, and DST is missing",
-            hint=f"name a new directory: zckpt mend {quote(source)} DST; or only see what can be "
-            "restored, with --dry-run",
+            "mend writes a mended copy, but its path DST is missing",
+            hint=f"name a new directory: zckpt mend {quote(source)} DST; or only see what "
+            "can be restored, with --dry-run",
         )
     if target is not None and not (dry_run or resume):
         targets.refuse_existing(target)
@@ -130,7 +130,8 @@ def mend(
             of_source = error.again(file=error.file and real(error.file))
             if is_hidden:
                 of_source = of_source.with_way(
-                    "nothing is made beside links without --follow-links"
+                    "files beside the lost ones are links: add --follow-links to write the lost "
+                    "files"
                 )
             raise of_source from error
         assert manifest is not None
@@ -255,8 +256,8 @@ def _refuse(
     if places and (losses.others or any(each.by == "made-up" for each in losses.remade)):
         raise CorruptCheckpoint(  # weights may be damaged that masters were made of
             "not-mendable",
-            f"{source} cannot be mended: files are made only beside files without damage, and "
-            f"{os.path.basename(places[0].extent.file)} has some",
+            f"{source} cannot be mended: lost files are written again only if all other files are "
+            f"undamaged, and {os.path.basename(places[0].extent.file)} is damaged",
             hint=LOST,
             file=places[0].extent.file,
         )
@@ -269,7 +270,7 @@ def _refuse(
         raise MissingData(
             "nothing-to-mend",
             f"nothing is damaged in {source}, so there is nothing to mend",
-            hint="copy it with `cp -r`, or convert it",
+            hint="copy the checkpoint with `cp -r`, or convert it",
             file=source,
         )
     doubtful = [place for place in needed if not place.is_written(accept_chance)]
@@ -377,7 +378,10 @@ def _pointing_elsewhere(manifest: Manifest, base: str) -> list[Notice]:
     named = format.pointer(base) if format.pointer and os.path.isdir(base) else None
     if named is None or tag is None or named == tag or base == os.path.abspath(manifest.root):
         return []
-    message = f"the copy has {tag} alone, but its run's file names {named}: load it by its tag"
+    message = (
+        f"the copy has only {tag}, but the run's pointer file names {named}: load the copy by its "
+        f"tag, {tag}"
+    )
     return [warning("pointer-dangling", message, file=base)]
 
 

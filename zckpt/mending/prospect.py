@@ -36,7 +36,7 @@ GIVES = {
     MODEL: "weights that are the rounded masters, and all else of {}",
 }
 """What a sentence calls the values that `--rebuild` makes up; their source is filled in."""
-ELSEWHERE = "with values that are left elsewhere"
+ELSEWHERE = "with values that other files still have"
 AN_OLDER_ONE, ANOTHER_RANK = "an older checkpoint", "another rank"
 MOST = 3  # names in a sentence
 WHOLE = (MANIFEST, METADATA, ".safetensors")  # files with one checksum for all bytes
@@ -136,7 +136,7 @@ def _of_losses(
         names = [os.path.basename(found.real(lost)) for lost in found.lost]
         phrases = joined([*_phrases(opened.places), f"write {listed(names, MOST)} again"])
         if known.keys() == found.lost.keys():
-            return Prospect(f"{phrases}, as all other ranks have the same", links)
+            return Prospect(f"{phrases}, as all other ranks have the same bytes", links)
         is_left = losses.can_be_made_up and not differing_copies(found, losses.others)
         if opened.places or not is_left:
             return None
@@ -155,7 +155,7 @@ def _of_losses(
 
 def _made_up(options: Sequence[str], source: str | None) -> str:
     given = joined([GIVES[each].format(source) for each in options])
-    return f"make up what is lost ({given})"
+    return f"make up what is lost, with other values in its place ({given})"
 
 
 def _has_all(older: Manifest, losses: Losses, found: Found) -> bool:

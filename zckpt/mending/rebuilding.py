@@ -44,7 +44,7 @@ from .losses import Losses, is_model, is_of_optimizer
 MASTERS, ZERO, OLDER, MODEL = "masters", "moments=zero", "moments=older", "model"
 CHOICES = (MASTERS, ZERO, OLDER, MODEL)
 """The values that `--rebuild` takes."""
-AS_OLDER = "as they are in the older checkpoint"
+AS_OLDER = "the values of the older checkpoint"
 CHUNK = 1 << 20  # elements
 SCRATCH = 8 << 20  # bytes of working memory for small pieces of many ranks
 
@@ -71,18 +71,20 @@ class Rebuilding(Struct, frozen=True):
         if wrong := [each for each in typed if each not in CHOICES]:
             raise WrongOption(
                 "option-invalid",
-                f"--rebuild cannot be {wrong[0]!r}",
+                f"the value of --rebuild cannot be {wrong[0]!r}",
                 hint=f"give {listed(CHOICES)}",
             )
         if len(moments) > 1:
             raise WrongOption(
-                "options-conflict", f"--rebuild {ZERO} contradicts {OLDER}", hint="give one of them"
+                "options-conflict",
+                f"--rebuild {ZERO} contradicts {OLDER}",
+                hint="give one of the two",
             )
         if moments == [OLDER] and older is None:
             raise WrongOption(
                 "options-conflict",
                 f"--rebuild {OLDER} needs an older checkpoint",
-                hint="give it: --older PATH",
+                hint="give the older checkpoint: --older PATH",
             )
         return cls(MASTERS in typed, moments[0] if moments else None, older, MODEL in typed)
 
@@ -92,7 +94,7 @@ class Rebuilding(Struct, frozen=True):
             raise WrongOption(
                 "options-conflict",
                 f"--rebuild {MODEL} needs an older checkpoint",
-                hint="give it: --older PATH",
+                hint="give the older checkpoint: --older PATH",
             )
 
     def lacking(self, slots: Iterable[str]) -> list[str]:
@@ -119,7 +121,8 @@ class Rebuilding(Struct, frozen=True):
         if other is None or (other.dtype, other.shape) != (entry.dtype, entry.shape):
             raise MissingData(
                 "state-missing",
-                f"{self.older.where} has no {entry.name} of the same type and shape",
+                f"the older checkpoint {self.older.where} has no {entry.name} of the same type and "
+                "shape",
                 hint=f"give another older checkpoint, or --rebuild {ZERO}",
                 file=self.older.where,
                 subject=entry.name,

@@ -29,7 +29,7 @@ from ..formats.universal import flipped
 from ..formats.universal.agreement import checksum
 from ..formats.universal.files import MANIFEST
 from ..formats.universal.flipped import LIMIT
-from .explaining import BELIEVED, Place, chance_of, explained, flipped_back
+from .explaining import BELIEVED, Place, chance_of, doubt, explained, flipped_back
 from .witnesses import Witnesses
 
 SEALED = 32  # bytes at the end of `.metadata` in which the CRC-32 stands
@@ -53,10 +53,12 @@ def place_in(path: str, limit: int = LIMIT) -> Place | None:
 
 
 def _text(path: str) -> bytes:
-    if sources.size(path) > MOST:
-        raise ValueError("it is too long")
+from ..formats.universal.flipped import LIMIT
     with sources.opened(path) as file:
-        return file.read()
+        text = file.read(MOST + 1)
+    if len(text) > MOST:
+        raise ValueError("the file is too long")
+    return text
 
 
 def _sealed(path: str) -> Record | None:
@@ -102,7 +104,8 @@ def _with_header(place: Place) -> Place:
     if len(fits) != 1 or place.by == "checksum":
         return place
     about = place.damage, place.contents, place.chance, place.bits, place.burst
-    return Place(*about, (fits[0],), "witness", "the header, which can be read then,")
+    witness = "the header, which is readable with this bit flipped back,"
+    return Place(*about, (fits[0],), "witness", witness)
 
 
 def _in_manifest(path: str, limit: int) -> Place | None:
@@ -115,9 +118,9 @@ def _in_manifest(path: str, limit: int) -> Place | None:
     bits = flipped.flipped(text, limit)
     chance, damage = chance_of(len(text)), Damage(Record(extent, None), 0)
     if len(bits) != 1:
-        why = "no single flipped bit explains its checksum, of those that were tried"
+        why = "none of the single bits that were tried explains the wrong checksum"
         return Place(damage, (), chance, bits, why=why)
     by: By = "checksum" if len(text) <= BELIEVED else "chance"
     correction = flipped_back(extent, *bits[0])
-    why = f"the file has {len(text)} bytes"
+    why = doubt(len(text))
     return Place(damage, (), chance, bits, None, (correction,), by, why=why)

@@ -146,7 +146,7 @@ class Witnesses:
                 if (other := entries.get(entry.key)) is not None
                 and (other.dtype, other.shape) == (entry.dtype, entry.shape)
             }
-            yield f"the older {self._older.where}", others
+            yield f"the older checkpoint {self._older.where}", others
 
 
 def _differences(contents: Contents, others: dict[int, Entry]) -> list[Correction]:

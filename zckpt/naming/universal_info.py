@@ -70,7 +70,8 @@ class UniversalInfo:
             raise UnsupportedCheckpoint(
                 "version-unsupported",
                 f"the checkpoint has an affine_map of version {brief(affine['version'])}",
-                hint="zckpt reads version 1 (DeepSpeed 0.19.8); give rules with --tp-rules FILE",
+                hint="zckpt reads version 1 of the affine_map (DeepSpeed 0.19.8); give "
+                "slicing rules with --tp-rules FILE",
             )
         self.maps: Mapping[str, Any] = affine.get("params") or {}
         vocabulary = info.get("original_vocab_size")

@@ -307,7 +307,7 @@ BUFFERS: Option[Sequence[str]] = Option(
     "Tensors that are buffers, if the source does not distinguish buffers from frozen parameters. "
     "May be repeated",
     kind="texts", metavar="GLOB", group="Names", rare=True,
-    reason="the target stores buffers and frozen parameters together",
+    reason="the target stores buffers and frozen parameters together, so it would change nothing",
 )  # fmt: skip
 EVERYWHERE: tuple[Option[Any], ...] = (
     PARAM_NAMES, TIE, RENAME, FAMILY, ACCEPT_WEIGHTS, DROP_STATE

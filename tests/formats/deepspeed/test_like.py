@@ -142,7 +142,7 @@ class TestWhatTheSourceLacks:
         )
         said = "\n".join(texts(report["warnings"]))
         assert "moved to the source's step: last_batch_iteration = 2" in said
-        assert "other in the client state is taken from --like" in said
+        assert "client state has these keys from the run of --like: other" in said
         for path in tmp_path.glob("out/*/mp_rank_*"):
             model = torch.load(path, weights_only=False)
             assert model["lr_scheduler"] == {"last_batch_iteration": 2, "min_lr": 0.5}

@@ -265,7 +265,7 @@ def test_the_client_state_is_of_the_source_but_for_the_grid(
         "epoch": 2,
         "seed": 1,
     }
-    assert "args, seed in the client state is taken from --like" in said(result, run)
+    assert "client state has these keys from the run of --like: args, seed" in said(result, run)
 
 
 def test_what_counts_the_batches_of_the_run(source: Manifest, run: Manifest) -> None:

@@ -37,7 +37,7 @@ from ..deepspeed_states.schedulers import COUNTER
 from ..deepspeed_states.states import open_files, shapes_of_groups
 from ..schedulers import OF_TORCH
 
-AS_OLDER = "as in the older checkpoint, since nothing says how it has changed"
+AS_OLDER = "as in the older checkpoint, since nothing shows how the value has changed"
 STEPS, SKIPPED, SAMPLES = "global_steps", "skipped_steps", "global_samples"
 TAG = re.compile(r"global_step(\d+)", re.ASCII)
 """The tag that the engine gives a save without one: it has the counter `global_steps`."""
@@ -82,7 +82,7 @@ def continued(manifest: Manifest, older: Manifest) -> tuple[Manifest, list[MadeV
 def _unfit(older: Manifest, why: str) -> ZckptError:
     return InconsistentCheckpoint(
         "mixed-saves",
-        f"the model file of the older {older.where} {why}",
+        f"the model file of the older checkpoint {older.where} {why}",
         hint="give another one of the same run, with the same model and ds_config",
         file=older.where,
     )

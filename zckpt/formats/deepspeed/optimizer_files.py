@@ -263,7 +263,8 @@ def warnings_of_elastic(target: DeepSpeedTarget) -> Iterator[Notice]:
     if padded and _keeps_numbers_as_tensors(target):
         message = (
             "DeepSpeed (0.19.8) resumes from these files, but cannot resume from the elastic "
-            f"checkpoint that it saves next: that save cuts off the step of group {listed(padded)} "
-            "with the padding of rank 0; zckpt can read it"
+            "checkpoint that it saves next: in that save, it strips rank 0's padding from numbers "
+            f"of group {listed(padded)} too, such as the `step` tensor, which becomes empty; zckpt "
+            "can read that checkpoint"
         )
         yield warning("engine-fault", message)

@@ -167,7 +167,9 @@ class _Run(Template):
         if like.step is not None and kept.get(ITERATION) == like.step:
             kept[ITERATION] = int(source.step or 0)
         if lost := [str(key) for key in kept if key not in (INFO, ITERATION)]:
-            message = f"{listed(lost)} in the client state is taken from --like"
+            message = (
+                f"the target's client state has these keys from the run of --like: {listed(lost)}"
+            )
             self.warnings.append(warning("value-assumed", message, subject=lost[0]))
         return {
             **state,

@@ -46,7 +46,7 @@ BUFFERS = re.compile(r".*\.router\.expert_bias")
 STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 LAYER_WISE = "use_layer_wise_distributed_optimizer"
 TIED = "untie_embeddings_and_output_weights"
-WITH_MODEL = "load the run in Megatron-Core, and save it with its model"
+WITH_MODEL = "load the run in Megatron-Core, and save it again, with the model's weights"
 
 
 class Content(Struct, eq=False):

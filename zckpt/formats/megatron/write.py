@@ -177,7 +177,11 @@ class MegatronWriter:
         everything = source.whole_state.items()
         other_keys = {key for key, value in everything if key != "megatron" and value}
         self.omitted += [
-            note("state-omitted", f"{key}: Megatron-Core's files cannot store it", subject=key)
+            note(
+                "state-omitted",
+                f"{key}: Megatron-Core's files have no place for this state",
+                subject=key,
+            )
             for key in sorted(other_keys)
         ]
 
@@ -189,8 +193,9 @@ class MegatronWriter:
         if not keys:
             raise MissingData(
                 "option-needed",
-                "zckpt does not know the source's keys in torch_dist: its modules have no "
-                "_extra_state, or several experts share one with scales of 8-bit floats",
+                "zckpt cannot tell under which keys torch_dist stores the source's tensors: the "
+                "source's modules have no _extra_state, or several experts share one "
+                "_extra_state with scales of 8-bit floats",
                 hint="give --like RUN, a torch_dist checkpoint saved by the program that will "
                 "resume",
             )

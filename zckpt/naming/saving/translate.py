@@ -201,8 +201,8 @@ class _Translation(Struct, eq=False, dict=True):
         except (ValueError, IndexError) as error:
             raise UnsupportedCheckpoint(
                 "model-config-wrong",
-                f"{listed([*group.names.values()], 3)} cannot become {listed(rule.targets, 3)}, as "
-                f"config.json says: {error}",
+                f"config.json says that {listed([*group.names.values()], 3)} become "
+                f"{listed(rule.targets, 3)}, but that is not possible: {error}",
                 hint="give the configuration of this model: --config config.json",
             ) from None
         return {

@@ -358,7 +358,7 @@ def test_files_are_in_the_order_of_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("own", "error", "said"),
     [
-        ((), UnsupportedCheckpoint, "experts of moe, none of which is trained"),
+        ((), UnsupportedCheckpoint, "experts of moe that are all frozen"),
         ((0, 1, 2), InconsistentCheckpoint, "rank 0 has 3 of the 4 experts of moe"),
     ],
 )

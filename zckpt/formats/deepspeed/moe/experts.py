@@ -199,7 +199,7 @@ def spread_over(
     for layer in files:
         experts, numbers_on_rank_0 = len(layer.files), {*numbers.get(layer.name, ())}
         if ep is None and not numbers_on_rank_0:
-            refuse(ranks.directory, f"experts of {layer.name}, none of which is trained")
+            refuse(ranks.directory, f"experts of {layer.name} that are all frozen")
         if ep is None and (
             numbers_on_rank_0 != set(range(len(numbers_on_rank_0)))
             or experts % len(numbers_on_rank_0)
@@ -435,7 +435,7 @@ def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> E
 
 
 def _are_spread_over_tensor_ranks(ranks: EngineStates) -> bool:
-    """Whether tensor ranks have different experts: no `enable_expert_tensor_parallelism`.
+    """Whether tensor ranks have different experts: without `enable_expert_tensor_parallelism`.
 
     Then a group of experts is cut over more ranks than there are data ranks.
     """
