@@ -707,7 +707,7 @@ def test_the_inside_of_a_compiled_module(how: str, by_itself: bool, tmp_path: Pa
     inside = ["0.linear#0/out", "0.norm#0/out"] if how == "inside" else []
     assert keys == [*inside, "0#0/out", "(model)#0/out"]
     assert run.header["compiled"] == ["0"]
-    said = [note for note in texts(run.notes) if "what is inside of 0 was not recorded" in note]
+    said = [note for note in texts(run.notes) if "modules inside of 0 were not" in note]
     assert len(said) == (not inside)
     assert hooks_of(model) == hooks_of(block) == 0
     assert torch.equal(model(x), plain)
