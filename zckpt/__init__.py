@@ -2,8 +2,8 @@
 
     read, load              reads a checkpoint's manifest; loads one tensor
     inspect                 reports what a checkpoint contains
-    convert, reshard        writes it in another format, or for another number of ranks
-    export                  writes its weights for inference
+    convert, reshard        writes a checkpoint in another format, or for another number of ranks
+    export                  writes a checkpoint's weights for inference
     mend                    writes a repaired copy of a damaged checkpoint
     auto_resume             finds the path from which a run resumes, on any number of processes
     list_checkpoints        lists the checkpoints of a run and their state
@@ -12,7 +12,7 @@
     report                  makes one document of all this, which `zckpt report` shows as a page
     At                      a path in an object store that the program has opened
     zckpt.dcp               loads a checkpoint into a program of torch.distributed.checkpoint
-    zckpt.deepspeed         loads it into a DeepSpeed engine of any size, without a copy on disk
+    zckpt.deepspeed         loads a checkpoint into a DeepSpeed engine of any size, without a copy
     zckpt.probe             records what a running model computes, compares runs, streams weights
 
 The functions return the reports that the command line prints with --json. They raise ZckptError.

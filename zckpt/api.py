@@ -109,9 +109,9 @@ def _of_ranks(words: Mapping[str, Any], is_resharded: bool = True) -> dict[str, 
     """Two options for reading a source, which tell what `reshard` does with its model ranks.
 
     `ranks_apart`: each model-parallel rank keeps its slices, because neither --tp nor --groups-from
-    is given, so the manifests of the ranks are not joined. `with_slicings`: the reader must tell
-    how tensor-parallel ranks slice parameters, because --tp asks for other slices. Both are False
-    for `convert`.
+    is given, so the manifests of the ranks are not joined. `with_slicings`: the reader must find
+    out how tensor-parallel ranks slice parameters, because --tp asks for other slices. Both are
+    False for `convert` (`is_resharded` is False).
     """
     tp = words.get("tp")
     cuts = tp is not None and (tp > 1 or words.get("vocab_size") is not None)
@@ -222,7 +222,7 @@ def convert(
                         called with the number of bytes after every write
         tell            is called with the warnings, before the first byte is written
         resume          continues an interrupted run of the same source and options
-        before_rename   is called before the last check
+        before_rename   is called just before the written files get the name `target`
         sharing         `zckpt.Part(k, n)` in the process that writes part k of n; the last process
                         completes `target`. Or a `zckpt.group()` of processes that torchrun started
 
@@ -252,8 +252,8 @@ def reshard(
 
     A universal source is written for the engine that its manifest names. With `checkpoints` ("all"
     or "best-and-last"), `source` is a Trainer's output directory, and several of its checkpoints
-    are written. `best_in` is the directory where the best checkpoint will finally be. Otherwise as
-    `convert`.
+    are written. `best_in` is the directory where the best checkpoint will finally be. The other
+    arguments, and the errors, are those of `convert`.
     """
     more = _of_ranks(words)
     reading, running, options = _split(words, masters_from_weights=masters_from_weights, **more)
@@ -289,9 +289,9 @@ def try_out(
 def decided(source: Path, to: str, **words: Unpack[Conversion]) -> tuple[Decision, Reading]:
     """What a conversion to the format `to` would write, and the options for reading the source.
 
-    It is for callers that load the result into memory instead of writing files. They then call
-    `check_beforehand`, which reads the tensors that `convert` checks before it writes. Both raise
-    the same errors as `convert`.
+    It is for callers that load the result into memory instead of writing files. Such callers then
+    call `check_beforehand`, which reads the tensors that `convert` checks before it writes. Both
+    functions raise the same errors as `convert`.
     """
     reading, _, options = _split(words)
     manifest = read_source(source, reading, options)
@@ -336,10 +336,11 @@ def export(
 
 @takes_urls("path", "older")
 def mend_step(path: Path, *, older: Path | None = None, tag: str | None = None) -> Report | None:
-    """What `mend` would give for a checkpoint that cannot be opened, and the command to type.
+    """What `mend` would restore of a checkpoint that cannot be opened, and the command to type.
 
-    `older` is an earlier checkpoint of the run that may be given as `--older`. `makes_up` tells
-    whether any value would not be the value that was lost. None if mend would give nothing.
+    `older` is an earlier checkpoint of the run that may be given as `--older`. In the result,
+    `makes_up` tells whether any restored value would differ from the lost one. The result is None
+    if `mend` would restore nothing.
     """
     from .mending.prospect import prospect
 
@@ -380,18 +381,18 @@ def mend(
 
     A flipped bit is found from the checksum of a record (a range of bytes in a file, such as a
     tensor). In a record of up to 256 KiB the bit is restored. In a larger record, damage of many
-    bits could look the same. Then other bytes must confirm the bit (a replica on another rank, the
-    same tensor of the checkpoint `older`, a 16-bit weight beside its master), or `accept_chance`
-    must be true.
+    bits could look the same. So the bit is restored only if other bytes confirm it (a replica on
+    another rank, the same tensor of the checkpoint `older`, a 16-bit weight beside its master), or
+    if `accept_chance` is true.
 
     A lost file is written if all other ranks, at least two, have the same bytes. If a lost file had
     masters and moments and the weights are left, `rebuild` chooses replacements: "masters" from the
     weights, and "moments=zero" or "moments=older". "model" writes a lost model file: its weights
     are the rounded masters, and all else is that of `older`, advanced where possible. `tell` is
     called with the damaged places and the losses, before anything is written. With `dry_run`
-    nothing is, and `target` may be None. `words` are the arguments of `read`; the other arguments
-    are those of `convert`. Raises a ZckptError if something that is needed stays lost, or if
-    nothing is damaged; then `target` does not exist.
+    nothing is written, and `target` may be None. `words` are the arguments of `read`; the other
+    arguments are those of `convert`. Raises a ZckptError if something that is needed stays lost, or
+    if nothing is damaged; then `target` does not exist.
     """
     from .mending.mend import mend as write_mended
 

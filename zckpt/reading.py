@@ -78,7 +78,7 @@ def _read_opened(path: str | os.PathLike[str], reading: Reading, alone: bool) ->
     """Reads a manifest, and opens every item of `.distcp` files, for a caller that reads all bytes.
 
     To save memory, the byte layout of most items (each a torch file) is first inferred from similar
-    items, and checked when the item is opened. If an item has another layout, the checkpoint is
+    items, and compared when the item is opened. If an item has another layout, the checkpoint is
     read again without inferring. All processes that share a conversion get the same result.
     """
     # masters are read immediately
@@ -151,7 +151,7 @@ def _read(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manife
 
 
 def _own_tensors(manifest: Manifest) -> list[Notice]:
-    """Notices that a weights-only target will lack the tensors in the program's own state.
+    """Notices that a target with only weights will lack the tensors in the program's own state.
 
     For example, these may be the averages of an EMA.
     """
@@ -171,10 +171,10 @@ def _own_tensors(manifest: Manifest) -> list[Notice]:
 
 
 def _rebuilt(manifest: Manifest, format: Format, is_shared: bool) -> Manifest:
-    """Rebuilds masters from weights by the format's function (`Functions.rebuilt`).
+    """Replaces masters by values made from the weights (`Functions.rebuilt` of the format).
 
     If the conversion `is_shared`, only the beginnings of masters are compared here. Raises
-    WrongOption for a format that has none.
+    WrongOption for a format without such a function.
     """
     rebuilt = format.functions.rebuilt
     if rebuilt is None:
@@ -309,11 +309,11 @@ def _check_names(manifest: Manifest) -> None:
 def read_both(
     path: str | os.PathLike[str], other: str | os.PathLike[str], reading: Reading
 ) -> tuple[Manifest, Manifest, list[Notice]]:
-    """Reads two checkpoints to compare them, and gives the second the parameter names of the first.
+    """Reads two checkpoints to compare them; the second gets the parameter names of the first.
 
-    If only one of them has wrappers' prefixes in its names, such as `_orig_mod`, they are removed
-    from both; the returned notices say so. If the optimizers of both identify their parameters by
-    number, and no file states the names, their states are compared without names.
+    If only one of them has wrappers' prefixes in its names, such as `_orig_mod`, the prefixes are
+    removed from both; the returned notices say so. If the optimizers of both identify their
+    parameters by number, and no file states the names, their states are compared without names.
     """
 
     def pair(reading: Reading) -> tuple[Manifest, Manifest, list[Notice]]:
@@ -350,8 +350,8 @@ def read_other(
 def alike(first: Manifest, other: Manifest) -> tuple[Manifest, Manifest, list[Notice]]:
     """Gives the manifest `other` the parameter names of `first`, so that both can be compared.
 
-    If only one of them has wrappers' prefixes in its names, such as `_orig_mod`, they are removed
-    from both; the returned notices say so.
+    If only one of them has wrappers' prefixes in its names, such as `_orig_mod`, the prefixes are
+    removed from both; the returned notices say so.
     """
     lines = about_other_words(first, other)
     other = called_as(other, names_of(first))

@@ -179,7 +179,7 @@ def write(
     quiet: bool,
     **words: Any,
 ) -> None:
-    """Converts, reshards or exports a checkpoint, with progress, and prints the report."""
+    """Runs `convert`, `reshard` or `export`, shows its progress, and prints the report."""
     from .. import api
 
     shown: list[dict[str, Any]] = []

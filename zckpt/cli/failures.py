@@ -74,7 +74,10 @@ UNREADABLE = ("file-damaged", "file-cut-short", "file-not-understood", "record-d
 
 
 def with_mend(error: Exception) -> Exception:
-    """Adds to the error about a file that cannot be opened what `mend` would restore of it."""
+    """Returns the error, with a hint about what `mend` would restore of the file that it names.
+
+    Only for an error about a file that cannot be opened; any other error is returned unchanged.
+    """
     if not isinstance(error, CorruptCheckpoint) or error.code not in UNREADABLE:
         return error
     from .. import api

@@ -23,12 +23,12 @@ def write(
     resume: bool = False,
     **words: Any,
 ) -> Report | None:
-    """Runs a conversion, shared by all processes of a launch. Rank 0 returns the report.
+    """Runs a conversion, shared by all processes of a launch; only rank 0 returns the report.
 
-    The other ranks return None. With `single` or a `part`, the process works alone. If no launcher
-    has set an address at which the processes can connect, each writes its own part. A launch that
-    was restarted continues the conversion that it began before. Raises MissingExtra if the
-    processes need torch to connect and it is not installed.
+    The other ranks return None. With `single` or a `part`, the process works alone and returns a
+    report. If no launcher has set an address at which the processes can connect, each process
+    writes its own part. A launch that was restarted continues the conversion that it began before.
+    Raises MissingExtra if the processes need torch to connect and it is not installed.
     """
     launch = None if part is not None else _others(single)
     if launch is not None and address() is None:
@@ -115,7 +115,7 @@ def _tell_torch(launch: Launch | None) -> None:
 def _others(single: bool) -> Launch | None:
     """The launch (such as torchrun's) to which this process and other processes belong.
 
-    None if the launch has one process only, if there is none, or with `single`.
+    None without a launch, for a launch of one process only, or with `single`.
     """
     launch = None if single else launched()
     return launch if launch is not None and launch.size > 1 else None

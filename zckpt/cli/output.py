@@ -58,9 +58,10 @@ class Pipe(io.FileIO):
 
 
 def discard() -> None:
-    """Sends standard output to /dev/null from now on, with the text that is still in its buffer.
+    """Discards the text that standard output still buffers, and all text that is printed later.
 
-    That text could not be written. Otherwise Python would try to write it again when it exits.
+    The buffered text could not be written. Without this, Python would try to write it again when it
+    exits.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -36,7 +36,7 @@ def size(text: str) -> int:
 
 
 def pairs(text: str) -> dict[Any, Any]:
-    """Parses lr=3e-4,betas=[0.9,0.95],fused=null: names and JSON values.
+    """Parses pairs of a name and a JSON value: lr=3e-4,betas=[0.9,0.95],fused=null.
 
     1:lr=3e-4 gives {1: {"lr": 3e-4}}: a value for group 1.
     """
@@ -63,7 +63,7 @@ def pairs(text: str) -> dict[Any, Any]:
 def merged(
     _context: click.Context, _option: click.Parameter, values: Sequence[dict[Any, Any]]
 ) -> dict[Any, Any]:
-    """Merges the dictionaries of a repeated option, such as --group-defaults.
+    """Merges the dictionaries of an option that was given several times, such as --group-defaults.
 
     Values for a single optimizer group are in a dictionary under the group's number.
     """
@@ -75,7 +75,7 @@ def merged(
 
 
 def in_file(path: str, parse: Callable[[str], Any]) -> Any:
-    """The result of `parse` for the text of a file, which may be a URL."""
+    """Reads a text file, which may be at a URL, and returns the result of `parse` for its text."""
     try:
         with local(path) as here, opened(here) if is_url(path) else open(here, "rb") as file:
             return parse(file.read().decode("utf-8-sig"))  # Windows begins with a mark

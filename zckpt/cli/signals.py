@@ -29,7 +29,7 @@ _timer_is_set = False
 
 
 def stop(number: int, _frame: object) -> NoReturn:
-    """The signal handler: raises KeyboardInterrupt, and ignores further signals meanwhile."""
+    """The signal handler: raises KeyboardInterrupt; from then on, further signals are ignored."""
     _ignore()
     raise KeyboardInterrupt(number)
 

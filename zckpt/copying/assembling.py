@@ -26,7 +26,7 @@ TENSOR, SOURCE = "tensor", "source"
 
 
 class Target(Protocol):
-    """A target file that exists without tensor data; `file` is its open descriptor."""
+    """A target file that has its final size, but no tensor data yet; `file` is its descriptor."""
 
     @property
     def path(self) -> str: ...
@@ -34,16 +34,19 @@ class Target(Protocol):
     def file(self) -> int: ...
 
     def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
-        """The CRC-32s that the file's checksums need of `data`, its bytes from `start` on."""
+        """The CRC-32s of parts of `data`, from which the file's checksums are combined.
+
+        `data` are the bytes of the file from `start` on.
+        """
 
 
 class Assembler(Struct, frozen=True, eq=False):
     """Assembles chunks of target files, for one thread.
 
-    Pairs of a target's and a source's tensor are identified by Python's `id`. `numbers` maps each
-    pair whose tensor gets a CRC-32 to its index. `checking` has the pairs whose bytes are hashed to
-    check the records of the source. `hashed_first` has the indices of the pairs whose elements are
-    hashed before they are cast.
+    A pair is a tensor of the target and the tensor of the source that fills it. Pairs are
+    identified by Python's `id`. `numbers` maps each pair whose tensor gets a CRC-32 to its index.
+    `checking` has the pairs whose bytes are hashed to compare them with the source's checksums.
+    `hashed_first` has the indices of the pairs whose elements are hashed before they are cast.
     """
 
     reader: ElementReader
@@ -72,9 +75,9 @@ class Assembler(Struct, frozen=True, eq=False):
         return passed + self._hash(target, chunk, view, crcs)
 
     def _keep_shell(self, target: Target, chunk: Chunk, view: memoryview) -> None:
-        """Reads the bytes that the file already holds between tensors (headers).
+        """Reads the bytes between tensors (headers), which the file already has, into `view`.
 
-        Nearby ones are read together, including short tensors between them.
+        Headers near each other are read together, including short tensors between them.
         """
         offset, gaps = chunk.offset, list[tuple[int, int]]()
         ends = ((piece.offset, piece.end) for piece in chunk.pieces)
@@ -126,9 +129,10 @@ class Assembler(Struct, frozen=True, eq=False):
                 put_mean(copies, view[at : at + (stop - start) * size], dtype)
 
     def _runs(self, piece: TargetPiece, at: int, view: memoryview) -> list[Passed]:
-        """Fills a piece that consists of several runs of elements at a stride.
+        """Fills a piece that consists of several blocks of elements, at a constant distance.
 
-        It reads the source's rows that contain the runs, and copies the runs. Returns CRC-32s.
+        The source's rows that contain these blocks are read, and the blocks are copied out of them.
+        Returns the CRC-32s of the piece's bytes.
         """
         import numpy as np
 
@@ -165,10 +169,10 @@ class Assembler(Struct, frozen=True, eq=False):
         view: memoryview,
         crcs: Mapping[tuple[int, int], int],
     ) -> list[Passed]:
-        """The CRC-32s of a chunk's bytes: of parts of tensors, of records and of the file.
+        """The CRC-32s of a chunk's bytes: of parts of tensors, of checksummed ranges, of the file.
 
-        Tensors are hashed only if their pair is in `numbers`. `crcs` maps bytes [begin, end) of
-        `view` to CRC-32s that were computed before.
+        Only tensors with an index in `numbers` are hashed. `crcs` maps bytes [begin, end) of `view`
+        to CRC-32s that were computed before.
         """
         passed: list[Passed] = []
         begin = chunk.offset
@@ -191,10 +195,10 @@ class Assembler(Struct, frozen=True, eq=False):
 
 
 def _passed_runs(key: Key, entry: Entry, piece: TargetPiece, runs: memoryview, stop: int) -> Passed:
-    """Computes what a piece's runs contribute to the CRC-32 of the tensor `entry`.
+    """Computes what a piece contributes to the CRC-32 of the tensor `entry`, under `key`.
 
-    `runs` has the bytes of the runs, one after the other. The last run ends at element `stop`. The
-    result is stored under `key`.
+    The piece consists of several blocks of elements; `runs` has the bytes of all of them, one after
+    the other. The last block ends at element `stop`.
     """
     size = SIZES[entry.dtype]
     crc = crc_of_runs(runs, (piece.stop - piece.start) * size, piece.stride * size)
@@ -202,7 +206,10 @@ def _passed_runs(key: Key, entry: Entry, piece: TargetPiece, runs: memoryview, s
 
 
 def _parts(pieces: Iterable[TargetPiece]) -> Iterator[TargetPiece]:
-    """Yields the pieces to read; a piece whose runs are far apart is replaced by these runs."""
+    """Yields the pieces to read; a piece whose blocks of elements lie far apart is split up.
+
+    Each of its blocks is then yielded as a piece.
+    """
     for piece in pieces:
         far = piece.count > 1 and piece.stride * SIZES[piece.pair.source.dtype] >= SMALL
         if far:

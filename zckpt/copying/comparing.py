@@ -1,9 +1,9 @@
 """Compares complete tensors during a copy; the processes that share the copy share this too.
 
-These are masters with their weights, and replicas of ranks. All matches of one check are treated as
-one file, a row. Its regions are assigned and noted as those of files are, under a name that no file
-can have. So a target is complete only when all of them have been compared, whichever processes,
-parts and later runs did it.
+Masters are compared with their weights, and replicas of ranks with each other. All tensors that one
+check compares form a sequence of bytes, called a row. A row is treated like a file: its regions are
+assigned to processes and noted in the journal, under a name that no file can have. So a target is
+complete only when all tensors have been compared, whichever processes, parts and later runs did it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ NO_NUMBERS = -1  # in place of a distance; as bits it is a NaN, which no distanc
 
 
 class ComparedPart(Struct, frozen=True):
-    """Elements [start, stop) of match number `number` of a row, in the region from `region` on."""
+    """Elements [start, stop) of two tensors to compare: of match `number` in a row.
+
+    They belong to the row's region that begins at byte `region`.
+    """
 
     row: Row
     region: int
@@ -46,7 +49,7 @@ class ComparedPart(Struct, frozen=True):
 
     @property
     def length(self) -> int:
-        """The bytes of both tensors together."""
+        """The number of bytes to read from both tensors."""
         return (self.stop - self.start) * _width(self.match)
 
 
@@ -57,10 +60,10 @@ class _Region(Struct, eq=False):
 
 
 class Row:
-    """The matches of `check` as one sequence of bytes, divided into regions.
+    """All tensors that `check` compares, as one sequence of bytes that is divided into regions.
 
-    The parts of a region need `memory` bytes in three buffers. `name` is that of the row in the
-    journal, where regions of files have the file's name.
+    The parts of a region need `memory` bytes in three buffers. In the journal, `name` takes the
+    place of a file's name.
     """
 
     def __init__(self, name: str, check: FullCheck, memory: int) -> None:
@@ -87,7 +90,7 @@ class Row:
             yield from parts
 
     def _parts(self, begin: int, end: int) -> Iterator[ComparedPart]:
-        """Cuts bytes [begin, end) of the row into parts.
+        """Cuts bytes [begin, end) of the row into parts to compare.
 
         An element belongs to the region that contains its first byte.
         """
@@ -103,11 +106,11 @@ class Row:
     def compare(
         self, part: ComparedPart, reader: ElementReader, buffers: Buffers
     ) -> Differing | None:
-        """Compares a part; returns the difference of its elements.
+        """Compares the elements of a part; returns their difference, or None if they are equal.
 
-        None if they are equal, or if only the first difference of each match is needed, and an
-        earlier element of this match in the same region is known to differ. The bytes that are read
-        here are not hashed for any checksum.
+        If a check needs only the first difference of two tensors, and an earlier one is already
+        known in this region, the result is None too. The bytes that are read here are not hashed
+        for any checksum.
         """
         views = []
         assert part.match.b is not None
@@ -130,10 +133,10 @@ class Row:
         return Differing(difference.first, difference.count, distance, nans)
 
     def compared(self, part: ComparedPart, difference: Differing | None) -> Region | None:
-        """Counts a part as compared, and adds its difference to those of the region.
+        """Counts a part as compared, and adds its difference to those of its region.
 
-        Returns the part's region, with the differences of all matches in it, if this was the
-        region's last part; otherwise None.
+        Returns the region, with all its differences, if this was the region's last part; otherwise
+        None.
         """
         region = self._regions[part.region]
         if difference is not None:
@@ -147,7 +150,7 @@ class Row:
 
 
 def rows_of(checks: Sequence[FullCheck], memory: int) -> dict[str, Row]:
-    """A row for each check that compares anything, by its name in the journal."""
+    """A row for each check that compares any tensors, by the row's name in the journal."""
     rows: dict[str, Row] = {}
     for check in checks:
         if check.matches:
@@ -158,12 +161,12 @@ def rows_of(checks: Sequence[FullCheck], memory: int) -> dict[str, Row]:
 
 
 def is_row(name: str) -> bool:
-    """Whether a name in the journal is that of a row, and not that of a file."""
+    """Whether a name in the journal stands for tensors to compare (a row), and not for a file."""
     return name.endswith("/")
 
 
 def buffers_for(rows: Mapping[str, Row], memory: int) -> Buffers | None:
-    """The buffers in which one thread compares parts of all rows; None if there are no rows."""
+    """The buffers in which one thread compares tensors; None if there are no tensors to compare."""
     if not rows:
         return None
     matches = (match for row in rows.values() for match in row.check.matches)
@@ -178,7 +181,10 @@ def _noted(number: int, difference: Differing) -> Passed:
 
 
 def differing(passed: Sequence[Passed]) -> dict[int, Differing]:
-    """Maps the index of each match that differs in a region to the difference noted there."""
+    """The differences that the comparison of a region has noted in the journal.
+
+    Maps the index of each match (two compared tensors) that differs to its difference.
+    """
     return {
         number: Differing(first, count, _distance(bits), nans)
         for (kind, number, first), count, bits, nans in passed
@@ -194,5 +200,5 @@ def _distance(bits: int) -> float | None:
 
 
 def _width(match: Match) -> int:
-    """The bytes of an element of both tensors together."""
+    """The number of bytes that one element of each of the two tensors takes, added."""
     return sum(SIZES[entry.dtype] for entry in (match.a, match.b) if entry)

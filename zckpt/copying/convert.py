@@ -45,7 +45,7 @@ HasDigests = Callable[[Manifest], bool]
 def files_of(layout: Layout) -> dict[str, int]:
     """Maps the name of each file that a layout writes to its size in bytes.
 
-    It builds every file without tensor data, so call it once.
+    This function builds every file without tensor data, so call it once.
     """
     with uncollected():
         shells = {shell.name: shell.size for shell in layout.shells()}
@@ -76,11 +76,12 @@ def convert(
 ) -> CopyOutcome | None:
     """Writes `source` as the target of `staging`, with the files of `layout`: `size` bytes in all.
 
-    Meanwhile the tensors of `checks` are compared. The result is None if another part of the run
-    will complete the target. If an error is raised, there is no target. Raises NotEnoughSpace,
-    CorruptCheckpoint if the source's bytes do not have the checksums that its files state,
-    SourceChanged if one of its files changed since it was read, MissingData, OSError, and the
-    errors of `checks` and of `Staging`.
+    Meanwhile the tensors of `checks` are compared. `has_digests` tells, given the files without
+    tensor data, whether to compute a CRC-32 of each tensor. The result is None if another part of
+    the run will complete the target. If an error is raised, there is no target. Raises
+    NotEnoughSpace, CorruptCheckpoint if the source's bytes do not have the checksums that its files
+    state, SourceChanged if one of its files changed since it was read, MissingData, OSError, and
+    the errors of `checks` and of `Staging`.
     """
     with (
         naming_full_disk(staging.target, size, staging.partial),
@@ -124,7 +125,10 @@ def convert(
 
 
 def _beside(layout: Layout, root: str) -> Iterator[plan.Pair]:
-    """Pairs each file that is copied unchanged with its copy, as if both were tensors of bytes."""
+    """Yields each file that is copied unchanged, together with its copy.
+
+    Both are described as tensors of bytes, so that they are copied like tensors.
+    """
     for name, sibling in layout.siblings:
         source, target = (
             Entry(name, "file", "U8", (size,), solid(size, Extent(path, 0, size)))
@@ -138,8 +142,8 @@ def _beside(layout: Layout, root: str) -> Iterator[plan.Pair]:
 def naming_full_disk(target: str, size: int, partial: str) -> Iterator[None]:
     """Replaces an OSError of a full disk by NotEnoughSpace; `target` needs `size` bytes.
 
-    The hint mentions the directory `partial` if it still exists. The `.partial` of a run with
-    --part always does.
+    The hint mentions the directory `partial` if it still exists. In a run with --part it always
+    exists.
     """
     try:
         yield

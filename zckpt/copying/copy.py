@@ -1,13 +1,13 @@
 """Fills the files of a target from a source, chunk by chunk (2 MiB).
 
 `assembling` puts the bytes into an aligned buffer, which is written. At most as many threads
-assemble as there are processors, but at least two, while others write. A region is a byte range of
-a file: several consecutive chunks. When all of them are written, the file is synced, and the region
-is noted in the journal with the CRC-32s of its parts. A later run reads the notes and skips the
-region.
+assemble as there are processors, but at least two; other threads write meanwhile. A region is a
+byte range of a file: several consecutive chunks. When all its chunks are written, the file is
+synced, and the region is noted in the journal with the CRC-32s of its parts. A later run reads
+these notes and skips the region.
 
-Files beside the tensors are pairs of bytes, and have regions too. So do tensors that are compared
-meanwhile, such as masters with their weights (`comparing`).
+Files that are copied unchanged have regions too, and so have tensors that are compared meanwhile,
+such as masters with their weights (`comparing`).
 """
 
 from __future__ import annotations
@@ -126,13 +126,13 @@ class _Copy(Struct, eq=False, dict=True):
         self._skip(name)
 
     def _skip(self, name: str) -> None:
-        """Reads which regions of a file an earlier run has noted, and counts them as done."""
+        """Counts as done the regions of a file that an earlier run has noted in the journal."""
         for region in self.take(self.journal.regions.get(name, ()) if self.journal else ()):
             if self.progress:
                 self.progress(region.stop - region.start)
 
     def _tasks(self, portions: Sequence[Portion]) -> Iterator[Task]:
-        """Yields the chunks of these portions of one file, or the parts of one row."""
+        """Yields the chunks of these portions of one file, or parts of tensors to compare."""
         if row := self.rows.get(portions[0].file):
             describe(self.progress, row.check.about)
             yield from row.parts(portions)
@@ -156,9 +156,10 @@ class _Copy(Struct, eq=False, dict=True):
                 yield Portion(name, region.start, region.stop, is_complete)
 
     def take(self, regions: Iterable[Region]) -> list[Region]:
-        """Counts regions that an earlier run or another process has written, with their CRC-32s.
+        """Counts as done the regions that an earlier run or another process has written.
 
-        Returns the regions that were not counted before.
+        Their CRC-32s are added to those of the target. Returns the regions that were not counted
+        before.
         """
         taken = []
         for region in regions:
@@ -174,9 +175,10 @@ class _Copy(Struct, eq=False, dict=True):
         return taken
 
     def _count(self, passed: Iterable[Passed]) -> None:
-        """Adds the CRC-32s of a region's parts to those of the target's tensors, files and records.
+        """Adds the CRC-32s of written parts to those of the target's tensors, files and records.
 
-        CRC-32s of source records are left out: the checker has them already.
+        A record is a byte range with a checksum. CRC-32s of the source's records are left out: the
+        checker has them already.
         """
         with self.lock:
             crcs_of_targets = (part for part in passed if part[0][0] not in (CHECKED, DIFFERS))
@@ -223,7 +225,10 @@ class _Copy(Struct, eq=False, dict=True):
         return carry_out
 
     def _compare(self, part: ComparedPart, reader: ElementReader, buffers: Buffers) -> None:
-        """Compares one part of a row; notes its region when all its parts are compared."""
+        """Compares one part of two tensors.
+
+        When all parts of its region are compared, the region is noted in the journal.
+        """
         with self.assembling:
             difference = part.row.compare(part, reader, buffers)
         self.sharing.check()
@@ -297,18 +302,24 @@ class _Copy(Struct, eq=False, dict=True):
             known[number] = difference.with_more(known.get(number))
 
     def _checked(self, log: list[PassedRecord]) -> Iterator[Passed]:
-        """Empties `log`, and yields its parts of source records in the form of the journal."""
+        """Yields the CRC-32s in `log` in the journal's form, and empties `log`.
+
+        They belong to parts of records, which are byte ranges of the source with a checksum.
+        """
         for number, start, stop, crc in log:
             yield (CHECKED, number, 0), start, stop, crc
         log.clear()
 
     def close(self, error: BaseException) -> None:
-        """Closes files after a failure, without a sync: an error of it would hide the first one."""
+        """Closes files after a failure.
+
+        The files are not synced: an error of that would hide the first error.
+        """
         for target in self.targets.values():
             target.stack.__exit__(type(error), error, error.__traceback__)
 
     def finish(self) -> CopyOutcome:
-        """Checks the remaining records and the source's digests, and returns the copy's results.
+        """Compares the source's remaining checksums, and returns the copy's results.
 
         Raises CorruptCheckpoint.
         """
@@ -343,17 +354,17 @@ class _Copy(Struct, eq=False, dict=True):
 
 
 def scattered(pairs: Sequence[Pair]) -> set[int]:
-    """The indices of pairs whose target tensor is cut along another axis than the first."""
+    """The indices of the `pairs` whose target tensor is not cut along its first axis alone."""
     return {number for number, pair in enumerate(pairs) if not _is_in_order(pair.target.fragments)}
 
 
 def counted(pairs: Sequence[Pair], checker: RecordChecker) -> set[int]:
-    """The `id`s of the pairs whose bytes are hashed to check the records of the source.
+    """The `id`s of the pairs whose bytes are hashed to compare them with the source's checksums.
 
-    The bytes of a source entry may be in several pairs: only one of them is selected. An entry is
-    identified by its fragments, since each model rank may have an entry of that name. If all target
-    tensors of an entry are cut along inner axes, no pair is selected, and `checker` is told to read
-    the entry's records once more in the end.
+    The same source tensor may be in several pairs: only one of them is selected. Such a tensor is
+    recognized by its fragments, not by its name, since each model rank may have a tensor of that
+    name. If all its target tensors are cut along inner axes, no pair is selected; `checker` then
+    reads its bytes once more at the end.
     """
     first: dict[int, int] = {}
     cut = scattered(pairs)
@@ -370,15 +381,15 @@ def counted(pairs: Sequence[Pair], checker: RecordChecker) -> set[int]:
 
 
 def _is_in_order(fragments: Fragments) -> bool:
-    """Whether each fragment is one run of elements, as if only the first axis is cut."""
+    """Whether each fragment is one sequence of elements, as if only the first axis were cut."""
     return isinstance(fragments, (Runs, Slices))
 
 
 def _flats_cut_otherwise(pairs: Iterable[Pair]) -> Iterator[Extent]:
-    """Yields the source's flat buffers whose tensors the target also keeps in flat buffers.
+    """Yields the flat buffers of the source whose tensors are in flat buffers of the target too.
 
-    The ranks of the target cut such tensors at other elements: the same bytes of a source buffer
-    may be read for two ranks, and its padding for none.
+    The target's ranks cut these tensors at other elements. So some bytes of a source buffer may be
+    read for two ranks, and its padding for none.
     """
     # by the identity of the flat buffers: the slices that extend into most of them
     longest: dict[int, Slices] = {}
@@ -405,14 +416,14 @@ def copy(
     checks: Sequence[FullCheck] = (),
     has_digests: bool = True,
 ) -> CopyOutcome | None:
-    """Fills the target's files in `root` from the source; they exist, with their final sizes.
+    """Fills the target's files in `root`, which exist with their final sizes, from the source.
 
-    `beside` are files that are copied unchanged; they have no digest in the outcome. Without
-    `has_digests`, only tensors whose digest the source states have one. The tensors of `checks` are
-    compared meanwhile. Regions that `journal` lists are not written again, and
-    `sharing` may leave some to others. The result is None if another process, or another part, will
-    complete the target. Raises CorruptCheckpoint if bytes of the source do not have the CRC-32 that
-    its files state, OSError (a full disk), and the errors of `checks`.
+    `beside` are files that are copied unchanged; the outcome has no digests of them. Without
+    `has_digests`, the outcome has digests only of tensors whose digest the source states. The
+    tensors of `checks` are compared meanwhile. Regions that `journal` lists are not written again,
+    and `sharing` may assign some regions to other processes. The result is None if another process,
+    or another part, will complete the target. Raises CorruptCheckpoint if bytes of the source do
+    not have the CRC-32 that its files state, OSError (a full disk), and the errors of `checks`.
     """
     chunk = chunk_size(source.dp, copying.jobs, copying.memory)
     jobs = copying.jobs

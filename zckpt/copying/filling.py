@@ -25,17 +25,17 @@ CoverOf = Callable[[Key], Cover | Scattered]
 
 
 class Sums(Struct, eq=False):
-    """Collects the CRC-32s of tensors, files and records from parts that arrive in any order.
+    """Computes the CRC-32s of tensors, files and records from parts that arrive in any order.
 
-    For each of them, a `Cover` is created only when its second part arrives: a small tensor has
-    just one part.
+    A record is a byte range with a checksum. A `Cover`, which joins parts, is created only for the
+    second part: a small tensor has just one part.
     """
 
     _alone: dict[Key, Passed] = field(default_factory=dict)
     _covers: dict[Key, Cover | Scattered] = field(default_factory=dict)
 
     def add(self, passed: Iterable[Passed], cover_of: CoverOf) -> None:
-        """Adds the CRC-32s of parts; `cover_of` creates the empty cover for a key."""
+        """Adds the CRC-32s of parts; `cover_of` creates the `Cover` that joins a key's parts."""
         alone, covers = self._alone, self._covers
         for part in passed:
             key, start, stop, crc = part
@@ -49,7 +49,10 @@ class Sums(Struct, eq=False):
                 alone[key] = part
 
     def crc(self, key: Key, length: int) -> int | None:
-        """The CRC-32 of all `length` bytes; None while some are missing."""
+        """The CRC-32 of the tensor, file or record `key`, which has `length` bytes.
+
+        None while parts of it have not arrived.
+        """
         if key in self._alone:
             _, start, stop, crc = self._alone[key]
             return crc if stop - start == length else None
@@ -58,7 +61,10 @@ class Sums(Struct, eq=False):
         return None if length else 0
 
     def take(self) -> list[Passed]:
-        """Returns the parts collected so far, with neighboring parts merged, and forgets them."""
+        """Returns the CRC-32s of all parts that have arrived, and forgets these parts.
+
+        Neighboring parts are merged.
+        """
         covered = [(key, *part) for key, cover in self._covers.items() for part in cover.parts()]
         alone = self._alone.values()
         self._alone, self._covers = {}, {}
@@ -66,9 +72,10 @@ class Sums(Struct, eq=False):
 
 
 class UnfinishedRegion(Struct, eq=False):
-    """Bytes [start, stop) of a target file that are being written, with CRC-32s so far.
+    """Bytes [start, stop) of a target file, some of which are not written yet.
 
-    `left` is the number of chunks that are not written yet.
+    `left` is the number of chunks that are not written yet. The CRC-32s are those of the written
+    chunks.
     """
 
     start: int
@@ -78,7 +85,10 @@ class UnfinishedRegion(Struct, eq=False):
 
 
 class TargetFile(Struct, eq=False, dict=True):
-    """A target file below `root` while it is filled: its writer, its records, its regions."""
+    """A target file below `root` while it is filled, with its regions.
+
+    `records` are the byte ranges of the file that get a checksum.
+    """
 
     number: int
     root: Folder
@@ -123,9 +133,10 @@ class TargetFile(Struct, eq=False, dict=True):
         self.writer.sync()
 
     def edges(self, start: int, stop: int) -> Iterator[tuple[int, int, int | None]]:
-        """Cuts [start, stop) of the file at the beginnings and ends of records.
+        """Cuts [start, stop) of the file where records (byte ranges with a checksum) begin and end.
 
-        Yields the start and the stop of each part, and the index of the record around it, or None.
+        Yields the start and the stop of each part, and the index of the record around the part, or
+        None.
         """
         offset = start
         for place in range(max(0, bisect_right(self._starts, start) - 1), len(self.records)):
@@ -145,7 +156,7 @@ class TargetFile(Struct, eq=False, dict=True):
     def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
         """Yields the CRC-32s of `data`, the bytes of the file from `start` on.
 
-        There is one for the part of each record in these bytes, then one for all of them.
+        First come the CRC-32s of those parts that lie in records, then that of all of `data`.
         """
         crc, stop = 0, start + len(data)
         for first, last, place in self.edges(start, stop):

@@ -47,9 +47,9 @@ Passed = tuple[Key, int, int, int]
 class Identity(Struct, frozen=True):
     """The source, the options and the target files of a conversion.
 
-    `source` has size and mtime (ns) of every file by its name, and under "records" the CRC-32 of
-    all checksums that these files state. `options` are the user's, by flag. `files` maps names to
-    the sizes of the target's files. `version` is that of zckpt.
+    `source` maps each file's name to its size and mtime (ns), and "records" to the CRC-32 of all
+    checksums that these files state. `options` are the user's, by flag. `files` maps names to the
+    sizes of the target's files. `version` is that of zckpt.
     """
 
     version: str = ""
@@ -109,11 +109,11 @@ class Journal:
 
     `regions` are what an earlier run has written, by file; `is_new` is True if there was no earlier
     run. `chunk` is the number of bytes that a run copies in one step. If there was an earlier run,
-    that run's `chunk` is used: otherwise its regions would not fit. If several processes shared the
-    earlier run, their regions are copied into this journal, and their journals are removed.
+    its `chunk` is used, because its regions depend on it. If several processes shared the earlier
+    run, their regions are copied into this journal, and their journals are removed.
 
     Raises TargetExists if another run has locked the journal, or if the earlier run has another
-    identity. In these cases nothing of this run remains there.
+    identity. In both cases this run leaves no file in the folder.
     """
 
     def __init__(self, folder: Folder, identity: Identity, chunk: int) -> None:
@@ -177,7 +177,7 @@ class Journal:
         return self._files[-1]
 
     def _is_at(self, file: int, path: str) -> bool:
-        """Whether `path` still leads to this open file, since another run may have removed it."""
+        """Whether `path` still leads to this open file: another run may have removed the file."""
         now = self.folder.status(path)
         return now is not None and os.path.samestat(os.fstat(file), now)
 
@@ -189,7 +189,10 @@ class Journal:
         return {"run": asdict(self._identity), "chunk": self.chunk}
 
     def _read(self, file: int) -> int:
-        """Adds the regions in a journal; returns the length of its intact lines in bytes."""
+        """Adds the regions in a journal to `regions`; returns the number of its intact bytes.
+
+        A damaged line, and all after it, are ignored.
+        """
         lines = lines_of(file)
         self._take(lines)
         return sum(map(len, lines))
@@ -211,9 +214,9 @@ class Journal:
         return document
 
     def begin_again(self, name: str) -> None:
-        """Notes and syncs that a file was lost, before the file is created again.
+        """Notes in the journal, and syncs, that a file was lost; the caller then creates it again.
 
-        Otherwise a later run would take the holes of the new file for the regions noted before.
+        Without this note, a later run would take the new file's holes for the regions noted before.
         """
         del self.regions[name]
         self._append([name])
@@ -226,7 +229,7 @@ class Journal:
         self._append([region.file, region.start, region.stop, passed])
 
     def _append(self, document: Any, file: int | None = None) -> None:
-        """Writes a line into this process's journal, or into another open one."""
+        """Writes a line into this process's journal, or into the open journal `file`."""
         text = _text(document)
         line = memoryview(b"%08x %s\n" % (crc32(text), text))
         with self._lock, naming(self.path):
@@ -329,11 +332,12 @@ def lines_of(file: int) -> list[bytes]:
 def set_mark(
     folder: Folder, above: Folder, target: str, identity: Identity, beside: bool = True
 ) -> bool:
-    """Marks a directory that will become `target` below `above` with the identity of its run.
+    """Marks a directory with the identity of its run; it will become `target` below `above`.
 
-    The mark is an extended attribute. If the filesystem has none, or Python cannot set one (macOS),
-    it is a hidden file beside the target; nothing is written if something that cannot be removed is
-    at the path of this file. Without `beside` no such file is written, and the result is False.
+    The mark is an extended attribute. If the filesystem has no attributes, or Python cannot set
+    them (macOS), a hidden file beside the target contains the mark. This file is not written
+    without `beside`, nor if something that cannot be removed is at its path. Returns False only if
+    `beside` is False and no attribute could be set.
     """
     try:
         os.setxattr(folder.file, MARK, _text(identity.mark()))

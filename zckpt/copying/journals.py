@@ -1,14 +1,15 @@
 """Journals of several processes that write one target.
 
-Each process has a journal beside the file `journal`, so that none waits for another.
+Each process has a journal beside the file `journal`, so that no process waits for another.
 
-The lock of `journal` shows who is at work. A process that leads others holds it exclusively. Parts
-of a run (--part K/N), which do not communicate, share it. A part that has written its regions asks
-for the exclusive lock: only the last part gets it, and completes the target.
+The lock of `journal` shows which processes are at work. A process that leads others holds it as an
+exclusive lock. The parts of a run (--part K/N), which do not communicate, hold it as a shared lock.
+A part that has written its regions asks for the exclusive lock: only the last part gets it, and
+completes the target.
 
-The first line of `journal` identifies the run. A part that finds `journal` without this line, and
-is alone there, writes it. Only then does a part create a journal. So a part of another run leaves
-nothing there, whenever it is killed.
+The first line of `journal` identifies the run. A part that finds `journal` without this line, while
+no other part is at work, writes the line. Only then does a part create its own journal. So a part
+of another run leaves nothing beside `journal`, whenever it is killed.
 """
 
 from __future__ import annotations
@@ -66,13 +67,16 @@ class PartJournal(Journal):
             self._read(file)
 
     def _compare(self, name: str) -> None:
-        """Raises TargetExists for the journal of another run, FileNotFoundError for none."""
+        """Raises TargetExists if the journal `name` is of another run.
+
+        Raises FileNotFoundError if there is no such journal.
+        """
         with self.folder.opened(self._path(name)) as file:
             for header in lines_of(file)[:1]:
                 self._compared(header)
 
     def _locked(self) -> int:
-        """Opens and locks this part's journal; raises TargetExists if it is locked already."""
+        """Opens and locks this part's journal; raises TargetExists if another process locks it."""
         while True:
             file = self._opened(self._name)
             if not lock(file):
@@ -119,9 +123,9 @@ class PartJournal(Journal):
         self._write_header(file)
 
     def _write_header(self, file: int) -> None:
-        """Removes a damaged end of a journal; writes and syncs a header if it has none.
+        """Removes a damaged end of this journal; writes and syncs a first line if it is empty.
 
-        Such a journal was left by a process that was stopped while it began.
+        A journal without a first line was left by a process that was stopped while it began.
         """
         lines = lines_of(file)
         for header in lines[:1]:
@@ -140,7 +144,7 @@ class PartJournal(Journal):
         return files
 
     def _take_back(self) -> None:
-        """Removes the journal of this part, if it had no lines before this process."""
+        """Removes the journal of this part, unless an earlier process has written lines into it."""
         if self._is_new_part:
             self.folder.unlink(self._path(self._name))
 
@@ -161,7 +165,7 @@ class PartJournal(Journal):
 
 
 class ProcessJournal(Journal):
-    """The journal of one process of a run; another process, the leader, holds the lock.
+    """The journal of one of several processes; one of the others, the leader, holds the lock.
 
     `begun` has the length and the CRC-32 of the leader's journal when this process joined.
     `regions` and `chunk` are read from these bytes of the leader's journal.
@@ -184,8 +188,8 @@ class ProcessJournal(Journal):
 def regions_of(folder: Folder, part: str, length: int, crc: int) -> list[Region]:
     """The regions in the first `length` bytes of another process's journal.
 
-    `part` names the journal. The other process has synced these bytes, and sent their number and
-    their CRC-32, `crc`. Raises ProcessLost if they do not appear in time.
+    `part` names the journal. The other process has synced these bytes, and has sent `length` and
+    `crc`, the CRC-32 of these bytes. Raises ProcessLost if the bytes do not appear in time.
     """
     return regions_in(lines_in(_shown(folder, f"{JOURNAL}-{part}", length, crc)))
 
@@ -193,8 +197,8 @@ def regions_of(folder: Folder, part: str, length: int, crc: int) -> list[Region]
 def _shown(folder: Folder, name: str, length: int, crc: int) -> bytes:
     """Reads the bytes of a journal that another process has synced.
 
-    A network filesystem may show them late. Raises ProcessLost if they do not appear within VISIBLE
-    seconds.
+    A network filesystem may show these bytes late. Raises ProcessLost if they do not appear within
+    VISIBLE seconds.
     """
     path = os.path.join(folder.path, name)
     end = time.monotonic() + VISIBLE

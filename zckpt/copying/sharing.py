@@ -31,7 +31,10 @@ the leader.
 
 
 class Portion(Struct, frozen=True):
-    """Bytes [start, stop) of a target file for one process to write; written, they are a region."""
+    """Bytes [start, stop) of a target file for one process to write.
+
+    After these bytes are written, they are a region.
+    """
 
     file: str
     start: int
@@ -44,7 +47,7 @@ class Portion(Struct, frozen=True):
 
 
 class Sharing:
-    """This process's share of a conversion. In this class it writes everything, file by file.
+    """This process's share of a conversion: in this class, all of it, file by file.
 
     Processes that communicate call `agree_on`, then rank 0 calls `begin` while the others call
     `begun`, then all call `mine`, `regions_of_others` and `end`. `rank` is 0 unless another process
@@ -56,20 +59,20 @@ class Sharing:
 
     @property
     def part(self) -> str:
-        """The name of this process's journal beside others; empty if this process leads the run."""
+        """The name of this process's journal; "" if this process leads the run."""
         return ""
 
     def agree_on(self, identity: Identity, target: str) -> None:
-        """Raises WrongOption if another process was started for another conversion."""
+        """Raises WrongOption if the other processes have another conversion or target."""
 
     def begin(self, journal: Journal) -> None:
         """Tells other processes that the target's files exist, with holes, and may be filled."""
 
     def begun(self) -> Begun | None:
-        """Waits for rank 0's `begin`; returns the length and the CRC-32 of its journal.
+        """Waits for rank 0's `begin`; returns the length and the CRC-32 of rank 0's journal.
 
-        On a filesystem without locks, also the name that identifies rank 0's process. None if rank
-        0 writes nothing.
+        On a filesystem without locks, the result also has the name that identifies rank 0's
+        process. It is None if rank 0 writes nothing.
         """
         return None
 
@@ -95,7 +98,7 @@ class Sharing:
         return ()
 
     def end(self) -> None:
-        """Returns when rank 0 has completed the target, or has found that nothing is to be done."""
+        """Returns when rank 0 has completed the target, or has found nothing to write."""
 
 
 ALONE = Sharing()
@@ -103,9 +106,9 @@ ALONE = Sharing()
 
 @contextmanager
 def ended(sharing: Sharing) -> Iterator[None]:
-    """Inside the block work may be shared; at its end all processes wait for each other.
+    """Runs a `with` block whose work several processes may share; they wait at its end.
 
-    `sharing.end` does this. It is not called if the block raises an error.
+    `sharing.end` makes them wait for each other. It is not called if the block raises an error.
     """
     yield
     sharing.end()
@@ -160,7 +163,7 @@ def largest_first(portions: Iterable[Portion]) -> list[Portion]:
 
 
 def shares(portions: Iterable[Portion], count: int) -> list[list[Portion]]:
-    """Divides all portions into `count` shares of similar size, equally in all processes.
+    """Divides all portions into `count` shares of similar size, identically in all processes.
 
     The largest portion goes to the smallest share so far. Shares keep the order of the files.
     """

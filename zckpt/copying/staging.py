@@ -42,11 +42,12 @@ class Staging:
     """`with Staging(target) as staging:` write below `staging.root`; the end of the block renames.
 
     `identity` describes the run: source, options, files. `chunk` is the number of bytes that it
-    copies in one step. With `resume` it continues `<target>.partial` of an earlier run with the
-    same identity: `journal.regions` are complete. `before_rename` is called before the last check.
+    copies in one step. With `resume`, the run continues `<target>.partial` of an earlier run with
+    the same identity: `journal.regions` are complete. `before_rename` is called just before the
+    last check for another run's target.
 
-    `sharing` says which other processes write there. What others have written is never removed, and
-    `postpone` leaves the target to another part.
+    `sharing` says which other processes write this target. Files that other processes have written
+    are never removed. After `postpone`, another process completes the target.
 
     `above` is the directory of the target, if that is itself a part of an unfinished target.
 
@@ -54,12 +55,12 @@ class Staging:
     `resume`, the run starts from the beginning if `begins_anew`, and otherwise raises WrongOption.
     A part (--part K/N) also raises it.
 
-    `warnings` are about failures after the target existed, and about remains of other runs.
+    `warnings` are about failures after the rename, and about unfinished targets of other runs.
 
     Raises TargetExists if the target or, without `resume`, `<target>.partial` exists already. With
     `resume`, it is also raised if another run is writing there, if the earlier run had another
-    identity, or if something there is not ours. Raises Interrupted for a KeyboardInterrupt after
-    some work, which is kept.
+    identity, or if files there were not written by zckpt. Raises Interrupted for a
+    KeyboardInterrupt after some work; the written files are then kept.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Staging:
         """Chooses a directory name that no other run uses, for a filesystem without locks.
 
         Raises WrongOption with --part, and with --resume unless the run may start from the
-        beginning. Removes what dead runs have left.
+        beginning. Removes unfinished targets of processes that have ended.
         """
         if self.sharing.part or (self.resume and not self._begins_anew):
             raise refusal(self.target, self.sharing.part)
@@ -161,9 +162,10 @@ class Staging:
         return Journal(*about) if self.has_locks else LonelyJournal(*about)
 
     def _refuse_meanwhile(self) -> None:
-        """Raises TargetExists if another run has completed the target after this run began.
+        """Raises TargetExists if another run has completed the target since this run began.
 
-        Also raises it if another run was killed there meanwhile, and has left a journal.
+        Also raises it if another run was killed meanwhile, and has left an unfinished target with a
+        journal.
         """
         try:
             refuse_existing(self.target, partial=False)
@@ -176,9 +178,11 @@ class Staging:
             raise
 
     def _prepare(self, stack: ExitStack) -> None:
-        """Removes files that an earlier run left without a journal; forgets regions of lost files.
+        """Prepares the folder of the target's files before the first file is written.
 
-        The folder is synced first: so after a power loss it never has files without the journal.
+        If there is no journal of an earlier run, files in the folder are removed. If a file that
+        the journal lists was lost, its regions are forgotten. The folder is synced first: so even
+        after a power loss it never contains files without the journal.
         """
         self.folder.sync(self.partial)
         if self.journal.is_new and not self.sharing.part:
@@ -230,11 +234,11 @@ class Staging:
         self.sharing.begin(self.journal)
 
     def postpone(self) -> None:
-        """Makes the end of the block leave everything: another process completes the target."""
+        """Makes the end of the block leave all files: another process completes the target."""
         self._is_postponed = True
 
     def _created(self, name: str, mode: int) -> AbstractContextManager[int]:
-        """Opens a new file of the target. A run that continues another one opens the existing file.
+        """Opens a file of the target, which must be new unless this run continues an earlier one.
 
         OSErrors name the file.
         """
@@ -249,9 +253,9 @@ class Staging:
         self._lay((Shell(waiting("", name), own.size, ()) for name, own in siblings), 0o600)
 
     def put(self, name: str, source: str) -> str:
-        """Moves a file that was copied unchanged from `.zckpt` to its place; returns its new path.
+        """Moves a file out of `.zckpt`, where it was filled, to its place in the target.
 
-        It gets the permissions of `source`.
+        The file is an unchanged copy of `source`, and gets its permissions. Returns the new path.
         """
         path, place = waiting(self.path, name), os.path.join(self.path, name)
         with self.root.opened(path) as file:
@@ -261,9 +265,9 @@ class Staging:
         return place
 
     def _take_back(self) -> None:
-        """Moves files that an earlier run has `put` to their places back to `.zckpt`.
+        """Moves files that an earlier run has moved out of `.zckpt` back to this folder.
 
-        They may have holes, which readers of the shells must not find.
+        They may have holes, which readers of the target's other files must not find.
         """
         for name in self.journal.regions:
             place = os.path.join(self.path, name.removeprefix(waiting("", "")))
@@ -346,9 +350,9 @@ class Staging:
     def _is_worth_keeping(self) -> bool:
         """Whether an interrupted run leaves `.partial` to be continued, instead of removing it.
 
-        It does if it has worked for more than WORTH_KEEPING seconds, continues an earlier run, or
-        shares the target with other processes. It never does on a filesystem without locks, or
-        without an identity by which a later run could recognize it.
+        It is left if the run has worked for more than WORTH_KEEPING seconds, continues an earlier
+        run, or shares the target with other processes. It is never left on a filesystem without
+        locks, or if the run has no identity by which a later run could recognize it.
         """
         if not self.has_locks:
             return False
@@ -357,10 +361,10 @@ class Staging:
         return bool(self.identity.files) and (continues or worked > WORTH_KEEPING)
 
     def _remove(self) -> None:
-        """Removes everything that was written.
+        """Removes everything that this run has written.
 
-        The journal is emptied first: if a kill interrupts the removal, no later run trusts the
-        rest.
+        The journal is emptied first: if the removal is interrupted, no later run trusts files that
+        are left.
         """
         if self.sharing.part or (self._is_shared and self.has_locks):
             return
@@ -374,7 +378,10 @@ class Staging:
 def with_neighbors(
     parts: Iterable[tuple[int, bytes]], near: int
 ) -> Iterator[tuple[int, bytearray]]:
-    """Merges byte ranges less than `near` bytes apart into one; zeros fill the gaps."""
+    """Merges parts with gaps of less than `near` bytes between them; zeros fill the gaps.
+
+    Each part is an offset and the bytes there.
+    """
     start, joined = 0, bytearray()
     for offset, data in parts:
         hole = offset - start - len(joined)
@@ -387,7 +394,7 @@ def with_neighbors(
 
 
 def waiting(root: str, name: str) -> str:
-    """The path below `.zckpt` of a file that is copied unchanged, until the copy has ended."""
+    """Where a file that is copied unchanged is kept until the copy ends: a path below `.zckpt`."""
     return os.path.join(root, CACHE, name)
 
 
@@ -395,7 +402,8 @@ def waiting(root: str, name: str) -> str:
 def joined(target: str, writer: str = "") -> Iterator[tuple[Folder, Folder]]:
     """Opens the `.partial` of a target that another process has begun, and the folder in it.
 
-    On a filesystem without locks, `writer` is the part of the name that identifies that process.
+    Yields both folders. On a filesystem without locks, `writer` is the part of the name that
+    identifies the other process.
     """
     target = os.path.abspath(target)
     path = f"{target}.{writer}.partial" if writer else f"{target}.partial"

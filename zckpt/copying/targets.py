@@ -30,7 +30,10 @@ MARKING = 5.0  # seconds that may pass between the rename of a target and its ma
 
 
 def refuse_existing(target: str, partial: bool = True) -> None:
-    """Raises TargetExists if the target exists already, or with `partial` its `.partial`."""
+    """Raises TargetExists if the target exists already.
+
+    With `partial`, also if `<target>.partial` exists, which an unfinished run has left.
+    """
     target = os.path.abspath(target)
     path = f"{target}.partial"
     if is_taken(target):
@@ -72,7 +75,7 @@ def refuse_existing(target: str, partial: bool = True) -> None:
 
 
 def stopped(path: str) -> TargetExists:
-    """The error for a run that finds an unfinished `.partial` and does not continue it."""
+    """The error for a run without --resume that finds an unfinished target, `<target>.partial`."""
     return TargetExists(
         "target-unfinished",
         f"{path} exists: a run was stopped there",
@@ -104,7 +107,8 @@ def refuse_other_begun(target: str, identity: Identity) -> None:
 def is_complete(target: str, identity: Identity) -> bool:
     """Whether an earlier run with this identity has completed the target; reads no tensor.
 
-    Raises TargetExists if the target belongs to another run or user, or does not state its run.
+    Raises TargetExists if the target belongs to another run or user, or has no mark that identifies
+    its run.
     """
     target = os.path.abspath(target)
     if not is_taken(target):
@@ -136,7 +140,7 @@ def is_complete(target: str, identity: Identity) -> bool:
 
 
 def _shown_mark(target: str) -> dict[str, str]:
-    """The mark of a target; empty if it has none.
+    """The mark that identifies the run of a target; empty if the target has no mark.
 
     On a filesystem without locks, another run may have renamed the target and not marked it yet. So
     this function waits up to MARKING seconds for the mark.
@@ -167,7 +171,7 @@ def _nearest_folder(target: str) -> str:
 
 
 def _refuse_foreign(target: str, names: Iterable[str]) -> None:
-    """Raises TargetExists if a target, or one of these files in it, belongs to another user."""
+    """Raises TargetExists if a target, or one of its files `names`, belongs to another user."""
     below = (name.split(os.sep) for name in names)
     paths = {os.path.join(target, *parts[:end]) for parts in below for end in range(len(parts) + 1)}
     owners = {path: os.stat(path).st_uid for path in sorted(paths)}
@@ -196,7 +200,7 @@ def of_another_run(target: str, reason: str) -> TargetExists:
 def remove_empty(folder: Folder, above: Folder) -> None:
     """Removes the folder of a target that was renamed, and its journals, from the folder `above`.
 
-    If the folder contains anything but journals, raises OSError and removes nothing.
+    If the folder contains other files too, raises OSError and removes nothing.
     """
     contents = folder.names()
     if other_names := [name for name in contents if not is_journal(name)]:
@@ -209,7 +213,7 @@ def remove_empty(folder: Folder, above: Folder) -> None:
 
 
 def refuse_strange(folder: Folder, name: str) -> None:
-    """Raises TargetExists unless a run that wrote the target `name` may have left the folder."""
+    """Raises TargetExists unless the folder looks like the one of an unfinished target `name`."""
     if not is_begun(folder, name):
         raise _strange(folder.path)
 
@@ -265,7 +269,7 @@ def free_space(target: str) -> int:
 def free_for(target: str, resume: bool) -> int:
     """The number of bytes that are free for `target` on its filesystem.
 
-    With `resume`, the bytes of its unfinished files are added.
+    With `resume`, the bytes that its unfinished files already take are added.
     """
     begun = allocated(f"{os.path.abspath(target)}.partial") if resume else 0
     return free_space(target) + begun

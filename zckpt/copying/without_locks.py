@@ -34,8 +34,8 @@ class Process(Struct, frozen=True):
     """A process of this machine, or of another one.
 
     `boot` identifies one start of a machine, `namespace` the namespace of process numbers.
-    `started` distinguishes a process from an earlier one with its number. All three are empty where
-    the system does not state them.
+    `started` distinguishes a process from an earlier one with the same number. All three are empty
+    where the system does not state them.
     """
 
     boot: str
@@ -56,7 +56,7 @@ class Process(Struct, frozen=True):
 
 
 class LonelyJournal(Journal):
-    """The journal of a run without locks; no other process opens its folder."""
+    """The journal of a run on a filesystem without locks; only this run uses its folder."""
 
     def _begin(self) -> None:
         self._file = self._opened(JOURNAL, os.O_CREAT | os.O_EXCL)
@@ -129,9 +129,10 @@ def refusal(target: str, part: str) -> WrongOption:
 
 
 def refuse(target: str, part: str) -> None:
-    """Raises the error of `refusal` if the filesystem of the target has no locks.
+    """Raises WrongOption if the filesystem of the target has no locks, which an option needs.
 
-    It is called early, before a large source is read.
+    The option is --part if `part` is given, otherwise --resume. This is checked early, before a
+    large source is read.
     """
     if not has_locks_at(target):
         raise refusal(target, part)
@@ -141,7 +142,7 @@ def refuse(target: str, part: str) -> None:
 
 
 class Left(Struct, frozen=True):
-    """Unfinished targets of other runs: those that were `removed`, and those that stay."""
+    """Unfinished targets of other runs: those that were `removed`, and those still there."""
 
     removed: list[str]
     staying: list[str]
@@ -167,11 +168,12 @@ class Left(Struct, frozen=True):
 
 
 def clear(above: Folder, name: str) -> Left:
-    """Removes unfinished targets that dead processes of this machine have begun without locks.
+    """Removes unfinished targets whose processes were on this machine and have ended.
 
-    They lie directly in the directory `above`. The result also lists the unfinished targets that
-    stay: those of other machines, and `name`.partial of a run with locks. Targets that a living
-    process of this machine writes are not listed.
+    Only for a filesystem without locks. The unfinished targets are directly in the directory
+    `above`. The result also lists those that could not be removed or are of other machines, and
+    `name`.partial of a run with locks. It does not list those that a living process of this machine
+    writes.
     """
     left = Left([], [])
     with suppress(PermissionError):  # a directory may be writable and not listable
@@ -189,7 +191,7 @@ def clear(above: Folder, name: str) -> Left:
 
 
 def _noted(above: Folder, path: str) -> Process | None:
-    """Reads from the journal of an unfinished target which process writes it; None if unknown."""
+    """The process that writes an unfinished target, by its journal; None if it is unknown."""
     try:
         with above.inner(path) as folder, folder.opened(os.path.join(path, JOURNAL)) as file:
             return msgspec.convert(json.loads(lines_of(file)[0][9:])["process"], Process)
@@ -200,8 +202,8 @@ def _noted(above: Folder, path: str) -> Process | None:
 def _is_at_work(match: re.Match[str], process: Process | None) -> bool:
     """Whether a process of this machine may still be writing an unfinished target.
 
-    `match` is the directory's name, split into host, process and word: it identifies the process
-    until there is a journal.
+    `match` is the directory's name, split into host, process and word. Before there is a journal,
+    only this name identifies the process.
     """
     if process is not None:
         here = this_process()

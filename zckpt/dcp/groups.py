@@ -38,8 +38,8 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
     def values(self, meaning: KeyMeaning) -> list[Any]:
         """A list with the value of a hyper-parameter; empty if the source has none for this group.
 
-        Raises InconsistentCheckpoint if parameters of the group have different values in the
-        source.
+        Raises InconsistentCheckpoint if parameters of the program's group have different values in
+        the source.
         """
         groups = self._groups
         values = [
@@ -84,8 +84,8 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
     def sources(self, meaning: KeyMeaning) -> dict[int, str]:
         """Finds the source's groups that contain parameters of the program's group.
 
-        Maps the number of each to the name of one such parameter. `meaning` is that of a
-        hyper-parameter of the program's group.
+        Maps the number of each such group to the name of one of these parameters. `meaning` is that
+        of a hyper-parameter of the program's group.
         """
         parameters = self.names.manifest.parameters
         parameter = parameters.get(meaning.name)
@@ -104,10 +104,10 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
     def _companions(self, meaning: KeyMeaning) -> Sequence[str]:
         """The source's names of all parameters in the program's group that `meaning` belongs to.
 
-        For a numbered group, these are its `params`. In a flattened state dict, torch takes a
-        group's values from its first parameter. This one may be frozen, and no file states the
-        group of a frozen parameter. If the optimizer is not given, all parameters with the same
-        values count as one group.
+        A numbered group lists them as `params`. A flattened state dict has no groups: torch takes
+        the values of a group from its first parameter, which may be frozen, and no file states the
+        group of a frozen parameter. So the group comes from the program's optimizer. If that is not
+        given, all parameters with the same hyper-parameters count as one group.
         """
         if not meaning.name:
             listed = self.state.get(f"{meaning.front}params")

@@ -51,8 +51,8 @@ class KeyNames(Struct, eq=False, dict=True):
     """Looks up the keys of a program's state dict among the source's names.
 
     `numbers` has the names of the program's parameters in the order in which its optimizer numbers
-    them, if the optimizer was given. `words` are the first words of the keys that the source
-    stores. A key that begins with one of them must also have the source's root. `weights` maps
+    them, if the optimizer was given. `words` are the first parts of the dotted keys that the source
+    stores. If a key begins with one of these, it must also have the source's prefix. `weights` maps
     stored keys of weights to names.
     """
 
@@ -91,7 +91,8 @@ class KeyNames(Struct, eq=False, dict=True):
     def _optimizer_s(self, key: str) -> KeyMeaning | None:
         """Looks a key up as an optimizer's state or hyper-parameter; None if it is neither.
 
-        It is tried before `_module_s`, because a buffer may be named `step`.
+        This is tried before the look-up as a weight or buffer, because a buffer may be named
+        `step`.
         """
         if key in self.weights:
             return None
@@ -133,7 +134,11 @@ class KeyNames(Struct, eq=False, dict=True):
         return KeyMeaning("extra" if name in self.extra else "weight", name, "", "", rule)
 
     def parameter(self, name: str | int) -> tuple[str, PrefixRule] | None:
-        """The source's name of an optimizer's parameter, with the rule that found it; or None."""
+        """The source's name of the parameter that an optimizer calls `name`, and the rule used.
+
+        The rule is the one that replaced the prefix of `name`. None if the source has no such
+        parameter.
+        """
         if isinstance(name, int) or (name.isdecimal() and name not in self._names):
             number = int(name)
             if number >= len(self.numbers):
@@ -146,9 +151,10 @@ class KeyNames(Struct, eq=False, dict=True):
         return self._parameters[name]
 
     def _lookup(self, name: str, rules: Iterable[PrefixRule]) -> tuple[str, PrefixRule] | None:
-        """The source's name by the first of `rules` that leads to one, with that rule; or None.
+        """Applies the prefix `rules` to a name until one gives a name of the source.
 
-        A tied weight gets the name under which the source stores it.
+        Returns the source's name and that rule, or None. A tied weight gets the name under which
+        the source stores it.
         """
         for rule in rules:
             changed = rule.apply(name)

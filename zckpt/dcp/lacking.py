@@ -45,8 +45,9 @@ class Lookup(Struct, eq=False, dict=True):
         """Requires one prefix rule for the names of all weights, and one for those of all states.
 
         If several rules were allowed, a second copy of the weights (such as an average) would get
-        the model's values. If the program also asks for stored keys of the source unchanged, keys
-        that need another rule count as missing. Otherwise raises MissingData.
+        the model's values. Raises MissingData if the names need different rules. But if the program
+        also asks for keys exactly as the source stores them, keys that need another rule count as
+        missing.
         """
         names = self.source.names if self.by_name else None
         if names is None:
@@ -101,7 +102,7 @@ class Lookup(Struct, eq=False, dict=True):
             raise MissingData("program-does-not-fit", f"{MISSING}{'. '.join(sentences)}. {PARTIAL}")
 
     def _missing(self, keys: Sequence[str]) -> list[str]:
-        """Sentences about the missing keys, and about unused keys of the checkpoint."""
+        """Sentences about the missing keys, and about the checkpoint's keys that stay unused."""
         source = self.source
         numbered = [key for key in keys if NUMBERED.search(key)]
         if numbered and not source.numbers and not any(map(NUMBERED.search, source.listing.items)):

@@ -29,15 +29,15 @@ class StorageReader(storage.StorageReader):
     `format`, `tag`, `root`, `step_policy`, `param_names`, `tp_rules` and `buffers` are as for
     `zckpt.read`, `replicas` and `accept_weights` as for `zckpt.load`. `rename` are pairs (regex,
     replacement) as in `--rename`. A checkpoint that `convert` refuses is refused before a tensor is
-    loaded; the coordinator of a load checks that for all ranks. A state dict from
-    `optimizer.state_dict()` numbers the parameters, so it needs `model` and `optimizer`; these also
+    loaded; the coordinator of a load checks this for all ranks. A state dict from
+    `optimizer.state_dict()` numbers the parameters. So it needs `model` and `optimizer`, which also
     state the groups of frozen parameters.
 
     If the source has a key of the state dict, the value is loaded unchanged. Other keys are looked
     up by name. A float32 weight gets the fp32 master, if there is one. Other weights get the
     module's value, or the rounded master. Hyper-parameters are matched by parameter, not by the
-    number of a group. Hyper-parameters that the source lacks, and the members of groups, stay as in
-    the program.
+    number of a group. The program's own values stay for hyper-parameters that the source lacks, and
+    so do the members of its groups.
 
     Raises a ZckptError. The constructor raises it for the path. Loading raises it (inside torch's
     CheckpointException) for keys that the source lacks, and for objects whose pickles zckpt would
@@ -166,7 +166,7 @@ class StorageReader(storage.StorageReader):
             self._is_checked = True
 
     def read_data(self, plan: planner.LoadPlan, planner: planner.LoadPlanner) -> Future[None]:
-        """Fills the values in this process's plan; changes nothing if the source lacks one."""
+        """Fills the values in this process's plan; if the source lacks a key, changes nothing."""
         self._check([plan])
         LoadTarget(self._source, planner, plan.items).fill()
         done: Future[None] = Future()

@@ -41,14 +41,17 @@ class BoxRegion(Struct, frozen=True, eq=False):
 
     @property
     def inner(self) -> int:
-        """The first axis from which on the region includes every element."""
+        """The first axis such that the region has all of this axis and of all later ones.
+
+        For example 1, if the region has some rows of a matrix.
+        """
         axis = len(self.sizes)
         while axis and self.sizes[axis - 1] == self.entry.shape[axis - 1]:
             axis -= 1
         return axis
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """Yields the runs [start, stop) of row-major elements of the entry, in order."""
+        """Yields the row-major ranges [start, stop) of consecutive elements in the region."""
         shape, axis = self.entry.shape, max(self.inner - 1, 0)
         strides = row_major(shape)
         length = prod(self.sizes[axis:])
@@ -59,7 +62,10 @@ class BoxRegion(Struct, frozen=True, eq=False):
             yield start, start + length
 
     def cut(self, most: int) -> Iterator[BoxRegion]:
-        """Yields regions of at most `most` elements, cut along the first axis longer than one."""
+        """Yields parts of the region with at most `most` elements.
+
+        The region is cut along its first axis with more than one index.
+        """
         if self.numel <= most:
             yield self
             return
@@ -74,7 +80,10 @@ class BoxRegion(Struct, frozen=True, eq=False):
             yield from BoxRegion(self.entry, tuple(offsets), tuple(sizes), part).cut(most)
 
     def position(self) -> tuple[str, int]:
-        """The file and the byte offset of the region's first element, to sort regions."""
+        """The file and the byte offset at which the region's first element is stored.
+
+        Regions are sorted by this place.
+        """
         start, stop = next(self.runs())
         for fragment in self.entry.fragments.overlapping(start, stop):
             size = SIZES[self.entry.dtype]

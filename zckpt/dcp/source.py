@@ -61,8 +61,9 @@ Meaning = StoredTensor | StoredValue | KeyMeaning
 
 
 class Listing(Struct):
-    """The listed keys, in the order in which a program would save them, with their items and paths.
+    """The keys that a checkpoint lists, in the order in which a program would save them.
 
+    `items` has the tensor or value under each key, and `paths` the key's path in the state dict.
     `weights` maps every key of a weight to its name in the manifest. `assumed` are warnings about
     hyper-parameters that are defaults, because the source does not have them.
     """
@@ -76,8 +77,8 @@ class Listing(Struct):
 class Source(Struct, eq=False, dict=True):
     """The checkpoint to load; `groups` has the names of parameters in each group of the program.
 
-    `stored` has the items of a DCP directory that is loaded unchanged, else None. Raises a
-    ZckptError if the path holds no checkpoint.
+    `stored` has the items of a DCP directory that is loaded unchanged; it is None for other
+    checkpoints. Raises a ZckptError if the path holds no checkpoint.
     """
 
     path: str
@@ -147,7 +148,10 @@ class Source(Struct, eq=False, dict=True):
 
     @property
     def _readable(self) -> Manifest:
-        """The manifest of the source, even if the parameters of its optimizer have no names."""
+        """The manifest of the source.
+
+        If no file states the names of the optimizer's parameters, it is read without them.
+        """
         try:
             return self.manifest
         except MissingData:
@@ -185,7 +189,10 @@ class Source(Struct, eq=False, dict=True):
             return None
 
     def meaning(self, key: str) -> Meaning | None:
-        """The stored item for a key, or the meaning of its name; None if there is neither."""
+        """What a key stands for: an item that the checkpoint lists, or something found by name.
+
+        None if the key is neither listed nor found.
+        """
         item = self.listing.items.get(key)
         if item is not None and self._is_own(key, item):
             return item
@@ -193,7 +200,10 @@ class Source(Struct, eq=False, dict=True):
         return by_name or item
 
     def _is_own(self, key: str, item: StoredTensor | StoredValue) -> bool:
-        """Whether the item listed under a key is loaded unchanged, without a look-up by name."""
+        """Whether the item that the checkpoint lists under a key is loaded unchanged.
+
+        Otherwise the key is looked up by name.
+        """
         if self.stored is not None:
             return not (self.numbers and NUMBERED.search(key))
         if isinstance(item, StoredTensor):

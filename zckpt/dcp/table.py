@@ -30,7 +30,10 @@ STEP = re.compile(r"(?:^|\.)state\..+\.step$")
 
 
 class KeyTable(dict[str, Any]):
-    """The `state_dict_metadata` of a load; `is_loading` is true while the planner makes a plan."""
+    """The `state_dict_metadata` that torch's planner sees during a load.
+
+    `is_loading` is True while the planner makes a plan.
+    """
 
     def __init__(self, source: Source) -> None:
         super().__init__((key, metadata_of(item)) for key, item in source.listing.items.items())
@@ -69,10 +72,11 @@ class KeyTable(dict[str, Any]):
     def keys(self) -> KeysView[str]:  # type: ignore[override]  # of any dictionary
         """The listed keys; during a load, only those that torch before 2.4 would have saved.
 
-        If a program does not ask for every listed key, DefaultLoadPlanner concludes that torch 2.3
-        wrote the checkpoint, since torch 2.3 did not flatten dictionaries without tensors. The
-        conclusion is wrong if a rank has no shard of some of FSDP1's weights (torch 2.13). So
-        during a load the planner sees only keys whose values are such dictionaries.
+        If a program does not ask for every key that it sees here, torch's DefaultLoadPlanner
+        concludes that torch 2.3 wrote the checkpoint, since torch 2.3 did not flatten dictionaries
+        without tensors. This conclusion may be wrong: some ranks have no shard of some of FSDP1's
+        weights (torch 2.13), and do not ask for these keys. So during a load the planner sees only
+        keys whose values are such dictionaries.
         """
         if not self.is_loading:
             return super().keys()

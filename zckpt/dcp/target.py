@@ -61,7 +61,7 @@ class LoadTarget:
     def fill(self) -> None:
         """Fills the items of the plan.
 
-        Raises MissingData if the checkpoint lacks a key, and other ZckptErrors.
+        Raises MissingData if the checkpoint lacks a key. Raises other ZckptErrors too.
         """
         values = [(item, value) for item in self.values for value in self._values(item)]
         self._refuse_gaps()
@@ -86,7 +86,7 @@ class LoadTarget:
     # -- values that are not tensors in the source
 
     def _values(self, item: planner.ReadItem) -> list[Any]:
-        """A list with the value of a key; empty if it stays unchanged or cannot be loaded."""
+        """A list with the value of an item; empty if nothing is set or it cannot be loaded."""
         key = item.storage_index.fqn
         if key in self.lookup.missing:
             return []
@@ -97,7 +97,10 @@ class LoadTarget:
         return []
 
     def _looked_up(self, key: str, name: str) -> list[Any]:
-        """A list with the value of a key; `name` is the key in the program's state dict."""
+        """A list with the value of the checkpoint's `key`; empty if nothing is set.
+
+        `name` is the key in the program's state dict.
+        """
         meaning, stored = self.meanings[key], self.source.listing.items.get(key)
         if isinstance(meaning, StoredTensor):  # a step, which may be an int in the target
             number = self._box(key, meaning, ())
@@ -174,8 +177,9 @@ class LoadTarget:
         """A list with the value of a hyper-parameter for a program's key; empty if none is set.
 
         It is the value that the source's groups have for the parameters of the program's group. If
-        there is none and the program has only a placeholder, it is the value stored under the key.
-        The members of a group (`params`) are never taken from the source's groups.
+        the source has no such value and the program's value is only a placeholder, it is the value
+        stored under the key. The members of a group (`params`) are never taken from the source's
+        groups.
         """
         groups, stored = self._groups, self.source.listing.items.get(key)
         assert groups is not None
@@ -229,8 +233,8 @@ class LoadTarget:
     def _entries(self, item: planner.ReadItem) -> list[list[Entry]]:
         """A list with the entries that can fill an item; empty if the item cannot be loaded.
 
-        For a key that is loaded unchanged, the item is one stored chunk. For a key found by name,
-        these are the entries with this meaning: for a weight, the module's value and the master.
+        If the key is loaded unchanged, the entry is one stored chunk. If the key was found by name,
+        the entries are the tensors of that name: for a weight, the module's value and the master.
         """
         key, meaning = item.storage_index.fqn, self.meanings[item.storage_index.fqn]
         if key in self.lookup.missing:
@@ -318,7 +322,10 @@ class LoadTarget:
             )
 
     def _is_trained(self, key: str) -> bool:
-        """Whether a key is a weight that an optimizer updates; True if that is unknown."""
+        """Whether a key is a weight that an optimizer updates.
+
+        True for a key that was not found by name, because nothing more is known of it.
+        """
         meaning = self.meanings[key]
         if not isinstance(meaning, KeyMeaning):
             return True
@@ -327,7 +334,7 @@ class LoadTarget:
 
 
 def _rebuilt(stored: StoredValue) -> Any:
-    """Restores the value stored under a key; raises NotLoaded if zckpt cannot."""
+    """The value stored under a key; raises NotLoaded if zckpt cannot restore this value."""
     item = stored.open()
     return rebuilt(item.value, lambda tensor: as_torch(item.entry(tensor), item.records))
 
@@ -338,14 +345,14 @@ def _offsets(item: planner.ReadItem) -> tuple[int, ...]:
 
 
 def _local(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """This process's shards of a tensor, which may be distributed."""
+    """The shards of a tensor in this process, or the tensor itself if it is not distributed."""
     if hasattr(tensor, "local_shards"):
         return [shard.tensor for shard in tensor.local_shards()]
     return [getattr(tensor, "_local_tensor", tensor)]
 
 
 def _fitting(entries: Sequence[Entry], tensor: torch.Tensor) -> Entry:
-    """The entry that supplies a tensor: for weights in fp32 or fp64, the master if there is one."""
+    """The entry that fills a tensor: for a weight in fp32 or fp64, the master if it exists."""
     slots = {entry.slot: entry for entry in entries}
     if not WEIGHTS & slots.keys():
         return entries[0]

@@ -34,9 +34,10 @@ class NotLoaded(Exception):
 
 
 def rebuilt(value: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
-    """Converts a value; objects replace the inert records in it, and `tensor` loads its tensors.
+    """Converts a value that contains inert records to one that contains objects.
 
-    Raises NotLoaded for an object of a class that is not in the tables.
+    `tensor` loads a tensor in the value. Raises NotLoaded for an object of a class that is not in
+    this module's tables.
     """
     try:
         return _Rebuilding(value, tensor).rebuild(value)
@@ -49,7 +50,10 @@ def rebuilt(value: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
 
 
 class _Rebuilding(Struct, eq=False):
-    """The conversion of one value, `whole`; `done` maps the id of each part to its result."""
+    """The conversion of one value, `whole`.
+
+    `done` maps the Python `id` of each part that was converted to the result.
+    """
 
     whole: Any
     tensor: Callable[[Any], torch.Tensor]
@@ -150,7 +154,10 @@ def _path(self: _Rebuilding, value: Foreign) -> pathlib.PurePath:
 
 
 def _file(self: _Rebuilding, value: Foreign) -> io.BytesIO:
-    """Makes a BytesIO, as TransformerEngine's modules have it in their extra state."""
+    """Makes a BytesIO with the data and the position of a pickled one.
+
+    TransformerEngine's modules have such an object in their extra state.
+    """
     data, position, _ = value.state
     result = io.BytesIO(data)
     result.seek(position)

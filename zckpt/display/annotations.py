@@ -32,7 +32,7 @@ class Finding(Struct, frozen=True):
 
 
 class Case(Struct, frozen=True):
-    """A checkpoint with its findings and warnings. `is_error`: it could not be read."""
+    """A checkpoint with its findings and warnings; if `is_error`, it could not be read."""
 
     name: str
     findings: list[Finding]

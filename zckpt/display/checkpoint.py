@@ -117,7 +117,7 @@ OF_SOME = frozenset({
 
 
 def steps(manifest: Manifest) -> None:
-    """Prints every place that stores a step, and whether zckpt uses this step."""
+    """Prints every place that stores a step, and whether zckpt takes its value as the step."""
     rows = [
         (cell(line.step), "true" if line.truth else "not used", line.where)
         for line in manifest.run.steps
@@ -227,7 +227,7 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[dict[str, Any
 
 
 def _copied(names: Sequence[str]) -> None:
-    """Prints how many files beside the checkpoint are copied, and which of them may run code."""
+    """Prints how many files beside the checkpoint are copied, and which of these may run code."""
     if not names:
         return
     files = f"copied unchanged: {counted(len(names), 'file')}"

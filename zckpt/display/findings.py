@@ -60,7 +60,10 @@ def verified(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
 
 
 def verified_in_a_line(report: dict[str, Any], quiet: bool) -> None:
-    """Prints the report of `verify` for one of several paths: the first finding, and a count."""
+    """Prints the report of `verify` in one line: the first finding, and how many more there are.
+
+    This is for a command with several paths.
+    """
     lines = [*findings_of(report), *_count(report)]
     findings = [line for line in lines if not line.startswith("  ")]  # without hints
     if findings:
@@ -70,7 +73,10 @@ def verified_in_a_line(report: dict[str, Any], quiet: bool) -> None:
 
 
 def _relation(report: dict[str, Any], is_wrong: bool) -> str:
-    """One line about a path: it is consistent, or equal to the other side, or what is wrong."""
+    """One line about a path: it is consistent, it equals the other side, or what is wrong.
+
+    The other side is the checkpoint or proof with which it was compared, if any.
+    """
     path, other = safe(report["path"]), report["against"]
     if kinds := _unread(report):
         alone = UNREADABLE.get(kinds[0], "contradicts itself")
@@ -106,7 +112,7 @@ UNREADABLE = {"IncompleteCheckpoint": "is not whole", "CorruptCheckpoint": "is d
 
 
 def _unread(report: dict[str, Any]) -> list[str]:
-    """The exception classes of the problems because of which no tensor was read."""
+    """The names of the errors because of which no tensor was read; empty if tensors were read."""
     return [line["error"] for line in report.get("problems", ()) if "error" in line]
 
 
@@ -130,9 +136,9 @@ def _selection(report: dict[str, Any]) -> str:
 
 
 def _both_have(report: dict[str, Any]) -> str:
-    """Text saying that the common tensors are equal, if one side only lacks optimizer states.
+    """Text saying how many tensors both sides have, all equal, and how many only one of them has.
 
-    "" if there are other differences.
+    It is for reports in which the only differences are optimizer states that one side lacks.
     """
     alone = [
         f"{count:,} {'is' if count == 1 else 'are'} in {safe(_side(report, side))} alone"
@@ -187,7 +193,10 @@ def differing(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
 
 
 def _are_two_models(report: dict[str, Any]) -> bool:
-    """Whether the sides are different models: each has more own tensors than common ones."""
+    """Whether two checkpoints seem to be different models.
+
+    This is so if each of them has more tensors that the other lacks than tensors that both have.
+    """
     only = min(len(report.get(key) or ()) for key in ("only_a", "only_b"))
     return only > int(report["tensors"])
 
@@ -232,13 +241,16 @@ def findings_of(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _count(report: dict[str, Any]) -> Iterator[str]:
-    """Yields a line with the number of tensors that differ, as the table shows only the first."""
+    """Yields a line with the number of tensors that differ, because the table may not show all."""
     if names := {line["tensor"] for line in report["differences"]}:
         yield f"{counted(len(names), 'tensor')} {'differs' if len(names) == 1 else 'differ'}"
 
 
 def _number_as_kept(line: dict[str, Any], side: str) -> str:
-    """The text of one side's number; with its type and shape if these differ between the sides."""
+    """The text of the number on one side, for a number that differs.
+
+    If types or shapes differ between the sides, the text has them too.
+    """
     kind = line.get(f"{side}_type")
     if kind is None:
         return str(line[side])
@@ -319,9 +331,9 @@ def _apart(a: object, b: object, wide: bool) -> tuple[str, str]:
 
 
 def _farthest(line: dict[str, Any]) -> tuple[object, object]:
-    """Cells with the largest absolute distance and the largest in ULP.
+    """Two cells of the table: the largest absolute distance, and the largest distance in ULP.
 
-    If the largest distance is NaN, they tell which side has NaN.
+    If a side has NaN, the first cell says which side, and the second is empty.
     """
     sides = [side for side in "ab" if line.get(f"{side}_nan")]
     if sides:
@@ -330,7 +342,10 @@ def _farthest(line: dict[str, Any]) -> tuple[object, object]:
 
 
 def _cosine(line: dict[str, Any]) -> str:
-    """The cosine with six digits, also in a narrow table: 0.9996 must not become 1."""
+    """The cosine between a tensor's values in both checkpoints, as text with six digits.
+
+    It has six digits even in a narrow table, because 0.9996 must not become 1.
+    """
     value = line.get("cosine")
     return cell(value, DIGITS[0])
 
@@ -373,7 +388,10 @@ def statistics(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
 
 
 def _layers(report: dict[str, Any]) -> None:
-    """Prints a heat map of the weights: of the module's weights, or else of the masters."""
+    """Prints a heat map of the weights by layer, from the module's weights where they are stored.
+
+    For other parameters it shows the fp32 masters.
+    """
     cells: dict[str, float] = {}
     for slot in ("master", "param"):
         for line in report["tensors"]:
@@ -465,7 +483,11 @@ WIDTH = 16  # characters of a sparkline
 
 
 def _magnitudes(histogram: dict[str, Any] | None) -> str | None:
-    """A histogram of magnitudes as a line of block characters between its powers of two."""
+    """A histogram of magnitudes as a line of block characters, whose heights are the counts.
+
+    The line begins with the smallest power of two and ends with the largest. None without a
+    histogram.
+    """
     if histogram is None:
         return None
     counts = histogram["counts"]

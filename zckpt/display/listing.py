@@ -58,9 +58,10 @@ def listed_run(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
 
 
 def interrupted(report: Row | None) -> None:
-    """Prints which files of an interrupted save are complete, and how many tensors an older has.
+    """Prints what an interrupted save contains: how many files are complete, and which are not.
 
-    These are tensors of the same type and shape in an older, complete checkpoint.
+    Also prints the name of the newest complete checkpoint of the run, and how many tensors have the
+    same name, type and shape in it.
     """
     if report is None:
         return
@@ -82,7 +83,10 @@ def interrupted(report: Row | None) -> None:
 
 
 def state_of(row: Row) -> str:
-    """The state of a checkpoint in one word, such as "whole" (complete) or "damaged"."""
+    """The state of a checkpoint in one word, such as "whole" (complete) or "damaged".
+
+    "intact" means that all of its bytes were read, too.
+    """
     if row["whole"] is False:
         return "damaged"
     if row["of_one_save"] is False:
@@ -135,7 +139,7 @@ def _style(_head: str, value: object) -> str:
 
 
 def _why(row: Row) -> str:
-    """The first problem of a checkpoint, and how many more there are."""
+    """The first problem of a checkpoint, and the number of further problems."""
     sentences = dict.fromkeys(spoken(line) for line in row["problems"])  # equal ones once
     return first_of([*sentences] or [spoken(row["unread"][0])])
 
@@ -152,7 +156,7 @@ def _print_obstacles(rows: Sequence[Row], sizes: str) -> None:
 
 
 def _print_count(rows: Sequence[Row], wrong: int) -> None:
-    """Prints how many checkpoints are complete or intact, and what was read to find out."""
+    """Prints how many checkpoints are intact (all bytes were read), or complete by metadata."""
     count = f"{len(rows) - wrong:,} of {counted(len(rows), 'checkpoint')}"
     if any(row["intact"] is not None for row in rows):
         print(f"intact, of which all bytes were read: {count}")
@@ -162,7 +166,7 @@ def _print_count(rows: Sequence[Row], wrong: int) -> None:
 
 
 def _warn(rows: Sequence[Row]) -> None:
-    """Prints warnings to stderr, only the first of each code, and how many more there are."""
+    """Prints warnings to stderr: the first one of each code, and how many more have this code."""
     alike = by_key((line["code"], line) for row in rows for line in row["warnings"])
     for lines in alike.values():
         warn(lines[:1], quiet=False)

@@ -39,7 +39,11 @@ def damaged(places: Sequence[dict[str, Any]], quiet: bool) -> None:
 
 
 def mended(report: dict[str, Any], quiet: bool) -> None:
-    """Prints what `mend` has written or would write; `damaged` has printed the damage before."""
+    """Prints the result of `mend`: what was written, what is left out, and what to do next.
+
+    With --dry-run, it prints only what cannot be restored, and what to do. The damage itself is not
+    printed here: `damaged` is called before.
+    """
     warn(report["warnings"], quiet)
     source = safe(report["source"]["path"])
     for line in report["problems"]:

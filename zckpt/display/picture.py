@@ -148,9 +148,10 @@ def _scaled(curve: dict[str, Any]) -> tuple[dict[str, list[float]], float, float
 
 
 def _sparks(values: Sequence[float], low: float, high: float) -> str:
-    """The values as at most COLUMNS block characters, each for the mean of neighboring values.
+    """Draws the values as at most COLUMNS block characters, each for several neighbors' mean.
 
-    `!` stands for NaN or infinity.
+    The lowest character stands for `low`, and the highest for `high`. `!` stands for NaN or
+    infinity.
     """
     drawn = []
     for some in neighbors(values, COLUMNS):

@@ -103,9 +103,10 @@ def _fitting(
 def _print_left_out(
     heads: Sequence[str], rows: Sequence[Sequence[str]], kept: Sequence[int], width: int
 ) -> None:
-    """Prints a line about the columns that were left out.
+    """Prints the columns that were left out of a table.
 
-    It has a column's value if all rows have the same one, or else only the column's name.
+    If a column has the same value in all rows, this value is printed, or else only the column's
+    name.
     """
     several = []
     for i, head in enumerate(heads):

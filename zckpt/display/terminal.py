@@ -35,11 +35,10 @@ def document(value: Any) -> None:
 
 
 def states(lines: Sequence[dict[str, Any]], *keys: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields texts that name optimizer states, such as `GG and Q of 4 parameters`.
+    """Groups report lines about optimizer states; yields a text for each, and its first line.
 
-    `lines` are report lines, one per state. States are named in one text if they belong to the same
-    number of parameters and their lines have equal values for `keys`. Each text comes with the
-    first of these lines.
+    A text is, for example, `GG and Q of 4 parameters`. Lines are in one group if their states
+    belong to the same number of parameters, and if the lines have equal values for `keys`.
     """
     alike = by_key(((line["parameters"], *(line.get(key) for key in keys)), line) for line in lines)
     for lines_alike in alike.values():
@@ -67,7 +66,7 @@ def spoken(line: Mapping[str, Any], stream: TextIO | None = None) -> str:
 def shown(code: str, stream: TextIO | None) -> str:
     """The code of a notice as text to print after its message; dim on a terminal.
 
-    "" if `stream` is None. docs/codes.md explains the codes.
+    If `stream` is None, the text is "". docs/codes.md explains the codes.
     """
     if stream is None:
         return ""
@@ -94,8 +93,9 @@ def brief(value: Any) -> str:
 def checked(report: dict[str, Any]) -> str:
     """Text about checksums for the end of a line.
 
-    "" if no checksum was checked, or one is wrong. `checksums ok` means that all checksums of all
-    files were checked and that no bytes lack one. Otherwise the text says how many were checked.
+    The text is "" if no checksum was checked, or one is wrong. `checksums ok` means that all
+    checksums of all files were checked and that no bytes lack one. Otherwise the text says how many
+    were checked.
     """
     records = report.get("records")
     lines = (*report.get("problems", ()), *report.get("notes", ()))
@@ -127,7 +127,7 @@ def unchecked(report: dict[str, Any]) -> None:
 
 
 def first_of(findings: Sequence[str]) -> str:
-    """The first of several findings, and how many more there are, as text for one line."""
+    """The first of several findings, and the number of further findings, as text for one line."""
     more = f", and {len(findings) - 1:,} more: --json lists all" if len(findings) > 1 else ""
     return findings[0] + more
 
@@ -199,10 +199,12 @@ def progress(
 ) -> Iterator[Callable[[int], Callable[[int], None]] | None]:
     """Shows progress on stderr: a bar on a terminal, otherwise a line per minute.
 
-    With `asked` (--progress), it prints lines on a terminal too, the first one immediately. With
-    `as_json`, the lines are JSON documents, and only printed if `asked`. `about` names the paths of
-    the `command`. Yields a function that gets the total number of bytes and returns a function,
-    which is called with the number of bytes after each step; or None if progress is `hidden`.
+    If `asked` (by --progress), lines are printed on a terminal too, the first one immediately. With
+    `as_json` nothing is shown unless `asked`; the lines are then JSON documents. `about` names the
+    paths of the `command`.
+
+    Yields None if progress is `hidden`. Otherwise yields a function to call with the total number
+    of bytes. It returns a second function, to call after each step with its number of bytes.
     """
     if hidden or sys.stderr is None or (as_json and not asked):
         yield None

@@ -30,9 +30,9 @@ PUT, INTEGER = rb"(?:q.|r.{4}|\x94)?", rb"(?:K(.)|M(.{2})|J(.{4}))"  # opcodes: 
 def number_in(path: str, keys: Collection[str], pair: tuple[str, str] | None = None) -> int | None:
     """The first integer in the saved dictionary whose key is one of `keys`; None if there is none.
 
-    `pair` is a key and the key that follows it, if a program always writes them in this order.
-    Their bytes are searched for, so nothing else has to be parsed, however many tensors precede
-    them. None also for a file that cannot be parsed. Raises OSError.
+    `pair` is for programs that always write the wanted key right before a certain other key: it has
+    these two keys. Then their bytes are searched for, and nothing else is parsed, however many
+    tensors precede them. None also for a file that cannot be parsed. Raises OSError.
     """
     sign = pair and re.compile(_text(pair[0]) + INTEGER + _text(pair[1]), re.DOTALL)
     try:
@@ -63,9 +63,9 @@ def _text(key: str) -> bytes:
 
 
 def _pickle_in(head: bytes) -> int | None:
-    """The byte at which the pickle begins in a zip, given the first bytes of the zip.
+    """The byte of a zip at which the pickle `data.pkl` begins, given the first bytes of the zip.
 
-    None if it is not the first member, as in old versions of torch.
+    None if the pickle is not the first member, as in old versions of torch.
     """
     if not head.startswith(ZIP) or len(head) < HEADER:
         return None
@@ -98,9 +98,9 @@ class _Search(Unpickler):
         self.keys = keys
 
     def search(self) -> int | None:
-        """Parses until the number is found; returns it.
+        """Parses until the number is found; returns the number.
 
-        Raises CorruptCheckpoint if the text ends before the number, or is not a pickle.
+        Raises CorruptCheckpoint if the bytes end before the number, or are not a pickle.
         """
         try:
             return _number(self.load(), self.keys)
@@ -108,13 +108,13 @@ class _Search(Unpickler):
             return enough.number
 
     def call(self, function: Any, arguments: Any) -> Any:
-        """Calls a function that the pickle names, as the unpickler does; tensors become None."""
+        """Calls a function that the pickle names, as the unpickler does; a tensor becomes None."""
         if isinstance(function, Global) and function.name.startswith(TENSORS):
             return None
         return super().call(function, arguments)
 
     def spend(self, work: int) -> None:
-        """Looks for the wanted number among the pairs that the dictionary has so far.
+        """Looks for the wanted number among the pairs that the outermost dictionary has so far.
 
         The unpickler calls this before each container and each call.
         """

@@ -1,8 +1,8 @@
 """Reads the `.metadata` of torch.distributed.checkpoint, which says where items lie.
 
     <dir>/.metadata      one pickle, written last: the shape, chunks and location of every item
-    <dir>/__R.metadata   instead of it, one per rank with that rank's items, if ranks saved without
-                         collectives (use_collectives=False)
+    <dir>/__R.metadata   instead of `.metadata`: one per rank with that rank's items, if ranks saved
+                         without collectives (use_collectives=False)
     <dir>/__R_K.distcp   items in sequence, each a complete file of torch.save; or values stored
                          that way, followed by all tensors as one safetensors file
 
@@ -79,8 +79,8 @@ MAX_TEXT = 4096  # characters of a key or a file's name
 def names_any(folder: str, texts: Sequence[bytes]) -> bool:
     """Whether one of these texts occurs in the `.metadata` of a folder, as a part of a key.
 
-    The file is not unpickled, since keys are plain text in its bytes. False if it is too large to
-    be read.
+    The file is not unpickled, since keys are plain text in its bytes. False if the file is missing,
+    or too large to be read.
     """
     path = os.path.join(folder, METADATA)
     if not sources.is_file(path) or sources.size(path) > most_metadata():
@@ -101,12 +101,12 @@ def most_metadata() -> int:
 
 
 def sealed(text: bytes) -> bytes:
-    """The bytes of a pickle with their CRC-32 appended."""
+    """The bytes of a pickle, followed by the pickle's CRC-32."""
     return text + b"\nzckpt-crc32 %08x\n" % crc32(text)
 
 
 def check_seal(text: bytes) -> None:
-    """Raises CorruptCheckpoint if a CRC-32 after the pickle is wrong; torch writes none."""
+    """Raises CorruptCheckpoint if a CRC-32 follows the pickle and is wrong; torch writes none."""
     match = SEAL.search(text, max(0, len(text) - 32))
     if match and crc32(text[: match.start()]) != int(match[1], 16):
         raise CorruptCheckpoint(
@@ -119,9 +119,9 @@ def read_table(folder: str, is_laid: bool = False) -> ItemTable:
 
     With `is_laid`, zckpt has just written the folder without its tensor data: the metadata is
     trusted. Raises CorruptCheckpoint (values of wrong types, parts that contradict each other),
-    IncompleteCheckpoint (no metadata, or none of some rank; an item without a location),
-    UnsupportedCheckpoint (items that are compressed or encrypted; more metadata than there is
-    memory for).
+    IncompleteCheckpoint (the metadata of the folder or of a rank is missing; an item has no
+    location), UnsupportedCheckpoint (items that are compressed or encrypted; more metadata than
+    there is memory for).
     """
     with os.scandir(folder) as entries:
         files = sorted(entry.path for entry in entries if entry.name.endswith(METADATA))
@@ -160,7 +160,7 @@ def _read_one(folder: str, files: tuple[str, ...], name: str, is_laid: bool = Fa
 
 
 def _unpickled(name: str, is_laid: bool) -> tuple[Any, Rows]:
-    """Unpickles a metadata file; returns its value, and the columns (`Rows`) filled meanwhile."""
+    """Unpickles a metadata file; returns its value, and its frequent objects as columns."""
     with sources.opened(name) as file:
         size = os.fstat(file.fileno()).st_size
         if size > (most := most_metadata()):
@@ -209,8 +209,8 @@ def _table(folder: str, files: tuple[str, ...], content: Any, rows: Rows) -> Ite
 def _combined(tables: list[ItemTable]) -> ItemTable:
     """Combines the tables of all ranks into one.
 
-    If several ranks have saved the same box, or a complete tensor, the first rank's location is
-    used, and the others go to `copies`.
+    If several ranks have saved the same box, or the same complete tensor, the first rank's location
+    is used, and the other locations go to `copies`.
     """
     first = tables[0]
     items, locations = dict(first.items), dict[ItemKey, ItemLocation](first.locations)
@@ -247,10 +247,10 @@ def _with_box(item: TensorItem | None, box: ItemBox) -> TensorItem:
 
 
 def _item(key: str, record: Any, most: int, columns: _Columns) -> TensorItem | None:
-    """Reads the description of a tensor, and adds its boxes to `columns`.
+    """Reads the description of a tensor, and adds its boxes (chunks) to `columns`.
 
-    None if the item is not a tensor. `most` is the largest number of boxes that it can have. Raises
-    CorruptCheckpoint.
+    None if the item is not a tensor. `most` is the largest number of boxes that the tensor can
+    have. Raises CorruptCheckpoint.
     """
     fields = attributes(record)
     if not fields:  # BytesStorageMetadata
@@ -290,7 +290,7 @@ def _count(chunk: Any) -> int:
 
 
 class _Columns:
-    """Fills the columns of an `ItemTable` from a pickle's `Rows` and its other records."""
+    """Fills the columns of an `ItemTable` from a pickle's `Rows` and its other objects."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -300,7 +300,7 @@ class _Columns:
         self._numbers: dict[int, int] = {}
 
     def _number(self, of_rows: int, key: str) -> int:
-        """Converts the index of a shape in `rows.shapes` to that of the same shape in `shapes`."""
+        """Converts an index in `rows.shapes` to the index of the same shape in `shapes`."""
         number = self._numbers.get(of_rows)
         if number is None:
             number = self.shapes.number(_numbers(self.rows.shapes[of_rows], key))
@@ -336,7 +336,7 @@ class _Columns:
     def _stated(self, storage: Mapping[Any, Any]) -> Iterator[tuple[str, int, str, int, int]]:
         """Yields each item's key, index of its offsets in `shapes`, file, offset and length.
 
-        The index is -1 if the item has no offsets, because it is not a chunk of a tensor.
+        The offsets are those of a chunk in its tensor; the index is -1 if the item is not a chunk.
         """
         for index, info in storage.items():
             if type(index) is Run:
@@ -366,7 +366,7 @@ class _Columns:
 def _paths(planner_data: Any, items: Items) -> dict[str, KeyPath]:
     """Maps every key to its path in the program's state dict.
 
-    Empty if the writer kept no paths, or wrote other values in their place.
+    Empty if the writer kept no paths, or wrote something else into `planner_data`.
     """
     if not isinstance(planner_data, dict) or planner_data.keys().isdisjoint(items):
         return {}
@@ -411,7 +411,7 @@ def _numbers(values: Any, key: str) -> tuple[int, ...]:
 
 
 def _texts(values: Any) -> str:
-    """Lists texts for a message; for a value of another type, gives the name of the type."""
+    """Lists texts for a message; for a value of any other type, returns the name of the type."""
     if isinstance(values, (list, tuple)):
         return listed([str(value)[:80] for value in values[:9] if isinstance(value, str)])
     return type(values).__name__
@@ -433,9 +433,10 @@ def attributes(record: Any) -> dict[str, Any]:
 def need_agreement(table: ItemTable, name: str) -> None:
     """Raises an error about the file `name` if parts of its table contradict each other.
 
-    CorruptCheckpoint: items without a path, locations of no item, boxes that overlap or lie outside
-    of their tensor. IncompleteCheckpoint: an item without a location. InconsistentCheckpoint: items
-    that share bytes of a file.
+    CorruptCheckpoint: an item without a path, a location of no item, a box (chunk) with another
+    number of axes than its tensor. IncompleteCheckpoint: an item without a location.
+    InconsistentCheckpoint: a box that lies outside of its tensor, or items that share bytes of a
+    file.
     """
     if table.paths:  # a path without an item is no error: torch before 2.4 wrote some
         pathless = [key for key in table.items if key not in table.paths]
@@ -464,7 +465,7 @@ def need_agreement(table: ItemTable, name: str) -> None:
 
 
 def _check_boxes(key: str, item: TensorItem, name: str) -> None:
-    """Raises as `need_agreement` for a box that does not fit into its tensor."""
+    """Raises as `need_agreement` for a box (chunk) that does not fit into its tensor."""
     for box in item.boxes:
         if len(box.offsets) != len(item.shape) or len(box.sizes) != len(item.shape):
             raise CorruptCheckpoint(
@@ -482,7 +483,7 @@ def _check_boxes(key: str, item: TensorItem, name: str) -> None:
 
 
 def _places_of(table: ItemTable, key: str, item: TensorItem) -> Iterator[int]:
-    """Yields, for the boxes of a tensor, the rows of their places; raises as `need_agreement`."""
+    """Yields the row (index) of each box's location; raises as `need_agreement`."""
     for box in item.boxes:
         if not box.is_empty:
             yield table.row(key, box.offsets)
@@ -500,8 +501,8 @@ def _all_shown(keys: list[str]) -> str:
 def _need_separate(table: ItemTable, name: str) -> None:
     """Raises InconsistentCheckpoint if items share bytes, except tensors of one safetensors file.
 
-    Each tensor of a safetensors file has the location of the complete file (torch 2.13,
-    filesystem.py).
+    `.metadata` gives the tensors of a safetensors file one location, that of the complete file
+    (torch 2.13, filesystem.py).
     """
     for file, items in table.by_file():
         stop = begin = 0

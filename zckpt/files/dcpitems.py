@@ -1,7 +1,7 @@
 """Reads the item files of a directory of torch.distributed.checkpoint.
 
-An item is a file of torch.save inside of its file, or a tensor of the safetensors file at its end.
-`.metadata` states where the item begins; this module reads its bytes.
+An item is stored as a file of torch.save inside of an item file, or as a tensor of the safetensors
+file at the end of it. `.metadata` states where the item begins; this module reads its bytes.
 
     item of one tensor    [ head: pickle | data | padding, directory: place, length and CRC-32 ]
                                          the data begin at byte 704 of the item in all genuine
@@ -55,11 +55,11 @@ class ItemFiles:
     """The item files of a folder, each opened when one of its items is needed.
 
     A file has thousands of items, and opening it takes a millisecond on some network filesystems.
-    So files stay open while this object lives (`keeps_open`), but at most a quarter of those that
-    the process may have open. `sizes` has the size of every opened file, by path. `records` are the
-    records of all items that were read as files of torch.save. With `plans`, tensors whose data
-    offset can be computed are not opened when the structure is read. With `is_laid`, zckpt has just
-    written the files without tensor data, and their items are not opened later either.
+    So files stay open while this object lives (`keeps_open`), but at most a quarter of the
+    process's limit of open files. `sizes` has the size of every opened file, by path. `records` are
+    the zip members of all items that were read as files of torch.save. With `plans`, tensors whose
+    data offset can be computed are not opened when the structure is read; with `is_laid`, also not
+    later, because zckpt has just written the files without tensor data.
     """
 
     def __init__(self, keeps_open: bool = True, plans: bool = False, is_laid: bool = False) -> None:
@@ -78,7 +78,7 @@ class ItemFiles:
     def missing(
         self, location: ItemLocation, key: str, dtype: str, sizes: tuple[int, ...]
     ) -> SavedTensor | None:
-        """Describes a tensor of a lost file as if it were there; None if its file is not lost.
+        """Describes a tensor of a lost file as if the file were there; None if it is not lost.
 
         Another rank's file stands in for the lost one (see `sources.standing_in`).
         """
@@ -89,9 +89,9 @@ class ItemFiles:
         return SavedTensor(key, dtype, sizes, extent)
 
     def stored(self, location: ItemLocation, key: str) -> SavedTensor | None:
-        """The tensor `key` in the safetensors file at this location.
+        """The tensor `key` of the safetensors file at this location.
 
-        None if an item of torch.save is there instead. Raises IncompleteCheckpoint if the
+        None if the location has an item of torch.save instead. Raises IncompleteCheckpoint if the
         safetensors file lacks the tensor.
         """
         begin = location.file, location.offset
@@ -133,7 +133,7 @@ class ItemFiles:
     def planned(
         self, location: ItemLocation, key: str, dtype: str, sizes: tuple[int, ...]
     ) -> Record | None:
-        """The record of a tensor's or a box's data, computed without opening its item.
+        """The `Record` (bytes and CRC-32) of the data of a tensor or box, without opening its item.
 
         The elements are row-major. None if the item must be opened: the first item of each file,
         and the first of each kind.
@@ -197,10 +197,10 @@ class ItemFiles:
     def reopened(
         self, location: ItemLocation, dtype: str, sizes: tuple[int, ...], data: Extent
     ) -> TorchFile | int:
-        """Opens an item whose data offset was computed.
+        """Opens an item whose data offset was computed; returns the item, or only its CRC-32.
 
         If all its bytes except the data equal those of an item that was read before, it is not
-        parsed, and only the CRC-32 that it states for its data is returned.
+        parsed, and the CRC-32 that it states for its data is returned.
         """
         outline = self.outlines.get((dtype, sizes, location.length))
         if outline is not None and outline.data == data.offset - location.offset:
@@ -213,7 +213,7 @@ class ItemFiles:
     def boxes(
         self, table: ItemTable, key: str, dtype: str | None = None
     ) -> Iterator[tuple[ItemBox, TorchFile]]:
-        """Yields the boxes of a tensor that are not empty, each with the item that holds it.
+        """Yields the boxes (chunks) of a tensor that are not empty, each with its item.
 
         `dtype` is the expected type; None means the type that the metadata states. Raises
         InconsistentCheckpoint if an item holds another type or shape.
@@ -242,7 +242,7 @@ class ItemFiles:
             yield box, file
 
     def unused(self, table: ItemTable) -> list[Extent]:
-        """The byte ranges of item files that no item covers: lost items, or remains of a save.
+        """The byte ranges of item files that belong to no item: lost items, or remains of a save.
 
         zckpt aligns items, so a gap before an aligned item is not reported if no item fits into it.
         """
@@ -290,7 +290,7 @@ class ItemFiles:
             yield opened.fileno()
 
     def _require(self, path: str, offset: int, length: int) -> None:
-        """Raises IncompleteCheckpoint if the file is missing, or ends before these bytes end."""
+        """Raises IncompleteCheckpoint if the file is missing, or is too short for these bytes."""
         stop = offset + length
         if path not in self.sizes:
             if not sources.is_file(path):
@@ -316,10 +316,10 @@ class _Forms:
     """Computes where the data of items lie, as learned from the items that were opened.
 
     Items of one kind have the same dtype, and keys that differ only in numbers: the same weight in
-    all layers. Items of a kind are planned (their data offsets are computed) only if all opened
-    ones are row-major tensors with separate storages. The first byte of the data follows from an
-    item's length. torch and zckpt align data to 64 bytes, and put equal numbers of bytes after data
-    whose ends are aligned alike: only the pickle before them has a variable length.
+    all layers. The data offsets of a kind are computed only if all opened items of it are row-major
+    tensors with separate storages. The first byte of the data follows from an item's length. torch
+    and zckpt align data to 64 bytes, and put equal numbers of bytes after data whose ends are
+    aligned alike: only the pickle before the data has a variable length.
     """
 
     def __init__(self) -> None:
@@ -328,15 +328,15 @@ class _Forms:
         self._places: dict[tuple[int, int], int | None] = {}
 
     def place(self, key: str, dtype: str, length: int, item_length: int) -> int | None:
-        """The byte of an item at which `length` bytes of data begin; None if it must be opened."""
+        """The byte of an item at which `length` bytes of data begin; None if it is unknown."""
         return self.begin(length, item_length) if length and self.kind(key, dtype) else None
 
     def kind(self, key: str, dtype: str) -> bool:
-        """Whether the data offsets of items with this dtype and kind of key can be computed."""
+        """Whether the data offsets of items with this dtype and similar keys can be computed."""
         return self._kinds.get((kind_of(key), dtype), False)
 
     def begin(self, length: int, item_length: int) -> int | None:
-        """The first byte of the data, as `place` returns it; the kind of the key is not checked."""
+        """The first byte of the data, as `place` returns it, for any key and dtype."""
         return self._places.get((item_length - length, length % ALIGNMENT))
 
     def note(
@@ -345,7 +345,7 @@ class _Forms:
         """Learns from an item that was opened; returns whether it is a plain tensor.
 
         A plain tensor has the stated type and shape, is row-major, and fills its only storage. The
-        offsets of other items of its kind are computed only as long as all opened ones are plain.
+        offsets of similar items are computed only as long as all opened ones are plain.
         """
         tensor, records = file.value, [*file.records.values()]
         kind, length = (kind_of(key), dtype), prod(sizes) * SIZES[dtype]
@@ -367,10 +367,10 @@ class _Forms:
 class _Outline(Struct, frozen=True):
     """All bytes of an item, except its data and what differs in each save: checksums and ids.
 
-    Another item with the same bytes describes its data in the same way, except for the CRC-32,
-    which is at `crc_at` in the directory. `data` and `behind` are where the data begin and end.
-    `head` and `tail` are the bytes before and after the data, with zeros in the `gaps`. `identity`
-    is where the item's random id begins and ends, and where its CRC-32 is; None in files of zckpt.
+    If another item has the same bytes, its data lie at the same offset, and their CRC-32 at
+    `crc_at`. `data` and `behind` are where the data begin and end. `head` and `tail` are the bytes
+    before and after the data, with zeros in the `gaps`. `identity` is where the item's random id
+    begins and ends, and where this id's CRC-32 is; None in files of zckpt.
     """
 
     data: int
@@ -383,7 +383,7 @@ class _Outline(Struct, frozen=True):
 
     @classmethod
     def of(cls, file: int, item: Extent, data: Extent) -> _Outline:
-        """Reads the outline of the item at `item`, whose data are in the byte range `data`."""
+        """Reads all bytes of an item around its data, given the byte ranges of both."""
         start, gaps, crc_at, identity = item.offset, list[tuple[int, int]](), 0, None
         for name, member in read_directory(file, item).items():
             stop = member.offset + member.length
@@ -424,7 +424,7 @@ class _Outline(Struct, frozen=True):
     def crc(self, file: int, location: ItemLocation) -> int | None:
         """Reads the CRC-32 that the item at `location` states for its data.
 
-        None if the item has other bytes, besides its data and checksums, than this outline.
+        None if the item differs from this outline in more than its data, checksums and ids.
         """
         head, tail = self.bytes_of(file, location.offset, location.length)
         if self.blank(head, 0) != self.head or self.blank(tail, self.behind) != self.tail:
@@ -441,9 +441,9 @@ def _number(data: bytes, place: int) -> int:
 
 
 class _Planned(Struct, eq=False):
-    """A function that opens a planned item on its first call, and returns the CRC-32 of its data.
+    """A function that opens a planned item (see the module) on its first call.
 
-    The item itself states this CRC-32.
+    It returns the CRC-32 that the item states for its data.
     """
 
     files: ItemFiles
@@ -485,7 +485,7 @@ class _Planned(Struct, eq=False):
 class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
     """The boxes of a tensor, each with the computed byte range of its data in an unopened item.
 
-    For each box, three numbers are stored: its index in `boxes`, the row of its location, and the
+    For each box, three numbers are stored: its index in `boxes`, the index of its location, and the
     byte of the item at which its data begin. All else is made when it is read.
     """
 
@@ -531,7 +531,7 @@ class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
         return bool(self._crcs) and self._crcs[place] != UNOPENED
 
     def crc(self, place: int) -> int | None:
-        """The CRC-32 that the item of box number `place` states; raises as `_Planned`."""
+        """The stated CRC-32 of box number `place`, from the box's item; raises as `_Planned`."""
         if not self.is_open(place):
             location, sizes = self.places.at(self._rows[place]), self._box(place).sizes
             item = self.key, self.dtype, sizes, self._extent(place)
@@ -557,7 +557,7 @@ class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
 
 
 class _OfBox(Struct, frozen=True):
-    """A function that opens the item of box `place`, and returns the CRC-32 that it states."""
+    """A function that opens the item of box `place`, and returns the stated CRC-32 of its data."""
 
     planned: PlannedBoxes
     place: int

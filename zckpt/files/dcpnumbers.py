@@ -3,9 +3,9 @@
     .metadata    [ frames | items, paths, locations | path and random id of the save, version ]
                             the same in all of them
 
-So `.metadata` is parsed only for the first directory; those of the others are compared with it
-(torch 2.1 to 2.13). Items with equal numbers are equal files, byte by byte, and each is parsed
-once.
+Because the middle part is the same, `.metadata` is parsed only for the first directory; the middle
+parts of the other directories are compared with it (torch 2.1 to 2.13). Items with equal numbers
+are equal files, byte by byte, and each different one is parsed once.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Places = dict[str, list[tuple[int, int]]]
 def numbers_in(folder: str, choice: Choice) -> list[float]:
     """The numbers in the items that `choice` selects by their keys, without duplicates.
 
-    Empty if there are none. The items are files of torch.save. Raises as `read_table` and
-    `TorchFile`, and OSError.
+    Empty if the folder has no `.metadata`, or no such items. The items must be files of torch.save.
+    Raises as `read_table` and `TorchFile`, and OSError.
     """
     path = os.path.join(folder, METADATA)
     if not sources.is_file(path) or sources.size(path) > most_metadata():
@@ -47,7 +47,7 @@ def numbers_in(folder: str, choice: Choice) -> list[float]:
 
 
 class _Metadata:
-    """A `.metadata` file; two of them compare as equal if they state the same about items."""
+    """A `.metadata` file; two such files compare as equal if they state the same about items."""
 
     def __init__(self, path: str) -> None:
         from hashlib import sha256
@@ -68,7 +68,7 @@ class _Metadata:
 def _without_frames(text: bytes) -> bytes:
     """Removes the lengths of a pickle's frames from its bytes.
 
-    The length of the last frame depends on the path of the save, which is in it.
+    The last frame contains the path of the save, so its length depends on this path.
     """
     parts, start = [text[:2]], 2
     while text[start : start + 1] == FRAME and start + 9 <= len(text):
@@ -80,7 +80,7 @@ def _without_frames(text: bytes) -> bytes:
 
 @lru_cache(LAYOUTS)
 def _places(metadata: _Metadata, choice: Choice) -> Places:
-    """The locations of the chosen items; empty if one is a tensor of a safetensors file."""
+    """The locations of the chosen items; empty if an item is a tensor of a safetensors file."""
     table = read_table(metadata.folder)
     locations = [
         table.location(key, box)

@@ -3,16 +3,17 @@
     chunk            offsets, sizes                      of a tensor's box
     index -> info    key, offsets -> file, offset, length    of an item
 
-There may be millions of them, and pickle writes each with the same 25 instructions. This module
-recognizes such a sequence by a pattern, called a form, and stores a row: a few numbers instead of
-four to six objects, which take 2 to 4 KB. Anything else is left to the unpickler, instruction by
-instruction. Both ways give the same result: a form ends where its object ends, a row stands for
-exactly this object, and it enters a column only when the pickle puts it into a list or a
+There may be millions of chunks and locations, and pickle writes each with the same 25 instructions.
+This module recognizes such a sequence by a pattern, called a form, and stores a row: a few numbers
+instead of four to six objects, which take 2 to 4 KB. Anything else is left to the unpickler,
+instruction by instruction. Both ways give the same result: a form ends where its object ends, a row
+stands for exactly this object, and it enters a column only when the pickle puts it into a list or a
 dictionary.
 
 The pickle may number values within a form (its memo), and refer to them later. Boxes, indices, and
-the sizes and texts in them can be recalled by their numbers. If a pickle refers to another part, or
-numbers values in another way, `Unusual` is raised. The caller then starts again without rows.
+the sizes and texts in them can be recalled by their numbers. If a pickle refers to another part of
+a form, or numbers values in another way, `Unusual` is raised. The caller then starts again without
+rows.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class _Forms:
     """Regular expressions for the bytes by which a pickle writes a chunk, an index or a location.
 
     `number` is the opcode that follows each value to which the pickle may refer later: MEMOIZE in
-    protocol 4, which gives the value a number. In pickles of zckpt's writer it is empty.
+    protocol 4, which gives the value a number. It is empty for pickles that zckpt has written.
     """
 
     def __init__(self, number: bytes) -> None:
@@ -106,7 +107,10 @@ def _is_fixed(state: Any) -> bool:
 
 @lru_cache
 def _forms_of(is_numbered: bool) -> _Forms:
-    """The patterns of pickles that number their values, or of others; most commands need none."""
+    """The patterns for pickles that number their values (protocol 4), or for all others.
+
+    They are compiled at the first call, because most commands need none.
+    """
     return _Forms(b"\x94" if is_numbered else b"")
 
 
@@ -114,18 +118,21 @@ PROTOCOL = 4  # the protocol of pickles whose values are numbered
 
 
 class Unusual(Exception):
-    """The pickle has a structure that the forms do not cover: it must be read without them."""
+    """The pickle has a structure that this module's patterns do not cover.
+
+    It must be read by the unpickler alone.
+    """
 
 
 class IndexRow(Struct, frozen=True, gc=False, eq=False):
-    """The key of an item, and the index of its offsets in `Rows.shapes`; -1 if it has none."""
+    """The key of an item, and the index of its offsets in `Rows.shapes`; -1 for no offsets."""
 
     key: str
     offsets: int
 
 
 class InfoRow(Struct, frozen=True, gc=False):
-    """The location of an item: its file, and its first byte and length there."""
+    """The location of an item: its file, its first byte in the file, and its length."""
 
     file: str
     offset: int
@@ -133,9 +140,9 @@ class InfoRow(Struct, frozen=True, gc=False):
 
 
 class Run(Struct, frozen=True, eq=False):
-    """Rows [start, stop) of the columns, in place of as many objects of the pickle.
+    """Rows [start, stop) of the columns in `Rows`, in place of as many objects of the pickle.
 
-    They stand for chunks in a list, or for the keys of a dictionary of locations.
+    The rows stand for chunks in a list, or for the keys of a dictionary of locations.
     """
 
     start: int
@@ -143,12 +150,12 @@ class Run(Struct, frozen=True, eq=False):
 
 
 class Rows:
-    """The columns that are filled from one pickle, and the forms (patterns) that fill them.
+    """The columns that are filled from one pickle, and the patterns (forms) that fill them.
 
-    `shapes` are all different offsets and sizes. For each box, `box_offsets` and `box_sizes` are
-    indices in `shapes`. `names` are all different keys and files. For each location, `place_keys`
-    and `place_files` are indices in `names`, `place_offsets` is an index in `shapes`, and `offsets`
-    and `lengths` are bytes in the file.
+    `shapes` are all different offsets and sizes. For each box (chunk), `box_offsets` and
+    `box_sizes` are indices in `shapes`. `names` are all different keys and files. For each
+    location, `place_keys` and `place_files` are indices in `names`, `place_offsets` is an index in
+    `shapes`, and `offsets` and `lengths` are bytes in the file.
     """
 
     def __init__(self, text: bytes) -> None:
@@ -183,10 +190,11 @@ class Rows:
         self._place_words: tuple[bytes, ...] = ()
 
     def match(self, cls: str, data: Any, position: int, memo: dict[int, Any]) -> Any:
-        """Matches the object that follows a class; returns its row, and the position after it.
+        """Matches the object that follows the class name `cls`; returns it, and where it ends.
 
-        The row is in a list, since one form has two: an index, and the place that follows it. None
-        if the class has no form, or the bytes do not have it.
+        The object is in a list, as a value or as a row. The list has two rows if an index is
+        followed by its location. None if the class has no pattern (form), or the bytes do not match
+        it.
         """
         form = self._forms.get(cls)
         return None if form is None else form(data, position, memo)
@@ -197,7 +205,7 @@ class Rows:
             self.skipped += count
 
     def recall(self, number: int) -> Any:
-        """The value within a form to which the pickle gave this memo number.
+        """The value within a matched object to which the pickle gave this memo number.
 
         Raises Unusual if the value was not remembered.
         """
@@ -219,15 +227,15 @@ class Rows:
     # -- columns
 
     def boxes(self, run: Run) -> Iterator[tuple[int, int]]:
-        """Yields for each box in a run of rows the indices in `shapes` of its offsets and sizes."""
+        """Yields for each box in these rows the indices in `shapes` of its offsets and sizes."""
         rows = slice(run.start, run.stop)
         yield from zip(self.box_offsets[rows], self.box_sizes[rows], strict=True)
 
     def places(self, run: Run) -> Iterator[tuple[str, int, str, int, int]]:
-        """Yields the locations in a run of rows, each as five values.
+        """Yields the locations in these rows, each as five values.
 
-        They are the item's key, the index of its offsets in `shapes`, its file, its offset and its
-        length.
+        The values are the item's key, the index of its offsets in `shapes`, its file, its first
+        byte in the file, and its length.
         """
         names = self.names
         for row in range(run.start, run.stop):
@@ -235,7 +243,7 @@ class Rows:
             yield key, self.place_offsets[row], file, self.offsets[row], self.lengths[row]
 
     def extend(self, target: list[Any], items: list[Any]) -> None:
-        """Appends values to a list; runs of consecutive chunks are merged into one."""
+        """Appends values to a list; rows of consecutive chunks are merged into one `Run`."""
         for item in items:
             if type(item) is Run and target:
                 last = target[-1]
@@ -247,8 +255,8 @@ class Rows:
     def set_items(self, target: dict[Any, Any], flat: list[Any]) -> list[Any]:
         """Adds the locations among the pairs in `flat` to the columns; returns all other items.
 
-        `flat` has keys and values in turn. One `Run` of rows in `target` stands for all these
-        locations.
+        `flat` has keys and values in turn. In the dictionary `target`, one `Run` of rows stands for
+        all the locations that were added.
         """
         start, number_of = len(self.offsets), self._number_of
         rest: list[Any] = []
@@ -305,7 +313,7 @@ class Rows:
         return [known], match.end()
 
     def _tensor(self, data: Any, position: int, memo: dict[int, Any]) -> Any:
-        """Recognizes a description that was read before, with the same bytes.
+        """Recognizes the description of a tensor if one with the same bytes was read before.
 
         References in it are to the same values, since no number is given twice, and these do not
         change meanwhile (`_is_fixed`). The first such description is read instruction by
@@ -323,7 +331,8 @@ class Rows:
     def build(self, value: Foreign, state: Any, position: int) -> None:
         """Notes an object that gets its state from the instruction that ends at this position.
 
-        Raises Unusual for an object with a state: several keys may have the same description.
+        Raises Unusual for an object that has a state already: one description object may belong to
+        several keys, so its state must not change.
         """
         if value.state is not None:
             raise Unusual
@@ -353,7 +362,7 @@ class Rows:
         return [Run(row, row + 1)], match.end()
 
     def _index_and_info(self, data: Any, position: int, memo: dict[int, Any]) -> Any:
-        """An index and the place that follows it, as zckpt's own writer has them."""
+        """Matches an index and the location that follows it, in the order of zckpt's own writer."""
         match = self.forms.place.match(data, position)
         if match is None:
             return None
@@ -440,8 +449,8 @@ class Rows:
     ) -> int | None:
         """The index in `shapes` of a shape that a pickle writes in one of three ways.
 
-        It is a new torch.Size with the tuple `text`, a `plain` tuple, or a reference to a shape
-        that was written before. None for a reference to any other value.
+        The shape may be a new torch.Size with the tuple `text`, a `plain` tuple, or a reference to
+        a shape that was written before. None for a reference to any other value.
         """
         if plain is not None:
             known = self._known_shapes.get(b"t" + plain)
@@ -473,8 +482,8 @@ class Rows:
     ) -> None:
         """Counts the memo numbers that the pickle gives to a shape's tuples and its torch.Size.
 
-        The last of them is remembered, so that `recall` finds the shape. The empty tuple has no
-        number.
+        The last of these numbers is remembered, so that `recall` finds the shape. The empty tuple
+        has no number.
         """
         if not self.is_numbered:
             return
@@ -499,7 +508,7 @@ class Rows:
         return known
 
     def _word(self, ref: bytes | None, memo: dict[int, Any]) -> Any:
-        """The value of a reference that occurs in many forms; it is looked up only once."""
+        """The value of a reference that many objects of the pickle contain; looked up only once."""
         if ref is None:
             return None
         known = self._words.get(ref)
@@ -508,7 +517,7 @@ class Rows:
         return known
 
     def _value(self, ref: bytes, memo: dict[int, Any]) -> Any:
-        """Looks up a reference by its memo number; raises as `recall`."""
+        """Looks up the value of a reference by its memo number; raises as `recall`."""
         number = ref[1] if len(ref) == 2 else int.from_bytes(ref[1:], "little")
         return memo[number] if number in memo else self.recall(number)
 
@@ -525,7 +534,7 @@ def _integers(text: bytes) -> tuple[int, ...]:
 
 
 def _integer(text: bytes) -> int:
-    """The integer that a pickle instruction puts on the stack."""
+    """The integer that a pickle instruction contains."""
     code = text[:1]
     if code in b"KM":
         return int.from_bytes(text[1:], "little")

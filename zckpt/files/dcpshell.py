@@ -37,7 +37,7 @@ NEAR = 4 << 10  # bytes; checksums nearer to each other are written together
 class ItemShell(Struct, frozen=True):
     """An item of an item file, without the data of its tensor.
 
-    `box` is the box of the tensor that the item holds; None if it holds another value.
+    `box` is the part of a tensor (chunk) that the item holds; None if it holds any other value.
     """
 
     key: str
@@ -46,7 +46,7 @@ class ItemShell(Struct, frozen=True):
 
 
 class SavedItem(Struct, frozen=True):
-    """An item and its location; the file is relative to the folder of `.metadata`."""
+    """An item and its location, whose file is relative to the folder of `.metadata`."""
 
     item: ItemShell
     location: ItemLocation
@@ -60,20 +60,20 @@ class SavedItem(Struct, frozen=True):
 
 @lru_cache(1 << 12)
 def tensor_shell(dtype: str, sizes: tuple[int, ...]) -> Shell:
-    """The file of one tensor without its data, cached for tensors of equal dtype and sizes."""
+    """The file of one tensor, without its data; cached for tensors of equal dtype and sizes."""
     storages = Storages()
     return shell("archive", storages.tensor(dtype, sizes), storages)
 
 
 @lru_cache(1 << 12)
 def scalar_shell(value: Scalar, _text: str) -> Shell:
-    """The file of one number, cached for equal numbers; `_text` distinguishes 0.0 from -0.0."""
+    """The file of one number, cached for equal numbers; `_text` keeps 0.0 and -0.0 apart."""
     storages = Storages()
     return shell("archive", storages.scalar(value), storages)
 
 
 def in_files(items: Iterable[ItemShell], limit: int) -> Iterator[list[ItemShell]]:
-    """Distributes items over files of at most `limit` bytes; a larger item gets its own file."""
+    """Distributes items over files of at most `limit` bytes; a larger item gets a separate file."""
     return portions(items, lambda item: align(item.shell.size, ALIGNMENT), limit)
 
 
@@ -89,11 +89,11 @@ def item_file(name: str, items: Sequence[ItemShell]) -> tuple[Shell, list[SavedI
 
 
 def seal_items(root: Folder, table: ItemTable, crcs: Mapping[str, Mapping[int, int]]) -> None:
-    """Writes the CRC-32 of every record into the zip directory of its item.
+    """Writes the CRC-32 of every record (zip member) into the zip directory of its item.
 
-    `root` contains the folder of `table`. `crcs` are by the path of a file, then by the offset of
-    the record's data. The items were just laid out. So items of one length whose data begin alike
-    have their checksums at the same places.
+    `root` contains the folder of `table`. `crcs` maps the path of a file, and then the offset of
+    the record's data, to the CRC-32. zckpt has just laid out these items. So two items of the same
+    length whose data begin at the same offsets have their checksums at the same places.
     """
     places: dict[tuple[int, ...], list[int]] = {}
     for path, items in table.by_file():
@@ -116,7 +116,7 @@ def seal_items(root: Folder, table: ItemTable, crcs: Mapping[str, Mapping[int, i
 
 
 def _places(file: int, item: Extent, data: Collection[int]) -> list[int]:
-    """The offsets of the CRC-32 fields in an item: two for each record.
+    """The offsets of the CRC-32 fields in an item: two for each record (zip member).
 
     `data` are the offsets at which the data of these records begin.
     """
@@ -125,7 +125,7 @@ def _places(file: int, item: Extent, data: Collection[int]) -> list[int]:
 
 
 def _write(file: int, patches: Sequence[tuple[int, int]]) -> None:
-    """Writes checksums at their places, in order; those near to each other in one write."""
+    """Writes checksums at their offsets, in order; neighboring ones are written together."""
     near: list[tuple[int, int]] = []
     for patch in patches:
         if near and patch[0] - near[-1][0] >= NEAR:
@@ -144,7 +144,7 @@ def _write_near(file: int, patches: Sequence[tuple[int, int]]) -> None:
 
 
 def crcs_of(outcome: Any) -> dict[str, dict[int, int]]:
-    """The CRC-32s of the records that a copy has filled: file -> offset in the file -> CRC-32."""
+    """The CRC-32s of the zip members that a copy has filled, by file and then by offset."""
     crcs: dict[str, dict[int, int]] = {}
     for extent, crc in outcome.records.items():
         crcs.setdefault(extent.file, {})[extent.offset] = crc
@@ -159,7 +159,8 @@ def metadata(
 ) -> Foreign:
     """The object to pickle as `.metadata`; files of locations are relative to its folder.
 
-    `paths` are the keys that lead to each item in the program's state dict. torch ignores `others`.
+    `paths` are the keys that lead to each item in the program's state dict. `others` are further
+    fields, which torch ignores.
     """
     return _record(
         "metadata.Metadata",

@@ -1,8 +1,8 @@
 """The contents of `.metadata`: tensors, their chunks ("boxes"), and the locations of items.
 
 A checkpoint of many ranks has millions of chunks, and an object for each takes hundreds of bytes.
-So chunks and locations are stored as columns of numbers. The objects for a tensor's chunks, and for
-the location of one, are made when they are read:
+So chunks and locations are stored as columns of numbers. The objects for the chunks of a tensor, or
+for one location, are made when they are read:
 
     boxes     offsets, sizes                              each the index of a tuple in `Shapes`
     places    key and offsets as one number, in order; file, offset, length
@@ -43,38 +43,38 @@ class ItemBox(Struct, frozen=True):
 
 
 class Shapes:
-    """Offsets and sizes of boxes: each different tuple is stored once, and found by its index."""
+    """The offsets and sizes of boxes (chunks): each different tuple is stored once, in `values`."""
 
     def __init__(self) -> None:
         self.values: list[tuple[int, ...]] = []
         self._numbers: dict[tuple[int, ...], int] = {}
 
     def number(self, values: tuple[int, ...]) -> int:
-        """The index of a tuple of offsets or sizes in `values`; it is added if it is new."""
+        """The index of a tuple of offsets or sizes in `self.values`; a new tuple is added."""
         number = self._numbers.setdefault(values, len(self.values))
         if number == len(self.values):
             self.values.append(values)
         return number
 
     def known(self, values: tuple[int, ...]) -> int | None:
-        """The index of a tuple of offsets or sizes in `values`; None if it was never added."""
+        """The index of a tuple of offsets or sizes in `self.values`; None if it was never added."""
         return self._numbers.get(values)
 
 
 class BoxColumns:
-    """The boxes of all tensors of a table, as columns of indices in `Shapes`."""
+    """The boxes (chunks) of all tensors of a table, as columns of indices in `Shapes`."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
         self.offsets, self.sizes = array("i"), array("i")
 
     def since(self, start: int) -> BoxRows:
-        """The boxes of the tensor whose first box is row `start`, up to the last row."""
+        """The boxes from row `start` up to the last row, which belong to one tensor."""
         return BoxRows(self, start, len(self.sizes))
 
 
 class BoxRows(Sequence[ItemBox]):
-    """The boxes of one tensor: rows [start, stop) of the columns."""
+    """The boxes (chunks) of one tensor: rows [start, stop) of `BoxColumns`."""
 
     __slots__ = ("columns", "start", "stop")
 
@@ -106,9 +106,9 @@ class BoxRows(Sequence[ItemBox]):
 
 
 class TensorItem(Struct, frozen=True):
-    """The description of a tensor: its dtype, shape and boxes.
+    """The description of a tensor: its dtype, shape and boxes (chunks).
 
-    `torch_dtype` is torch's name of its dtype, which zckpt may not support.
+    `torch_dtype` is torch's name of the dtype, which zckpt may not support.
     """
 
     torch_dtype: str
@@ -133,7 +133,7 @@ Items = dict[str, TensorItem | None]
 
 
 class ItemLocation(Struct, frozen=True):
-    """The file and the bytes in which an item was saved."""
+    """The file and the bytes in which an item of torch.distributed.checkpoint was saved."""
 
     file: str
     offset: int
@@ -146,11 +146,11 @@ class ItemLocation(Struct, frozen=True):
 
 
 class Places(Mapping[ItemKey, ItemLocation]):
-    """The location of each item.
+    """The location of each item, as columns of numbers.
 
-    Rows are sorted by key, in the order of `key_numbers`, and then by the offsets of boxes. For
-    each row, `files` has the index of its file in `paths`, and `offsets` and `lengths` the bytes in
-    this file.
+    The rows of the columns are sorted by key, in the order of `key_numbers`, and then by the
+    offsets of boxes (chunks). For each row, `files` has the index of the item's file in `paths`,
+    and `offsets` and `lengths` its bytes in this file.
     """
 
     def __init__(self, shapes: Shapes, keys: dict[str, int], paths: list[str]) -> None:
@@ -162,7 +162,7 @@ class Places(Mapping[ItemKey, ItemLocation]):
 
     @classmethod
     def of(cls, locations: Mapping[ItemKey, ItemLocation]) -> Places:
-        """Makes the columns from a dictionary of keys (with box offsets) and locations."""
+        """Makes the columns from a dictionary: keys and box offsets to locations."""
         entered = EnteredPlaces(Shapes())
         for (key, offsets), location in locations.items():
             number = -1 if offsets is None else entered.shapes.number(offsets)
@@ -170,7 +170,7 @@ class Places(Mapping[ItemKey, ItemLocation]):
         return entered.in_order()
 
     def row(self, key: str, offsets: tuple[int, ...] | None) -> int | None:
-        """The index of the row with an item's location; None if there is none."""
+        """The index of the row with an item's location; None if the item has no location."""
         number = self.key_numbers.get(key)
         of_offsets = -1 if offsets is None else self.shapes.known(offsets)
         if number is None or of_offsets is None:
@@ -199,14 +199,14 @@ class Places(Mapping[ItemKey, ItemLocation]):
         return repr(dict(self))
 
     def named(self, rows: Sequence[int]) -> Iterator[ItemKey]:
-        """Yields the key and the offsets of the item in each of these rows."""
+        """Yields the key and the box offsets of the item in each of these rows."""
         names, values = [*self.key_numbers], self.shapes.values
         for row in rows:
             key, offsets = divmod(self.codes[row], self.base)
             yield names[key], values[offsets - 1] if offsets else None
 
     def by_file(self) -> Iterator[tuple[str, list[int]]]:
-        """Yields each file with its rows, in the order of their bytes."""
+        """Yields each file with the rows of its items, sorted by their offsets in the file."""
         in_file = [array("i") for _ in self.paths]
         for row, file in enumerate(self.files):
             in_file[file].append(row)
@@ -225,7 +225,7 @@ class EnteredPlaces:
         self._offsets, self._lengths = array("q"), array("q")
 
     def enter(self, key: str, offsets: int, path: str, offset: int, length: int) -> None:
-        """Adds an item's location; `offsets` is the index of its offsets in `shapes`, or -1."""
+        """Adds an item's location; `offsets` is the index of its box offsets in `shapes`, or -1."""
         self._of_keys.append(self._keys.setdefault(key, len(self._keys)))
         self._of_offsets.append(offsets)
         self._files.append(self._paths.setdefault(path, len(self._paths)))
@@ -233,7 +233,7 @@ class EnteredPlaces:
         self._lengths.append(length)
 
     def in_order(self) -> Places:
-        """All locations, sorted; raises CorruptCheckpoint if one item has two."""
+        """All locations, sorted; raises CorruptCheckpoint if an item has two locations."""
         places = Places(self.shapes, self._keys, [*self._paths])
         base = places.base = len(self.shapes.values) + 1
         pairs = zip(self._of_keys, self._of_offsets, strict=True)
@@ -261,7 +261,7 @@ class ItemTable(Struct, frozen=True):
     `paths` are the keys that lead to each item, in the order of the saved state; it is empty if the
     writer did not keep them. `copies` are further locations of items that several ranks saved.
     `unsaved` are keys that have a path, but no item from any rank. `others` are the fields that
-    describe no item: `planner_data`, `version`, `storage_meta`, and those that a writer has added.
+    describe no item: `planner_data`, `version`, `storage_meta`, and fields that a writer has added.
     """
 
     folder: str
@@ -292,7 +292,7 @@ class ItemTable(Struct, frozen=True):
         return row
 
     def by_file(self) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-        """Yields each file with its items' offsets and lengths, in the order of their bytes."""
+        """Yields each file with its items' offsets and lengths, sorted by offset."""
         places, copies = self.locations, dict[str, list[tuple[int, int]]]()
         for copy in chain.from_iterable(self.copies.values()):
             copies.setdefault(copy.file, []).append((copy.offset, copy.length))
@@ -305,5 +305,5 @@ class ItemTable(Struct, frozen=True):
 
 
 def called(key: str, offsets: tuple[int, ...] | None) -> str:
-    """An item's name in messages: its key, with the offsets of the box."""
+    """An item's name in messages: its key, and for a box (chunk) of a tensor its offsets."""
     return safe(key) if offsets is None else f"{safe(key)} at {list(offsets)}"

@@ -1,15 +1,15 @@
 """Checks an HDF5 file without checksums for contradictions between its parts.
 
 Files of the old kind, which h5py writes by default, have addresses in superblock, headers, B-trees
-and heaps (HDF5 file format specification 3.0, II.A, III.A to III.E, IV.A). A flipped bit in one of
-them can lead to other bytes, or empty a group, and the library reports nothing. Three rules reveal
-such damage:
+and heaps (HDF5 file format specification 3.0, II.A, III.A to III.E, IV.A). A flipped bit in an
+address can lead to other bytes, or empty a group, and the library reports nothing. Three rules
+reveal such damage:
 
-* A group has exactly the names in its heap. A deleted link leaves a free block in the heap, or its
-  name if that has less than 16 bytes, which looks like damage. Engines delete no links.
+* A group has exactly the names in its heap. A deleted link leaves a free block in the heap; if its
+  name has less than 16 bytes, it leaves the name, which looks like damage. Engines delete no links.
 * No two blocks share bytes.
-* Bytes beside a dataset that belong to no block are zero. They are not zero where a deleted dataset
-  lay, or one whose address has changed.
+* Bytes beside a dataset that belong to no block are zero. They are not zero if a deleted dataset
+  lay there, or a dataset whose address has changed.
 
 Objects of the new kind have checksums.
 """
@@ -45,10 +45,11 @@ class FileBlock(Struct, frozen=True):
 
 
 class Blocks(Struct, eq=False, dict=True):
-    """Collects the blocks of a file of the old kind, and checks that they agree.
+    """Collects the blocks of a file of the old kind, and checks that they do not share bytes.
 
-    A block is a range of bytes with one owner, such as a header or the data of a dataset. For files
-    of the new kind, groups and datasets are ignored. Methods raise CorruptCheckpoint and OSError.
+    A block is a range of bytes with one owner, such as a header or the data of a dataset. Files of
+    the old kind have no checksums. For files of the new kind, groups and datasets are ignored.
+    Methods raise CorruptCheckpoint and OSError.
     """
 
     path: str
@@ -96,7 +97,7 @@ class Blocks(Struct, eq=False, dict=True):
                 )
 
     def orphans(self) -> list[Extent]:
-        """The byte ranges beside datasets that belong to no block and are not zero."""
+        """The byte ranges beside datasets that no known object owns, although they are not zero."""
         orphans, left = [], MAX_GAPS
         before = FileBlock(0, 0, "")
         last = FileBlock(self.size, self.size, "")
@@ -146,7 +147,7 @@ class Blocks(Struct, eq=False, dict=True):
                 at = stop
 
     def _add_tree(self, root: int, name: str) -> None:
-        """Adds the blocks of a group's B-tree, and those of the symbol nodes (leaves) below it."""
+        """Adds the blocks of a group's B-tree, and of the symbol nodes (leaves) below the tree."""
         waiting, nodes = [root], {root}
         while waiting:
             node = waiting.pop()

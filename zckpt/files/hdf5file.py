@@ -1,7 +1,7 @@
 """Reads HDF5 files: where the bytes of each tensor lie, and the values of small datasets.
 
-h5py gives the place of a dataset's bytes, which are then read from the file itself. Only datasets
-that are one contiguous run of bytes are read, and only inside the file itself.
+h5py only tells where a dataset's bytes are; zckpt then reads them from the file itself. A dataset
+must be one contiguous range of bytes in this file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DTYPES = {name: dtype for name, dtype in FROM_TORCH.items() if dtype in NUMBERS 
 
 
 class Dataset(Struct, frozen=True):
-    """A tensor of an HDF5 file, stored as one run of bytes."""
+    """A tensor of an HDF5 file, stored in one byte range."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Dataset(Struct, frozen=True):
 
 
 class HDF5Contents(Struct, frozen=True):
-    """A file's tensors, and its values (numbers, lists of them, text), by their paths inside it.
+    """A file's tensors, and its values (numbers, lists of numbers, texts), by paths inside it.
 
     `orphans` are byte ranges beside datasets that belong to no object, though they are not zero.
     """
@@ -71,9 +71,9 @@ def is_hdf5(path: str) -> bool:
 
 
 def root_names(path: str) -> set[bytes]:
-    """The names in the root group; empty if the file is not HDF5 or is damaged.
+    """The names in the root group; empty if the file is damaged, or is not HDF5.
 
-    Raises MissingExtra if the file is HDF5 and h5py is missing.
+    Raises MissingExtra if the file is HDF5 and h5py is not installed.
     """
     if not is_hdf5(path):
         return set()
@@ -111,9 +111,9 @@ def _raise_if_system(path: str, error: Exception) -> None:
 def read(path: str, is_tensor: Callable[[str], bool]) -> HDF5Contents:
     """Reads the contents of a file; tensors are only located.
 
-    `is_tensor` decides by a dataset's path whether it is a tensor or a value to read. Raises
-    CorruptCheckpoint, UnsupportedCheckpoint (chunks, compression, links, user blocks),
-    MissingExtra.
+    `is_tensor` is called with the path of each dataset, and returns whether the dataset is a
+    tensor; if not, its value is read. Raises CorruptCheckpoint, UnsupportedCheckpoint (chunks,
+    compression, links, user blocks), MissingExtra.
     """
     h5py = import_h5py()
     try:
@@ -156,7 +156,8 @@ class _Bounds:
     """Limits the total bytes of all datasets to the file's size, and the number of texts read.
 
     In a valid file, datasets do not overlap. In a hostile file, datasets that share their bytes
-    could have any total size. So could texts, which a heap lists one after another.
+    could have any total size, and so could texts. To find a text in a heap, zckpt passes over all
+    texts before it; the number of these steps is limited too.
     """
 
     def __init__(self, path: str, file_size: int) -> None:
@@ -166,7 +167,7 @@ class _Bounds:
         self.steps = MAX_STEPS
 
     def take(self, name: str, length: int) -> None:
-        """Counts a dataset's bytes; raises CorruptCheckpoint if the sum exceeds the file's size."""
+        """Counts a dataset's bytes; raises CorruptCheckpoint if all exceed the file's size."""
         self.bytes -= length
         if self.bytes < 0:
             raise CorruptCheckpoint(
@@ -187,8 +188,8 @@ class _Bounds:
 def _datasets(h5py: Any, path: str, blocks: Blocks, root: Any) -> Iterator[tuple[str, Any]]:
     """Yields every dataset by its path; refuses soft and external links, and circles of groups.
 
-    It uses h5py's low-level objects: a file has tens of thousands of datasets, and the high-level
-    objects take 4 times as long.
+    This function uses h5py's low-level objects: a file has tens of thousands of datasets, and the
+    high-level objects take 4 times as long.
     """
     addresses: set[int] = set()
     waiting: list[tuple[str, Any, int]] = [("", h5py.h5g.open(root, b"/"), 0)]
@@ -276,8 +277,8 @@ def _value(
 ) -> tuple[Any, Extent]:
     """Reads a number, a list of numbers, or a text; also returns its byte range.
 
-    The bytes are read here, not by h5py: in a damaged file the library trusts what it reads, and
-    crashes.
+    The bytes are read here, not by h5py: in a damaged file, h5py's library trusts the sizes that it
+    reads, and crashes.
     """
     numpy_dtype = dataset.dtype
     is_text = numpy_dtype.kind == "O" and h5py.check_string_dtype(numpy_dtype) is not None

@@ -1,8 +1,8 @@
 """Writes HDF5 files without their tensors' data, which is filled in afterwards.
 
 h5py makes a file of groups, headers and numbers, in which no tensor has bytes yet. Each tensor then
-gets a byte range after them, and its header gets the address. So neither memory nor disk space
-grows with the size of the tensors.
+gets a byte range at the end of this file, and its header gets the address of the range. So neither
+memory nor disk space grows with the size of the tensors.
 
 Turned down: writing the format by hand, as torchshell.py does for zips. HDF5's B-trees and heaps
 are not worth a second implementation. Turned down too: h5py's alignment option, with which HDF5 2.0
@@ -36,7 +36,7 @@ NOWHERE = b"\xff" * ADDRESS.size
 
 
 class EmptyDataset(Struct, frozen=True):
-    """A tensor whose elements are filled in later."""
+    """A tensor for an HDF5 file, whose elements are filled in later."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -1,8 +1,8 @@
-"""Writes plain data and inert records as a pickle of protocol 2: the reverse of unpickle.py.
+"""Writes plain data and records of inert.py as a pickle of protocol 2: the reverse of unpickle.py.
 
 The standard Pickler would import every class that it names. This one writes a `Global` by its name,
-and a `Foreign` record as the call that it was read from. The memo has only names and texts. Tensors
-share memory by the key of their storage.
+and a `Foreign` record as the call that it was read from. Only names and texts get memo numbers.
+Tensors that share memory name the same storage, by its key.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ LONG = 10_000  # from this number on, integers are written in a faster way
 
 
 def dumps(value: Any, special: Callable[[Any], Any]) -> bytes:
-    """The pickle of `value`.
+    """Returns the pickle of `value`.
 
-    `special` turns a value of an unknown type into a `Foreign`, a `Global` or a `Persistent`. If
-    it returns None, a TypeError is raised.
+    `special` is called for a value of an unknown type, and turns it into a `Foreign`, a `Global` or
+    a `Persistent`. If it returns None, a TypeError is raised.
     """
     parts: list[bytes] = [b"\x80\x02"]
     _Writer(parts.append, special).write(value)
@@ -42,7 +42,7 @@ class Persistent(Struct, frozen=True):
 
 
 class Repeated(Struct, frozen=True, eq=False):
-    """A value that occurs many times; its bytes are reused from the second time on."""
+    """A value that occurs many times; later occurrences reuse its bytes (see `_Writer.again`)."""
 
     value: Any
 
@@ -51,7 +51,7 @@ class Record(Struct, frozen=True, eq=False):
     """An object with attributes, as `Foreign.instance` makes it, for classes with many objects.
 
     `form` is the class and the names of its attributes. All objects of a class must use the same
-    tuple object as their `form`: an equal copy counts as another form.
+    tuple object as their `form`, because forms are recognized by identity.
     """
 
     form: tuple[Global, tuple[str, ...]]
@@ -82,8 +82,8 @@ class _Writer(Struct, eq=False):
     def again(self, value: Repeated) -> None:
         """Writes a value that occurs many times.
 
-        The first time, its texts and globals get memo numbers. The second time it is written with
-        references to these numbers. From then on these bytes are reused.
+        The first time, the texts and globals in it get memo numbers. The second time, it is written
+        with references to these numbers. From then on the bytes of the second time are reused.
         """
         opcodes = self.repeated.get(id(value))
         if opcodes is None and id(value) in self.repeated:
@@ -102,8 +102,8 @@ class _Writer(Struct, eq=False):
         """Writes a record, whose form is its class and the names of its attributes.
 
         The first record of a form is written like any object, which gives memo numbers to the class
-        and the names. After that, the bytes between the values of a record are always equal, and
-        are reused.
+        and the names. In later records, the bytes between the values are always equal, and are
+        reused.
         """
         function, names = value.form
         form_opcodes = self.forms.get(id(value.form))
@@ -213,7 +213,7 @@ class _Writer(Struct, eq=False):
         self.emit(b"Q")
 
     def text(self, value: str) -> None:
-        """Writes a text that was not written before."""
+        """Writes a text that was not written before, and gives it a memo number."""
         data = value.encode("utf-8", "surrogatepass")
         self.emit(b"X" + struct.pack("<I", len(data)) + data)
         self._remember(value)

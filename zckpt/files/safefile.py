@@ -33,7 +33,7 @@ MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 
 
 class SavedTensor(Struct, frozen=True):
-    """One tensor of a file."""
+    """One tensor of a safetensors file."""
 
     name: str
     dtype: str
@@ -42,14 +42,14 @@ class SavedTensor(Struct, frozen=True):
 
 
 class _Stated(Struct):
-    """The JSON form of a tensor in the header: its bytes are counted from the header's end."""
+    """The JSON form of a tensor in the header; its offsets count bytes after the header's end."""
 
     dtype: Dtype
     shape: Sizes
     data_offsets: tuple[Offset, Offset]
 
     def at(self, name: str, path: str, first: int) -> SavedTensor:
-        """Converts this to a SavedTensor, given the byte `first` at which the header ends."""
+        """Converts this to a SavedTensor; `first` is the file's first byte after the header."""
         start, stop = self.data_offsets
         return SavedTensor(name, self.dtype, self.shape, Extent(path, first + start, stop - start))
 
@@ -63,8 +63,8 @@ def read_with_metadata(path: str, begin: int = 0) -> tuple[list[SavedTensor], di
     """Reads the header: the tensors in the order of their bytes, and the metadata's texts.
 
     `begin` is the first byte of the safetensors data in the file. Raises CorruptCheckpoint if the
-    header is too long, is malformed or names a tensor twice, and if its offsets leave holes,
-    overlap or exceed the end of the file.
+    header is too long, is malformed or names a tensor twice, or if its offsets leave gaps, overlap
+    or exceed the end of the file.
     """
     with sources.opened(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -123,7 +123,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def split(
     stem: str, tensors: Iterable[T], length: Callable[[T], int], most: int
 ) -> list[tuple[str, list[T]]]:
-    """Distributes tensors over files of at most `most` bytes; returns file names with tensors.
+    """Distributes tensors over files of at most `most` bytes; returns each file's name and tensors.
 
     A tensor that is larger than `most` gets a separate file.
     """
@@ -135,7 +135,7 @@ def split(
 
 
 def shell(name: str, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Shell:
-    """The file without tensor data, for consecutive tensors `(name, dtype, shape)`."""
+    """The file `name` without tensor data, for consecutive tensors `(name, dtype, shape)`."""
     head, size = header(tensors)
     return Shell(name, size, ((0, head),))
 

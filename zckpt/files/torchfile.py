@@ -59,11 +59,11 @@ _refused: dict[tuple[str, tuple[int, int, int]], ZckptError] = {}
 
 
 class _Loaded(Struct, frozen=True, eq=False):
-    """A parsed pickle: its value, and the sums over its tensors, where equal views count once.
+    """A parsed pickle: its value, and sums over its tensors, in which equal views count once.
 
-    `bytes` is the sum of their elements' bytes. `runs` is the number of separate byte ranges that
-    hold the elements of tensors which are not contiguous. `names` are the classes and functions
-    that the pickle names.
+    `bytes` is the sum of the tensors' bytes. `runs` is the number of separate byte ranges that hold
+    the elements of tensors which are not contiguous. `names` are the classes and functions that the
+    pickle names.
     """
 
     value: Any
@@ -75,8 +75,8 @@ class _Loaded(Struct, frozen=True, eq=False):
 class Parsed(dict[tuple[int, int, int], _Loaded]):
     """A cache for the files of all ranks, so that equal contents are parsed once.
 
-    It maps a pickle, by length, CRC-32 and hash, to its contents. `files` has opened files by path,
-    for readers that open a file twice. `directories` are zip directories.
+    It maps a pickle (by its length, CRC-32 and hash) to its parsed contents. `files` has opened
+    files by path, for readers that open a file twice. `directories` are parsed zip directories.
     """
 
     def __init__(self) -> None:
@@ -102,9 +102,10 @@ def _read(path: str, length: int, offset: int) -> bytes:
 class TorchFile:
     """One file of torch.save: `value` is the saved value; `extent` and `read` locate the bytes.
 
-    If a file contains several consecutive ones, `within` is the byte range of this one. `file` is
-    its descriptor if it is open. Raises CorruptCheckpoint (truncated, flipped bits in the pickle,
-    overlapping members) and UnsupportedCheckpoint (big-endian, compressed, torch < 0.1.10).
+    If several such files follow each other in the file at `path`, `within` is the byte range of
+    this one. `file` is the descriptor of the file at `path` if it is open. Raises CorruptCheckpoint
+    (truncated, flipped bits in the pickle, overlapping members) and UnsupportedCheckpoint
+    (big-endian, compressed, torch < 0.1.10).
     """
 
     def __init__(
@@ -149,8 +150,9 @@ class TorchFile:
     ) -> TorchFile:
         """Makes a TorchFile for one row-major tensor in `record`, without opening the file.
 
-        It is used if the file is lost, and if the place of an item's data was computed from items
-        of the same form that were opened before. `pread` reads the tensor's bytes.
+        It is used if the file is lost, or if the data offset of an item of
+        torch.distributed.checkpoint was computed from similar items that were opened. `pread` reads
+        the tensor's bytes.
         """
         file, extent = cls.__new__(cls), record.extent
         file.pread = pread
@@ -207,7 +209,7 @@ class TorchFile:
         return self.extent(tensor.part(0, count)), tensor.strides
 
     def fragments(self, tensor: Tensor) -> Fragments:
-        """The fragments of a tensor with any strides: runs of row-major elements in the file."""
+        """The fragments of a tensor with any strides: byte ranges of its row-major elements."""
         if tensor.contiguous:
             return solid(tensor.numel, self.extent(tensor))
         size, strides, extent = SIZES[tensor.dtype], tensor.strides, self.whole(tensor)
@@ -222,7 +224,8 @@ class TorchFile:
     def read(self, tensor: Tensor) -> bytes:
         """Reads the bytes of a small contiguous tensor; raises CorruptCheckpoint for a wrong CRC.
 
-        A step is not copied and checked like other tensors, so its small record is checked here.
+        It is used for tensors such as the step, which no conversion copies and checks like a
+        weight. So the CRC-32 of the tensor's storage is checked here, if the storage is small.
         """
         extent, record = self.extent(tensor), self._record(tensor)
         crc, whole = record.crc, record.extent
@@ -257,7 +260,7 @@ class TorchFile:
         return self.scalar(value) if is_number else value
 
     def kept(self, value: Any, path: str, entries: dict[Key, Entry]) -> Any:
-        """Copies a value; its tensors are replaced by names, and added to `entries` under these.
+        """Copies a value, with a name in place of each tensor; adds the tensors to `entries`.
 
         The tensors get the slot `state`. A 0-d tensor is replaced by its value. `path` is the
         value's path in the saved dictionary, from which the names are made.
@@ -271,15 +274,15 @@ class TorchFile:
         return map_values(value, lambda item, key: self.kept(item, inside(path, key), entries))
 
     def crc(self, tensor: Tensor) -> tuple[int, int | None]:
-        """The size of the record with the tensor's storage, and its stated CRC-32."""
+        """The size of the record (zip member) with the tensor's storage, and its stated CRC-32."""
         record = self._record(tensor)
         return record.extent.length, record.crc
 
     def summary(self, value: Any) -> Any:
         """Converts a value to JSON that is equal for equal values.
 
-        A tensor is given by its type, shape and CRC-32. Its bytes are read if it is only a part of
-        its storage, or if the file states no checksum.
+        A tensor is converted to a text of its type, shape and CRC-32. The tensor's bytes are read
+        if it is only a part of its storage, or if the file states no checksum.
         """
         return to_json(self._summary(value, None))
 
@@ -380,7 +383,7 @@ class TorchFile:
             return parsed[key]
 
     def _parse(self, text: bytes, key: tuple[int, int, int]) -> _Loaded:
-        """Parses the pickle of a zip; remembers an error, since several formats may try a file."""
+        """Parses the pickle of a zip; keeps its error for the next format that tries the file."""
         error_of_first = _refused.get((self.path, key))
         if error_of_first is not None:
             raise error_of_first
@@ -423,7 +426,7 @@ class TorchFile:
         return loaded
 
     def _legacy_pickles(self, data: bytes) -> tuple[_Loaded, list[Storage], int]:
-        """Parses the saved value; also returns its storages in file order, and their first byte."""
+        """Parses the saved value; also returns its storages in file order, and where they begin."""
         magic = _Parser(data, self.path)
         if magic.load() != 0x1950A86A20F9469CFC6C:
             raise NotACheckpoint(
@@ -476,11 +479,11 @@ def _is_legacy(head: bytes) -> bool:
 def peek(path: str) -> Any:
     """The saved value of a file whose format is not known yet; raises as `TorchFile` does.
 
-    Several formats may try a file before one of them reads it. The parsed pickle is kept for the
-    next format, so it is parsed only once. It is recognized by its bytes, which are read every
-    time: a file that changed is parsed again. Only the last pickle is kept. The reader's TorchFile
-    takes it over, so it does not stay in memory during a copy. A file of torch before 1.6 is parsed
-    every time, since only a parser finds the end of its pickle.
+    Several formats may try a file before one of them reads it. The last parsed pickle is kept for
+    the next format, and recognized by its bytes, which are read every time: a file that changed is
+    parsed again. The reader's TorchFile takes the pickle over, so it does not stay in memory during
+    a copy. A file of torch before 1.6 is parsed every time, since only a parser finds the end of
+    its pickle.
     """
     parsed = Parsed()
     value = TorchFile(path, parsed).value
@@ -506,7 +509,7 @@ class _Parser(Unpickler):
         self.storages: dict[str, Storage] = {}
 
     def loaded(self) -> _Loaded:
-        """The value of the pickle, and the totals of its tensors."""
+        """The value of the pickle, and the sums over its tensors (see `_Loaded`)."""
         value = self.load()
         views = {
             (tensor.storage.key, tensor.offset, tensor.shape, tensor.strides): tensor

@@ -1,8 +1,9 @@
-"""Writes files of torch.save without their data: shells, whose holes are filled later.
+"""Writes files of torch.save without the data of tensors: gaps are left, and filled later.
 
-A shell has the form that torch.save writes: a zip of STORED members, 64-byte aligned, whose
-`data.pkl` names storages. Small tensors (steps) are written immediately. The CRC-32 fields of all
-others stay zero until `state_checksums` fills them in. torch is not imported.
+Such a file is called a shell. It has the form that torch.save writes: a zip of STORED members,
+64-byte aligned, whose `data.pkl` names storages. Small tensors (steps) are written immediately. The
+CRC-32 fields of all other tensors stay zero until `state_checksums` fills them in. torch is not
+imported.
 
 Turned down: torch.serialization.skip_data with FakeTensorMode. It writes such files too, but needs
 torch, is young, and leaves wrong checksums.
@@ -62,9 +63,9 @@ class Storages(Struct, eq=False):
 
 
 def thawed(value: Any, entries: Mapping[Key, Entry], storages: Storages) -> Any:
-    """Copies a value of a manifest's state, with tensors in new storages instead of names.
+    """Copies a value of a manifest's state, with new tensors in place of the names of tensors.
 
-    Numbers of the class `Scalar` become tensors too.
+    Each tensor gets a new storage in `storages`. Numbers of the class `Scalar` become tensors too.
     """
     if isinstance(value, Scalar):
         return storages.scalar(value)
@@ -82,8 +83,9 @@ def shell(name: str, value: Any, storages: Storages) -> Shell:
 class Contents:
     """The contents of a file, or of several files that differ only in their names and tensors.
 
-    torch.save names the folder in a zip after the file, which identifies the rank. If the names
-    have one length, all bytes keep their places: the zip is laid out once for all of them.
+    torch.save names the folder in a zip after the file, whose name identifies the rank. If the
+    names of several files have the same length, all bytes keep their places: then the zip is laid
+    out once for all of these files.
     """
 
     def __init__(self, value: Any, storages: Storages) -> None:
@@ -119,7 +121,7 @@ def _known(inside: str, data: bytes) -> Member:
 
 
 def _special(value: Any) -> Any:
-    """The record of the call by which torch rebuilds a tensor; None for other types."""
+    """Converts a `Tensor` to the call by which torch rebuilds it; None for other types."""
     if isinstance(value, Scalar):
         raise TypeError("a 0-d tensor needs a storage: see Storages.scalar")
     if isinstance(value, Tensor):
@@ -147,8 +149,8 @@ def _storage(tensor: Tensor) -> Persistent:
 class _Zip(Struct, frozen=True):
     """A zip of `size` bytes, laid out for files that differ only in the name of the folder.
 
-    `parts` has the bytes between the holes: each part is an offset and a list of pieces. A file's
-    bytes are the pieces of a part, joined by the file's folder name.
+    `parts` has all bytes except the gaps for tensor data. Each part is its offset, and a list of
+    pieces of bytes: between the pieces, each file gets the name of its own folder.
     """
 
     size: int
@@ -196,8 +198,8 @@ def _zip(folder: int, members: Sequence[Member]) -> _Zip:
 def _part(parts: list[tuple[int, list[bytearray]]], offset: int, stop: int) -> list[bytearray]:
     """Returns the list of pieces to which the caller appends bytes that begin at `offset`.
 
-    It is the list of the last part, which ends at `stop`. If there is a hole between `stop` and
-    `offset`, a new part is added to `parts` first.
+    This is the list of the last part, which ends at `stop`. If there is a gap between `stop` and
+    `offset`, for data that is filled in later, a new part is added to `parts` first.
     """
     if stop < offset:
         parts.append((offset, [bytearray()]))
@@ -205,7 +207,7 @@ def _part(parts: list[tuple[int, list[bytearray]]], offset: int, stop: int) -> l
 
 
 def _add(pieces: list[bytearray], *added: bytes | bytearray) -> None:
-    """Appends pieces; the name of the folder will be inserted between them."""
+    """Appends `added`; the name of the zip's folder will be inserted between its items."""
     pieces[-1] += added[0]
     pieces += map(bytearray, added[1:])
 
@@ -230,7 +232,7 @@ def _entry(inside: bytes, name: int, crc: int, length: int, offset: int) -> tupl
 
 
 def seal_records(root: Folder, manifest: Manifest, outcome: Any) -> None:
-    """Writes the CRC-32s of filled records into the zip directories of their files."""
+    """Writes the CRC-32s of filled records (zip members) into their files' zip directories."""
     by_file: dict[str, dict[int, int]] = {}
     for record in manifest.files.records:
         extent = record.extent
@@ -256,16 +258,17 @@ def seal_whole(
 
 
 def checksums_of(member: ZipMember) -> tuple[int, int]:
-    """The offsets of a member's CRC-32 in its zip: in the local header, and in the directory."""
+    """The offsets of a member's CRC-32 in the file: in its local header, and in the directory."""
     return member.header + 14, member.entry + 16
 
 
 def state_checksums(
     file: int, within: Extent, crcs: Mapping[int, int], directories: Directories | None = None
 ) -> None:
-    """Writes the CRC-32s of a zip's members into a filled file; `crcs` maps data offsets to them.
+    """Writes the CRC-32s of a zip's members into a filled file.
 
-    `directories` are those of other files (see `read_directory`).
+    `crcs` maps the offset of a member's data to its CRC-32. `directories` has parsed directories of
+    other files (see `read_directory`).
     """
     for member in read_directory(file, within, directories).values():
         crc = crcs.get(member.offset)

@@ -1,7 +1,7 @@
 """Tensors in the pickles of torch.save: what torch's functions would build, as plain records.
 
 A `Tensor` has a dtype, a shape, strides and its `Storage`. `TENSORS` is the table of the functions
-that build one. A tensor subclass stays a record that names the class.
+that build a tensor. A tensor subclass stays a `Foreign` record that names the class.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MAX_AXES = 64  # torch's own limit
 
 
 class Storage(Struct, frozen=True):
-    """A storage of `length` bytes; the file names it by `key`.
+    """A storage of `length` bytes; the file calls it `key`.
 
-    If the pickle names only a view of a storage, the view begins at byte `start` of the storage.
+    If the pickle contains only a view of a storage, the view begins at byte `start` of the storage.
     """
 
     key: str
@@ -108,7 +108,7 @@ CONTIGUOUS = ((), (1,))
 
 
 def runs_of(tensor: Tensor) -> int:
-    """The number of contiguous runs in which a tensor's elements lie; 0 if it is contiguous."""
+    """The number of separate byte ranges that hold a tensor's elements; 0 if it is contiguous."""
     if tensor.contiguous:
         return 0
     inner = [size for size, stride in zip(tensor.shape, tensor.strides, strict=True) if stride == 1]
@@ -146,7 +146,7 @@ def _from_type(function: Any, cls: Any, arguments: Any, state: Any) -> Any:
 
 
 def class_of(value: Any) -> str:
-    """The class name of a tensor subclass, if `value` is a record from which torch rebuilds one.
+    """The class name of a tensor subclass, if `value` is a call by which torch rebuilds one.
 
     "" for any other value.
     """
@@ -157,9 +157,9 @@ def class_of(value: Any) -> str:
 
 
 def shape_of_record(value: Foreign) -> tuple[int, ...] | None:
-    """The shape of a tensor subclass, read from its record; None if the record has no shape.
+    """The shape of a tensor subclass, read from the call that rebuilds it; None if it has no shape.
 
-    Only records of `_rebuild_wrapper_subclass` have one.
+    Only calls of `_rebuild_wrapper_subclass` contain a shape.
     """
     function, _, arguments, _ = value.arguments
     is_wrapper = isinstance(function, Global) and function.name.endswith("_wrapper_subclass")

@@ -120,10 +120,11 @@ class Unpickler:
 
     With `is_trusted`, zckpt has just written the pickle, and its value is not checked by
     `require_tree`. With `rows`, frequent objects of `.metadata` become rows of columns (see
-    dcprows.py), and Unusual may be raised. `persistent` converts a persistent id (torch: a storage)
-    to a value. `collects` is a type: values of this type that functions of the table build are also
-    put into `collected`. Raises CorruptCheckpoint if the pickle is not well-formed, or needs more
-    work than any valid pickle of its length.
+    dcprows.py), and Unusual may be raised. `table` maps the names of allowed functions to code that
+    builds their values. `persistent` converts a persistent id (torch: a storage) to a value. If
+    `collects` is a type, values of this type that the table's functions build are also put into
+    `collected`. Raises CorruptCheckpoint if the pickle is not well-formed, or needs more work than
+    any valid pickle of its length.
     """
 
     def __init__(
@@ -160,9 +161,10 @@ class Unpickler:
         self.globals: dict[str, Global] = {}
 
     def load(self) -> Any:
-        """Reads the value of the pickle; stops the garbage collector, since it finds nothing.
+        """Reads the value of the pickle.
 
-        Names of classes and functions are noted, even those whose results the pickle drops.
+        The garbage collector is stopped meanwhile, since it would find nothing. Names of classes
+        and functions are noted (`sources.note_objects`), even if the pickle drops what they build.
         """
         with uncollected():
             try:
@@ -196,8 +198,8 @@ class Unpickler:
     def _operate(self) -> None:
         """Carries out opcodes up to the last one.
 
-        The opcodes that are frequent in tensors are carried out here, in a third of the time of a
-        call.
+        Opcodes that are frequent in pickles of tensors are carried out in this method itself, which
+        takes a third of the time of a call.
         """
         data, memo, marked, position = self.data, self.memo, self.marked, self.position
         rows = self.rows
@@ -302,7 +304,7 @@ class Unpickler:
     # -- the stack
 
     def pop_mark(self) -> list[Any]:
-        """Removes the topmost mark and everything above it; returns the values above it."""
+        """Removes the topmost mark on the stack and all values above it; returns these values."""
         items = self.stack
         if not self.marked:
             raise CorruptCheckpoint(
@@ -371,7 +373,10 @@ class Unpickler:
             raise Unusual
 
     def spend(self, work: int) -> None:
-        """Counts work; raises CorruptCheckpoint if no valid pickle of this length needs as much."""
+        """Counts work; raises CorruptCheckpoint for more work than any valid pickle needs.
+
+        The limit grows with the bytes that were read.
+        """
         self.work += work
         if self.work > SPARE_WORK + WORK_PER_BYTE * (self.position - self.start):
             raise CorruptCheckpoint(

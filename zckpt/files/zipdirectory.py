@@ -1,6 +1,6 @@
 """Reads the directory of a zip: where its members lie.
 
-Members must be STORED, lie inside the zip, and not overlap.
+Members must be STORED (not compressed), lie inside the zip, and not overlap.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _FIELDS = struct.Struct("<4s4xHH4xIIIHHH8xI")
 
 
 class ZipMember(Struct, frozen=True):
-    """One member of a zip, as its directory states it.
+    """One member of a zip, as the zip's directory states it.
 
-    `header`, `entry` and `offset` are the offsets of its local header, of its entry in the
+    `header`, `entry` and `offset` are the offsets of the member's local header, of its entry in the
     directory, and of its data.
     """
 
@@ -49,10 +49,10 @@ class ZipMember(Struct, frozen=True):
 
 
 class _Entry(Struct, frozen=True, gc=False):
-    """One entry of a directory.
+    """One entry of a zip's directory.
 
-    `place` is its offset in the directory. `header` is the offset of the member's local header from
-    the beginning of the zip.
+    `place` is the entry's offset in the directory. `header` is the offset of the member's local
+    header from the beginning of the zip.
     """
 
     name: bytes
@@ -63,15 +63,15 @@ class _Entry(Struct, frozen=True, gc=False):
 
     @property
     def stop(self) -> int:
-        """The earliest end of the member: a local header may have further fields."""
+        """The earliest end of the member's data; further fields in its header would move it."""
         return self.header + 30 + len(self.name) + self.length
 
 
 class _Known(Struct, frozen=True, eq=False):
-    """A parsed directory, kept to recognize others that differ only in the name of the folder.
+    """A parsed zip directory, kept to recognize others that differ only in the name of the folder.
 
-    The bytes of `folder` occur in it only at the beginning of each name. `members` are its entries,
-    each with the offset of its data.
+    The bytes of `folder` occur in the directory only at the beginning of each name. `members` are
+    its entries, each with the offset of its data.
     """
 
     folder: bytes
@@ -89,9 +89,9 @@ def read_directory(
 ) -> dict[str, ZipMember]:
     """Reads the directory at the end of a zip: the members that are not empty, by name.
 
-    All ranks of ZeRO-3 have equal directories, except for the name of the file in them. If
-    `directories` has such a directory, it is not parsed again. Raises CorruptCheckpoint, and
-    UnsupportedCheckpoint for members that are not STORED.
+    With ZeRO-3, the directories of all ranks' files are equal, except for the folder's name in
+    them. If `directories` has such a directory, this one is not parsed. Raises CorruptCheckpoint,
+    and UnsupportedCheckpoint for members that are not STORED.
     """
     zip_ = _Zip(file, within)
     directories = {} if directories is None else directories
@@ -124,8 +124,8 @@ def read_directory(
 def zips_in(file: int, within: Extent) -> list[Extent]:
     """The consecutive zips in these bytes of a file, the last one first.
 
-    Each ends with its directory, which states its distance from the zip's beginning. There may be
-    padding between the zips. Raises CorruptCheckpoint.
+    Each zip ends with its directory, which states its distance from the zip's beginning. There may
+    be padding between the zips. Raises CorruptCheckpoint.
     """
     zips, stop = [], within.offset + within.length
     while stop > within.offset:
@@ -151,7 +151,7 @@ def zips_in(file: int, within: Extent) -> list[Extent]:
 
 
 def _members_as(parsed: _Known, zip_: _Zip) -> dict[str, ZipMember] | None:
-    """Reuses the parsed directory of another zip, if this one differs only in its folder's name.
+    """Reuses the parsed directory of another zip, if `zip_` differs only in its folder's name.
 
     Returns the members by name. None if the directories differ in anything else, or if the data of
     a member begin at another offset.
@@ -183,7 +183,7 @@ class _Zip(Struct, eq=False, dict=True):
 
     @property
     def folder(self) -> bytes:
-        """The folder of the first name, with its slash; empty if the name has no folder."""
+        """The folder in the first member's name, with its slash; empty if there is no folder."""
         name = self.directory[46 : 46 + int.from_bytes(self.directory[28:30], "little")]
         return name[: name.find(b"/") + 1]
 
@@ -240,7 +240,7 @@ class _Zip(Struct, eq=False, dict=True):
         return start, length, count
 
     def data_offset(self, entry: _Entry) -> int:
-        """Reads a member's local header, from which the offset of its data follows."""
+        """Reads a member's local header; returns the offset of the member's data."""
         head = self.read(entry.header, 30 + len(entry.name))
         if head[:4] != b"PK\3\4" or head[30:] != entry.name:
             raise CorruptCheckpoint(
@@ -255,8 +255,8 @@ class _Zip(Struct, eq=False, dict=True):
         """Computes where members' data begin from the next member, without reading local headers.
 
         In a store, every read is a request. torch aligns data to 64 bytes, and puts a descriptor of
-        16 or 24 bytes after it; zckpt puts none. A member for which none of the three fits is left
-        out, and its local header must be read.
+        16 or 24 bytes after the data; zckpt puts none. If none of these three lengths gives an
+        aligned offset for a member, the member is left out, and its local header must be read.
         """
         ordered = sorted(entries, key=lambda entry: entry.header)
         nexts = [*(entry.header for entry in ordered[1:]), self.start]
@@ -271,7 +271,7 @@ class _Zip(Struct, eq=False, dict=True):
 def _require_apart(
     path: str, entries: Sequence[_Entry], places: list[tuple[int, int]], end: int
 ) -> None:
-    """Raises CorruptCheckpoint if members overlap or exceed `end`.
+    """Raises CorruptCheckpoint if members of a zip overlap, or exceed `end`.
 
     `places` has the first byte and the end of each member.
     """

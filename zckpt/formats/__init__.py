@@ -91,7 +91,7 @@ OTHER_WORDS = {
 
 
 def named(name: str) -> Format:
-    """The format of that name; raises WrongOption."""
+    """The format with this name; raises WrongOption if there is none."""
     for item in FORMATS:
         if item.name == name:
             return item
@@ -122,21 +122,21 @@ def trainers_counters(manifest: Manifest) -> list[Sighting]:
 def of(manifest: Manifest) -> Format | None:
     """The format that made a manifest's files.
 
-    None if no format made the manifest (a proof, for example).
+    None for the manifest of a proof file, which no format made.
     """
     return next((item for item in FORMATS if item.name == manifest.format), None)
 
 
 def is_of_trainer(path: str) -> bool:
-    """Whether the folder contains files of a trainer program."""
+    """Whether `path` is a folder with files of a trainer program."""
     is_listed = sources.is_folder(path) and not sources.is_denied(path)
     return is_listed and trainers.is_of_program(os.listdir(path))
 
 
 def are_weights_alone(path: str) -> bool:
-    """Whether a trainer program saved a model here without its optimizer.
+    """Whether a trainer program saved a model at `path` without its optimizer.
 
-    The trainer's own counter file shows that the trainer saved it.
+    A trainer's own counter file at `path` shows that the trainer saved the model.
     """
     return trainers.counter(path) is not None and any(item.detect_weak(path) for item in FORMATS)
 
@@ -160,7 +160,8 @@ def by_age(paths: Iterable[str]) -> list[order.Standing]:
 def number_of(path: str) -> float | None:
     """A checkpoint's progress: the trainer's counter, else a number in its name, else its updates.
 
-    None if the checkpoint has none of the three. Then only its time of saving gives its order.
+    None if the checkpoint has none of the three, so that it can only be ordered by the times of
+    files.
     """
     numbers = (find(path) for find in (_counted, order.in_name, _updates))
     return next((number for number in numbers if number is not None), None)
@@ -201,8 +202,8 @@ def _updates(path: str) -> float | None:
 class LocatedCheckpoint(Struct, frozen=True):
     """The checkpoint that was found at a path: its format, and the path to read it from.
 
-    `inside` is the checkpoint's folder within a numbered folder, "" otherwise. `left_out` are
-    further checkpoints of that folder, which `--root` excluded.
+    If the path is a numbered folder such as step3, `inside` is the checkpoint's folder in it, else
+    "". `left_out` are further checkpoints in the numbered folder, which `--root` excluded.
     """
 
     format: Format
@@ -289,7 +290,7 @@ def find(
 def _of_tag(path: str, tag: str | None, formats: Iterable[Format]) -> Format | None:
     """The format of the folder `tag` in a run; None if no format recognizes it, or several do.
 
-    A run may have hundreds of tags. This avoids a look into all of them, which takes seconds.
+    A run may have hundreds of tags, and to open all of them takes seconds. This function opens one.
     """
     folder = os.path.join(path, tag) if tag and is_tag(tag) else ""
     if not folder or not sources.is_folder(folder):
@@ -299,10 +300,11 @@ def _of_tag(path: str, tag: str | None, formats: Iterable[Format]) -> Format | N
 
 
 def _weak(path: str, name: str | None) -> dict[Format, list[str]]:
-    """The first format that finds weights alone or single files in a folder, and its tags.
+    """The first format that finds weights alone or single files in a folder, and the tags it found.
 
-    Folders of other formats contain such files too, so this is tried only if no format is detected.
-    Empty if the folder contains checkpoints itself.
+    Other formats' folders contain such files too, so this function is called only if no format
+    detects a checkpoint. Empty if nothing is found, or if folders inside are checkpoints
+    themselves.
     """
     for item in [named(name)] if name else FORMATS:
         if (tags := item.detect_weak(path)) and not _inside(path):
@@ -321,9 +323,10 @@ def _inside(path: str) -> list[str]:
 
 
 def _below(path: str) -> list[str]:
-    """Checkpoints below a path, at the first level that has any, for the hint of an error.
+    """The checkpoints in folders below a path, for the hint of an error.
 
-    Folders with weights alone count only if their level has no other checkpoint.
+    Returns the checkpoints at the first level that has any. Folders with weights alone count only
+    if their level has no other checkpoint.
     """
     for level in _levels(path, DEPTH):
         for is_one in (_detects, inside_numbered, _detects_weights):
@@ -352,11 +355,12 @@ def _levels(
 
 
 def inside_numbered(path: str, name: str | None = None) -> list[str]:
-    """The checkpoints in a numbered folder, as relative paths; empty for any other folder.
+    """The checkpoints in a numbered folder (such as step3), as relative paths; empty for others.
 
-    Returns the checkpoints at the first level that has any. Weights alone count if the level has
-    nothing else, and if some file outside of them has an optimizer's name. `name` restricts the
-    search to one format. A folder that zckpt wrote may have any name.
+    Returns the checkpoints at the first level of subfolders that has any. Weights without an
+    optimizer count if their level has no other checkpoint, and if some file outside of the weights
+    has an optimizer's name. `name` restricts the search to one format. A folder that zckpt wrote
+    may have any name.
     """
     if not (numbered.is_numbered(path) or is_marked(path)) or _detects(path):
         return []
@@ -373,7 +377,10 @@ def inside_numbered(path: str, name: str | None = None) -> list[str]:
 
 
 def _is_one(path: str, weak: bool, among: Iterable[Format]) -> bool:
-    """Whether a folder is a checkpoint itself, and not a run that contains one as a tag."""
+    """Whether a folder is a checkpoint itself, and not a run that contains a checkpoint as a tag.
+
+    With `weak`, only weights without an optimizer and single files count.
+    """
     return _detects(path, weak, ([""], [os.path.basename(path)]), among)
 
 
@@ -401,7 +408,8 @@ def _detects(
 ) -> bool:
     """Whether any of the formats `among` recognizes a checkpoint at `path`.
 
-    With `tags`, a format counts only if it returns one of these lists of tags.
+    With `weak`, `detect_weak` is called instead of `detect`: it finds weights without an optimizer.
+    With `tags`, a format counts only if the tags that it finds are one of these lists.
     """
     try:
         tag_lists = ((item.detect_weak if weak else item.detect)(path) for item in among)
@@ -443,7 +451,7 @@ def _all_of(path: str, inside: Sequence[str]) -> str:
 
 
 def _looks(path: str) -> tuple[str, str]:
-    """Says what is at a path that is no checkpoint, for an error; also a hint ("" for none)."""
+    """Describes what is at a path instead of a checkpoint, for an error; and a hint ("": none)."""
     if not sources.is_folder(path):
         if what := _of_torch(path):
             return what, ""
@@ -500,7 +508,8 @@ def _near(path: str, inside: Sequence[str]) -> str:
 def _spelled(path: str, name: str) -> str:
     """The path of the checkpoint `name` in a folder, as text for a hint.
 
-    For a numbered folder, the text also names the inner folder with the files.
+    If the checkpoint is a numbered folder such as step3, the text also names the subfolder with the
+    files.
     """
     here = os.path.join(path, name)
     inside = inside_numbered(here)
@@ -508,10 +517,10 @@ def _spelled(path: str, name: str) -> str:
 
 
 def _holder(path: str, weak: bool = True) -> str | None:
-    """The nearest directory above a path that is a checkpoint and has the path as a part.
+    """The nearest directory above a path that is a checkpoint to which the path belongs.
 
-    Without one, the parent folder, if `weak` is true and it holds the weights of one model. None if
-    there is neither: a folder in a directory of tags or runs may belong to no checkpoint.
+    If there is none, the parent folder, provided that `weak` is true and that it has the weights of
+    one model. Otherwise None: a folder beside tags or runs may belong to no checkpoint.
     """
     next_above = folder = os.path.dirname(os.path.abspath(path))
     inside = ""
@@ -529,7 +538,7 @@ def _holder(path: str, weak: bool = True) -> str | None:
 
 
 def _neighbors(path: str) -> str:
-    """Describes the parent folder of a path that does not exist."""
+    """Describes, for a hint, the parent folder of a path that does not exist."""
     above = os.path.dirname(os.path.abspath(path))
     if not sources.is_folder(above):
         return f"{above} does not exist either"

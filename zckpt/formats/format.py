@@ -39,20 +39,20 @@ from .reading import Reading
 
 
 def nothing(_path: str) -> list[str]:
-    """Returns no tags: the default for formats that do not offer a kind of search."""
+    """Returns no tags: the default of `Format.detect`, `Format.tags` and `Format.detect_weak`."""
     return []
 
 
 def nowhere(_path: str) -> None:
-    """Returns None: the default for formats whose files state no counter, or no updates."""
+    """Returns None: the default of `Format.counter` and `Format.updates`."""
 
 
 class Format(Struct, frozen=True, eq=False):
     """The description of one format.
 
-    `name` is its name for `--from` and `--to`, and, with _ for -, its folder. `about` is a line of
-    `zckpt formats`. Formats of one `family` use the same parameter names, so `convert` keeps the
-    source's names.
+    `name` is the format's name for `--from` and `--to`. The format's folder has the same name, with
+    _ for each -. `about` is the format's line in `zckpt formats`. Formats of one `family` use the
+    same parameter names, so `convert` keeps the source's names.
     """
 
     name: str
@@ -158,7 +158,7 @@ class Format(Struct, frozen=True, eq=False):
         return functions
 
     def lay_out_again(self, manifest: Manifest) -> Layout | None:
-        """Lays out a checkpoint of this format again, for the same ranks; returns the files.
+        """The files of a checkpoint of this format, laid out again for the same ranks.
 
         None if zckpt does not write the format. Raises the same errors as `Functions.lay_out`.
         """
@@ -166,7 +166,7 @@ class Format(Struct, frozen=True, eq=False):
         return None if lay_out is None else lay_out(manifest, Options())
 
     def read_shells(self, path: str) -> Manifest:
-        """The manifest of files that were just laid out."""
+        """The manifest of files that zckpt has just laid out, before their tensors are filled."""
         policy = agreement.KEEP if self.keeps_steps else None
         with uncollected():
             return self.functions.read(path, Reading(step_policy=policy, laid=True))
@@ -183,7 +183,8 @@ Beginning = Literal["bare", "zeros", "group"]
 class Functions(Struct, frozen=True, eq=False):
     """The functions that work on the files of one format.
 
-    A function is None if the format has no such work, for example no files to write.
+    A function is None if it has nothing to do for the format: `lay_out`, for example, if zckpt does
+    not write the format.
     """
 
     read: Callable[[str, Reading], Manifest]
@@ -266,9 +267,10 @@ class Functions(Struct, frozen=True, eq=False):
 
 
 def other_dp(source: Manifest, options: Options) -> list[Notice]:
-    """The obstacle if the options ask for another data-parallel size than the source's.
+    """A notice if the options ask for another data-parallel size than the source's; else empty.
 
-    For formats whose files fit one number of ranks only.
+    The notice says why a run cannot load the files. It is true of formats whose files fit only as
+    many ranks as wrote them.
     """
     wanted = options[DP]
     if wanted in (None, source.dp):
@@ -281,7 +283,7 @@ RANKS = {"dp": "data-parallel", "tp": "tensor-parallel", "pp": "pipeline", "ep":
 
 
 def differs(what: str, actual: object, wanted: object) -> Notice:
-    """A notice that the files have one value of a size or property and the next run another.
+    """A notice that files were saved with one size (or other property), but another is wanted.
 
     `what` is the property's name. After a comma, it may name the files: "tp, in mp_rank_* folders".
     """

@@ -34,9 +34,10 @@ NOT_DECAYED = re.compile(r".*(?:bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.))",
 def of_trained(manifest: Manifest, options: Options) -> Manifest:
     """Reduces the groups to the parameters that DeepSpeed trains; empty groups are dropped.
 
-    Parameters that match --frozen or --buffers are removed. A scheduler's state that the program
-    kept elsewhere is moved to where the engine keeps its own, with an item per remaining group.
-    Raises WrongOption for a pattern that names no parameter of the optimizer, or a trained one.
+    Parameters that match --frozen or --buffers leave the groups. If only the program kept a
+    scheduler's state, it becomes the engine's `lr_scheduler`. Schedulers then have an item per
+    remaining group. Raises WrongOption for a pattern that matches nothing, and for a --frozen
+    pattern that matches a trained parameter.
     """
     if manifest.ranks:  # the run has dropped empty groups
         return manifest
@@ -73,7 +74,7 @@ def of_trained(manifest: Manifest, options: Options) -> Manifest:
 def _with_buffers(manifest: Manifest, patterns: Sequence[str]) -> Manifest:
     """Turns frozen parameters that match `patterns` into buffers.
 
-    Raises WrongOption for a pattern that matches none.
+    Raises WrongOption for a pattern that matches no frozen parameter and no buffer.
     """
     frozen = [name for name, each in manifest.parameters.items() if not each.trainable]
     buffers: set[str] = set()
@@ -94,7 +95,8 @@ def _with_buffers(manifest: Manifest, patterns: Sequence[str]) -> Manifest:
 def without_empty_groups(manifest: Manifest) -> Manifest:
     """Removes groups without a trainable parameter, as DeepSpeed does (0.19.8).
 
-    Under LoRA the Trainer's second group is empty: all of an adapter's weights are decayed.
+    With LoRA, for example, the Trainer's second group (not decayed) is empty, because all of an
+    adapter's weights are decayed.
     """
     groups = manifest.groups
     if groups is None:
@@ -116,9 +118,9 @@ def without_empty_groups(manifest: Manifest) -> Manifest:
 def with_trainers_groups(manifest: Manifest, _options: Options) -> Manifest:
     """Restores the two groups of a Trainer's optimizer, if DeepSpeed stored only one.
 
-    transformers makes one group of decayed weights and one of the others (5.23). DeepSpeed drops
-    the second group if it is empty. If the ds_config has the optimizer, all weights are in one
-    group.
+    transformers makes one group of decayed weights and one of all other weights (5.23). DeepSpeed
+    drops the second group if it is empty. If the ds_config defines the optimizer, all weights are
+    in one group.
     """
     groups = manifest.groups
     of_trainer = program_of(manifest.files.siblings) == TRANSFORMERS
@@ -141,10 +143,11 @@ def with_trainers_groups(manifest: Manifest, _options: Options) -> Manifest:
 
 
 def in_torch(manifest: Manifest, options: Options) -> Beginning:
-    """The state that a torch program needs for parameters that were never updated.
+    """What a torch program needs as the state of never updated parameters: see `Beginning`.
 
-    Its state dict helpers require a state of each parameter (2.13), so the result is "zeros". If
-    the step is in groups (Apex's FusedAdam), it is "group": see `Beginning`.
+    torch's state dict helpers require a state of each parameter (2.13). So the result is "zeros"
+    (zeros at step 0); or "group" (zeros at the group's step) if the step is in groups, as in Apex's
+    FusedAdam.
     """
     return "group" if torch_place(manifest, options[OPTIMIZER]).where == "group" else "zeros"
 

@@ -1,10 +1,10 @@
 """Searches for a file that a checkpoint lacks: unpacked in its place, or on another node.
 
-    global_step7/mp_rank_00_model_states/data.pkl     some programs unpack what torch.save wrote
+    global_step7/mp_rank_00_model_states/data.pkl     some programs unpack files of torch.save
     node0/global_step7, node1/global_step7            each node has saved on a disk of its own
     checkpoint-500, tmp-checkpoint-500                where the Trainer's rename came too early
 
-The result is only a hint: nothing is read from there.
+The result is only a hint: nothing is read from the file that is found.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ MOST = 64
 
 
 def hint_of(error: ZckptError, path: str) -> str | None:
-    """A hint that names the place of a file that was missing when `path` was read.
-
-    None if it is not found nearby.
-    """
+    """A hint where a file is that was missing when `path` was read; None if it is not nearby."""
     lost = [*error.paths] if isinstance(error, IncompleteCheckpoint) else []
     folders = [error.file or "", *chain(*((file, os.path.splitext(file)[0]) for file in lost))]
     if isinstance(error, NotACheckpoint):
@@ -52,12 +49,15 @@ def hint_of(error: ZckptError, path: str) -> str | None:
 
 
 def is_unpacked(path: str) -> bool:
-    """Whether a folder is an unpacked file of torch.save."""
+    """Whether a folder is a file of torch.save (a zip archive) that was unpacked."""
     return sources.is_folder(path) and sources.is_file(os.path.join(path, PICKLE))
 
 
 def packing(folder: str) -> str:
-    """The commands that pack an unpacked file again, under its former name."""
+    """The shell commands that make an unpacked folder a file of torch.save again.
+
+    The file gets the folder's name, with `.pt` added if the name has no ending.
+    """
     above, name = os.path.split(os.path.abspath(folder))
     stem, ending = os.path.splitext(name)
     rename = f"mv {quote(name)} {quote(stem)} && " if ending else ""
@@ -89,8 +89,9 @@ def _folders(path: str) -> list[str]:
 def _of_other_node(lost: str) -> tuple[str, str] | None:
     """Two folders: this node's, which lacks the file `lost`, and another node's, which has it.
 
-    None if there are no such folders. Their names may differ only in numbers, or in the Trainer's
-    `tmp-`. A folder with all of this node's files is not accepted: it may belong to another run.
+    None if there are no such folders. The folders' names may differ only in numbers, or in the
+    Trainer's `tmp-`. If the other folder has all other files of this node too, it may belong to
+    another run, and is not accepted.
     """
     inside, own_folder = os.path.basename(lost), os.path.dirname(os.path.abspath(lost))
     for _ in range(DEPTH):
@@ -115,7 +116,7 @@ def _are_alike(one: str, other: str) -> bool:
 
 
 def _differ(own_folder: str, other: str, inside: str) -> bool:
-    """Whether this node's folder has a file that the other one lacks, beside the lost file."""
+    """Whether this node's folder has a file (not the lost one) that the other folder lacks."""
     folder = os.path.dirname(inside)
     here, there = (_files(os.path.join(each, folder)) for each in (own_folder, other))
     return bool({*here} - {*there})

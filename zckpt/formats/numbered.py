@@ -5,10 +5,10 @@
     005000/pretrained_model      around it: training_state/                    lerobot 0.4
     step_10/trainer              around it: orchestrator/progress.pt           prime-rl
 
-The rule names no program. If a folder's name ends with a number, and it contains exactly one
-checkpoint, the folder counts as that checkpoint, because its program looks for the folder of that
-number. A checkpoint whose own name contains a number needs no folder around it. Weights without an
-optimizer count only if a file around them has an optimizer's name.
+The rule is the same for all programs. If a folder's name ends with a number, and it contains
+exactly one checkpoint, the folder counts as that checkpoint, because the training program looks for
+the numbered folder. A subfolder whose own name has a digit never counts as the checkpoint inside.
+Weights without an optimizer count only if a file around them has an optimizer's name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_numbered(path: str) -> bool:
 def may_be_inside(name: str) -> bool:
     """Whether a numbered folder may keep its checkpoint in a subfolder of this name.
 
-    Not if the name has a digit, or begins with a dot.
+    False if the name has a digit, or begins with a dot.
     """
     return DIGIT.search(name) is None and not name.startswith(".")
 
@@ -52,9 +52,9 @@ def name_of(manifest: Manifest) -> str:
 
 
 def has_optimizer(folder: str, inside: str) -> bool:
-    """Whether a file in a numbered folder, outside of the weights, has an optimizer's name.
+    """Whether a file in a numbered folder has an optimizer's name and is outside of `inside`.
 
-    zckpt does not read such a file.
+    `inside` is the subfolder with weights alone. zckpt does not read the optimizer's file.
     """
     weights_path = os.path.join(folder, inside)
     files = sources.walk(folder, lambda path: path != weights_path and not sources.is_denied(path))
@@ -71,8 +71,8 @@ def with_files_around(
 ) -> Manifest:
     """The manifest of a checkpoint in a numbered folder, with the folder's other files.
 
-    The checkpoint is in the subfolder `inside`. `other_checkpoints` are further ones; notes name
-    them as left out.
+    The checkpoint is in the subfolder `inside`. `other_checkpoints` are other subfolders with
+    checkpoints; notes in the manifest say that they are left out.
     """
     files = SiblingList(folder, OPEN_FOLDERS | OPEN_FILES)
     checkpoints = {inside, *other_checkpoints}

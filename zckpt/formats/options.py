@@ -46,10 +46,10 @@ class Keywords(
 
 
 def declared(targets: Iterable[Format]) -> list[Option[Any]]:
-    """The options of all formats that zckpt writes, in one list that keeps each format's order.
+    """The options of all formats that zckpt writes, in an order that fits each format's own order.
 
-    Every option is listed once, with the values of all these formats. Its help names the formats
-    that support it, or the ones that do not, if these are fewer.
+    Every option is listed once, with the values that all these formats accept. Its help names the
+    formats that support it, or the formats that do not, if these are fewer.
     """
     lists = {i.name: [*i.options, *EVERYWHERE] for i in targets if i.options is not None}
     queues = [[option.name for option in options] for options in lists.values()]

@@ -1,12 +1,13 @@
 """Sorts the checkpoints of a run in the order in which they were saved.
 
 1. By the program's own counter, which one small file of a checkpoint states.
-2. Without a counter, by the number in its name, if there is exactly one number, which comes after
-   letters or is the full name: step-15, iter_0000015, checkpoint_3, 005000. If there are several
-   numbers, one may be a metric such as a loss, so the name does not count.
-3. Otherwise by the updates of its optimizer, which start at 0 again with a new optimizer.
-4. Otherwise by the times of files: it comes directly after the newest checkpoint whose last file
-   is older than its own.
+2. Without a counter, by the number in the checkpoint's name. The name must have exactly one number,
+   after letters or as the full name: step-15, iter_0000015, checkpoint_3, 005000. If there are
+   several numbers, one may be a metric such as a loss, so the name does not count.
+3. Otherwise by the updates of the checkpoint's optimizer, which start at 0 again with a new
+   optimizer.
+4. Otherwise by the times of files: the checkpoint is placed directly after the newest other one
+   whose last file is older than its own last file.
 
 Checkpoints with the same number are in the order of their names, then of their times. This module
 opens no file: `zckpt.formats.oldest_first` defines how counters and updates are read.
@@ -32,7 +33,8 @@ ONE_NUMBER = re.compile(r"[^0-9]*[A-Za-z][^A-Za-z0-9]*([0-9]+)[^0-9]*|([0-9]+)")
 class Standing(Struct, frozen=True):
     """A checkpoint's path, in a list that is sorted by age.
 
-    `is_timed` states whether only the times of its files determine where it stands in the list.
+    `is_timed` is true if only the times of the checkpoint's files determine its position in the
+    list.
     """
 
     path: str
@@ -42,7 +44,8 @@ class Standing(Struct, frozen=True):
 def oldest_first(paths: Iterable[str], counted: Number, updates: Number) -> list[Standing]:
     """Sorts checkpoints by age, the oldest first, by the rules in this module's description.
 
-    `counted` reads a checkpoint's program counter, `updates` its optimizer's updates.
+    `counted` reads the counter that the training program stored in a checkpoint. `updates` reads
+    the number of updates of the checkpoint's optimizer.
     """
     numbers: dict[str, float] = {}
     timed: list[str] = []
@@ -81,7 +84,7 @@ def in_name(path: str) -> float | None:
 def last_time(path: str) -> int:
     """The time at which the last file of a checkpoint was written, in nanoseconds.
 
-    0 if it is gone.
+    0 if the checkpoint does not exist any more.
     """
     if sources.is_folder(path):
         files = (entry for entry in sources.walk(path) if not entry.is_dir(follow_symlinks=False))

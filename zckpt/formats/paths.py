@@ -20,7 +20,7 @@ Strange = tuple[str, str]
 
 
 def elsewhere(path: str) -> Strange | None:
-    """Explains why a source's path does not exist: it is a URL, or has an unexpanded ~.
+    """Explains why no source is at a path: the path is a URL, or begins with an unexpanded ~.
 
     None for any other path.
     """
@@ -34,12 +34,15 @@ LATEST = "latest"
 
 
 def pointing(run: str, tag: str) -> str:
-    """The shell command that writes the pointer file `latest` with a tag into a run."""
+    """The shell command that makes `tag` the current tag of a run: it writes the file `latest`."""
     return f"printf {shlex.quote(tag)} > {shlex.quote(os.path.join(run, LATEST))}"
 
 
 def kind_of_file(path: str) -> Strange | None:
-    """The kind of a file that is no checkpoint; None if the end of its name does not show it."""
+    """Explains that the file at a path is no checkpoint, but a packed file or a GGUF file.
+
+    None if the end of its name shows neither.
+    """
     if path.endswith(GGUF):
         given = "give the checkpoint that the training program saved"
         return "it is a GGUF file, with weights for inference", given
@@ -84,7 +87,7 @@ def _with(command: str, path: str) -> str:
 def is_home(path: str) -> bool:
     """Whether a path is `~` or begins with `~/`.
 
-    A shell does not expand the ~ of other names.
+    `~user` does not count: a shell leaves it as it is if there is no such user.
     """
     return path == "~" or path.startswith("~/")
 

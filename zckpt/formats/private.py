@@ -22,9 +22,9 @@ The manifest has the groups, and writers state the form of the optimizer's state
 
 
 def own_names(key: str, value: Any) -> list[str]:
-    """The names by which a report lists the omitted state under `key`.
+    """The names by which a report lists the state under `key` that is left out.
 
-    For Megatron's state, short names of its parts; for any other state, the key itself.
+    For Megatron's state, these are short names of its parts; for any other state, the key itself.
     """
     if key != "megatron" or not isinstance(value, Mapping):
         return [key]

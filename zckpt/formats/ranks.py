@@ -1,4 +1,4 @@
-"""Checks that every rank's file exists, and that ranks wrote the files in their order."""
+"""Checks that every rank's file exists, and that files of model ranks are not swapped."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ def require_all(
     hint: str = "",
     roles: Sequence[Role] = (),
 ) -> None:
-    """Raises unless each of `world` ranks has a file; `paths` are by rank.
+    """Raises unless each of `world` ranks has a file; `paths` maps ranks to files.
 
-    IncompleteCheckpoint names the missing files, if `roles` has their names. InconsistentCheckpoint
-    is raised for a file of a further rank, CorruptCheckpoint for more ranks than possible.
+    Raises IncompleteCheckpoint for missing files; it names them if `roles` has the pattern of their
+    names. Raises InconsistentCheckpoint for a file of a rank beyond `world`, and CorruptCheckpoint
+    if `world` is impossibly large. `where` is the folder, for the error.
     """
     some, last = paths[min(paths)], max(paths)
     if last >= world:
@@ -42,7 +43,7 @@ def require_all(
 
 
 def gaps_along(axis: str, roles: Sequence[Role], paths: Mapping[int, str], count: int) -> list[Row]:
-    """Rows of the inventory, the table of expected files, for missing files of ranks along an axis.
+    """The missing files of ranks along one axis, as rows of the table of expected files.
 
     `count` is the number of ranks on the axis; `paths` has the existing files by rank.
     """
@@ -58,9 +59,10 @@ def gaps_along(axis: str, roles: Sequence[Role], paths: Mapping[int, str], count
 def refuse_other_writers(where: str, writers: Sequence[object]) -> None:
     """Raises InconsistentCheckpoint if the files of model ranks seem to be swapped.
 
-    `writers` has, in the order of the files' names, the global rank that each file's arguments
-    state (None if unknown). Megatron's programs save it, and it grows with the place in the grid.
-    Programs that convert files state one rank for all files.
+    Programs of Megatron save the global rank in the arguments of each file. `writers` has these
+    ranks in the order of the files' names; None for a file without one. If no files are swapped,
+    the ranks increase. Programs that convert files state one rank for all files, so nothing is
+    refused then.
     """
     known_writers = [writer for writer in writers if isinstance(writer, int)]
     if len(set(known_writers)) == len(writers) and known_writers != sorted(known_writers):

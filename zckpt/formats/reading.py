@@ -59,26 +59,28 @@ class Reading(Struct, frozen=True):
         tp_rules        a family or a file that states how tensor ranks cut parameters
         ranks_apart     ranks that share a model are not joined: a target for the same ranks
                         needs no full tensors
-        with_slicings   a checkpoint of one tensor rank also states how several would cut it
-        inspected       it is only shown: a file that may be one rank's slice is read alone
-        nameless        an optimizer's state that numbers its parameters without any names is kept
-                        as the program's own state
+        with_slicings   a checkpoint of one tensor rank also states how several ranks would cut it
+        inspected       the checkpoint is only shown: if a file may be one rank's slice, this file
+                        alone is read
+        nameless        if an optimizer numbers its parameters and no file has their names, its
+                        state is kept as the program's own state
         by_checksums    replicas on ranks are compared only by stated checksums: no tensor is read
         opens_items     every item of torch.distributed.checkpoint is opened, even where zckpt
                         can infer its byte layout from other items
         laid            zckpt has just laid out the files, so they cannot be hostile
 
     `zckpt.reading.read` applies the others to any format:
-        format          its name, if the path has checkpoints of several formats
+        format          the checkpoint's format, if the path has checkpoints of several formats
         rename          pairs of a regular expression and its replacement
         family          the value of `--family`
         replicas        the replica of a tensor to use, if those of tensor ranks differ
-        for_target      it is the source of a conversion, whose target may use `buffers` too
-        follow_links    files beside it may be read through links that lead out of its directory
+        for_target      the checkpoint is the source of a conversion, whose target may use `buffers`
+        follow_links    files beside the checkpoint may be read through links that lead out of its
+                        directory
         masters_from_weights    wrong masters are dropped, with their states, and a target gets
                         masters that are widened weights; this reads all masters
-        is_shared       several processes convert it: wrong masters are found by their first
-                        elements, and the processes compare the rest while they copy
+        is_shared       several processes convert the checkpoint: wrong masters are found by their
+                        first elements, and the processes compare the rest while they copy
     """
 
     format: str | None = None

@@ -43,10 +43,11 @@ DEPTH = 3
 
 
 def with_programs(manifest: Manifest) -> Manifest:
-    """Moves the program's scheduler to where engines keep theirs, if the engine has none.
+    """Puts the state of the program's scheduler where engines keep theirs: under `lr_scheduler`.
 
-    This happens only if the program has exactly one. A DeepSpeed run stays unchanged, and so does
-    Lightning's state, because Lightning keeps its schedulers itself.
+    Nothing is changed if the engine has a scheduler, or if the program does not have exactly one. A
+    DeepSpeed run stays unchanged, and so does Lightning's state, because Lightning keeps its
+    schedulers itself.
     """
     is_kept = isinstance(manifest.run.engine, FlatBufferEngine) or lightning.is_in(manifest)
     if is_kept or manifest.state.get("lr_scheduler") is not None:
@@ -61,16 +62,16 @@ def with_programs(manifest: Manifest) -> Manifest:
 
 
 def schedulers_of(manifest: Manifest) -> list[Scheduler]:
-    """The states of all schedulers in a manifest that are dictionaries of plain values."""
+    """The states of all schedulers in a manifest; only dictionaries of plain values count."""
     schedulers: list[Scheduler] = []
     with_schedulers(manifest, _kept_in(schedulers))
     return schedulers
 
 
 def with_schedulers(manifest: Manifest, change: Change) -> tuple[Manifest, list[str]]:
-    """The manifest with every scheduler's state changed, and names of files left unchanged.
+    """The manifest with every scheduler's state changed, and the names of files left unchanged.
 
-    The unchanged files are pickles with more than plain values.
+    Files are left unchanged if their pickles have more than plain values.
     """
     state = dict(manifest.state)
     if isinstance(of_engine := state.get("lr_scheduler"), dict):
@@ -99,7 +100,7 @@ def changed_files(siblings: Iterable[tuple[str, Sibling]]) -> list[Shell]:
 
 
 def _kept_in(states: list[Scheduler]) -> Change:
-    """A `change` function that adds each scheduler's state to `states` and leaves it unchanged."""
+    """A `change` function that collects schedulers' states in `states` and changes none of them."""
 
     def keep(scheduler: Scheduler) -> Scheduler:
         states.append(scheduler)

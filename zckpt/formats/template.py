@@ -24,9 +24,9 @@ Group = dict[str, Any]
 class Template:
     """A run that is filled with the weights, states and groups of a source.
 
-    Both must have the same parameters with the same shapes. Only padding rows of a vocabulary may
-    be missing in the source: `rows` has the number of used rows, by the weight's name. `spelled`
-    normalizes names that engines spell differently.
+    Run and source must have the same parameters with the same shapes. The run may have more rows of
+    a vocabulary if these are only padding: `rows` has the number of rows without padding, by the
+    weight's name. `spelled` normalizes names that engines spell differently.
     """
 
     way_to_groups = "give a run whose groups have the same parameters as the source's groups"
@@ -48,9 +48,9 @@ class Template:
         self.owners = self._owners(spelled)
 
     def _owners(self, spelled: Callable[[str], str]) -> dict[str, str]:
-        """The source's name of every weight and buffer of the run.
+        """Maps every weight and buffer of the run to its name in the source.
 
-        Raises MissingData if one of the two has a parameter that the other lacks, or if shapes
+        Raises MissingData if the source or the run lacks a parameter of the other, or if shapes
         differ.
         """
         source, run = self.source, self.run
@@ -97,7 +97,10 @@ class Template:
         return _shape(self.run, name)
 
     def fits(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether shapes are equal, or the run has more rows that only pad the vocabulary."""
+        """Whether a source's shape fits the run's weight `name`.
+
+        Shapes fit if they are equal, or if the run has more rows that only pad the vocabulary.
+        """
         wanted = self.shape(name)
         if shape == wanted or name not in self.rows or shape[1:] != wanted[1:]:
             return shape == wanted
@@ -128,16 +131,16 @@ class Template:
 
     @property
     def own_states(self) -> States:
-        """The source's optimizer states, with the run's names for those that are one number.
+        """The source's optimizer states, whose states of one number get the run's parameter names.
 
-        An example of such a state is NAdam's `mu_product`.
+        An example of a state of one number is NAdam's `mu_product`.
         """
         return self.source.states.with_numbers_of(
             {name: self.owners[name] for name in self.run.parameters}
         )
 
     def check_states(self, entries: Mapping[Key, Entry]) -> None:
-        """Raises unless both train the same weights with an optimizer of the same states.
+        """Raises unless source and run train the same weights and have the same optimizer states.
 
         WrongOption names two optimizers that differ, MissingData a weight whose states differ. With
         `--groups-from`, a parameter that was never updated may lack its states.
@@ -172,10 +175,10 @@ class Template:
     def own_groups(self, keys: Callable[[int], Iterable[str]]) -> dict[int, tuple[str, Group]]:
         """For each group of the run: the source's group that has the same parameters.
 
-        Maps the run's group number to a pair: the name of the group's first parameter, and the
-        source's group. If the parameters are in several groups of the source, these must agree in
-        the hyper-parameters that `keys` returns for the run's group number. Raises
-        InconsistentCheckpoint if they do not.
+        The result maps the number of the run's group to the name of its first parameter, and to the
+        source's group. The parameters may be in several groups of the source, with equal values of
+        the hyper-parameters that `keys` returns for the run's group. Raises InconsistentCheckpoint
+        if these values differ.
         """
         groups = given_groups(self.source, self.options)
         chosen: dict[int, tuple[str, Group]] = {}

@@ -46,10 +46,10 @@ def resized(source: Manifest, rows: Mapping[str, int]) -> Manifest:
 
 
 def padded(root: str, name: str, used: int, given: int | None, multiple: int) -> int:
-    """The number of rows of a vocabulary, rounded up to a multiple.
+    """The number of rows of a vocabulary, rounded up to a multiple of `multiple`.
 
-    It has `used` rows, or as many as the user has `given`. Raises WrongOption if used rows would be
-    lost.
+    What is rounded up is `given` (the value of `--vocab-size`), or else `used`, the rows that are
+    not padding. Raises WrongOption if `given` is less than `used`.
     """
     if given is not None and given < used:
         raise WrongOption(
@@ -62,7 +62,10 @@ def padded(root: str, name: str, used: int, given: int | None, multiple: int) ->
 
 
 def omitted_rows(source: Manifest, rows: Mapping[str, int]) -> list[Notice]:
-    """Notes on vocabulary rows that a target with fewer rows leaves out, all of them padding."""
+    """Notes on rows that a target leaves out; these rows only pad the vocabulary.
+
+    `rows` has the target's number of rows by parameter name.
+    """
     return [
         note(
             "state-omitted",

@@ -1,7 +1,7 @@
 """Reads the weights of a checkpoint whose optimizer cannot be read.
 
 A command that asks for weights alone gets them, and the manifest's `lost` states what was not read.
-For any other command the error stays, and its hint names the command for the weights.
+For any other command the error is raised, with a hint: the command that reads the weights.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ def weights_or_raise(
 ) -> Manifest:
     """Reads the weights of a checkpoint whose optimizer cannot be read.
 
-    The manifest's `lost` states this. Raises `error` if the command does not accept weights alone.
-    `read_weights` reads them without the optimizer's files. `has_masters` states that the engine
-    rounded them from masters. `is_all` states that every optimizer file is lost: then every command
-    may read the weights, and commands that train refuse them.
+    The manifest's `lost` states that the optimizer was not read. Raises `error` if the command does
+    not accept weights alone. `read_weights` reads the weights without the optimizer's files.
+    `has_masters` states that the engine rounded the weights from masters. `is_all` returns true if
+    every optimizer file is lost: then every command may read the weights, and commands that train
+    refuse them.
     """
     try:
         manifest = read_weights(replace(reading, weights_only=True))

@@ -1,11 +1,11 @@
 """The arithmetic of ZeRO partitions: the elements that each rank owns. No I/O.
 
-ZeRO-1/2 lay the parameters of a group one behind the other, pad the end, and cut:
+ZeRO-1/2 concatenate the parameters of a group, pad the end, and cut the result into partitions:
 
     group   [ a a a a | a b b b | b b c . ]      dots are padding
     rank        0         1         2
 
-ZeRO-3 cuts every parameter separately and pads its tail; a rank's slices are one behind the other:
+ZeRO-3 cuts every parameter separately and pads its end; a rank concatenates its slices:
 
     a [ a a a | a a . ]   b [ b b | b b ]   c [ c | . ]
     rank 0    a a a b b c                   rank 1    a a . b b .
@@ -32,7 +32,7 @@ def round_robin(count: int, dp: int) -> list[int]:
 
 
 def undo_round_robin(count: int, dp: int) -> list[int]:
-    """For each parameter in the user's order, its position after `round_robin`."""
+    """For each parameter in the user's order: its position in the order of `round_robin`."""
     places = [0] * count
     for laid_out, original in enumerate(round_robin(count, dp)):
         places[original] = laid_out
@@ -40,7 +40,7 @@ def undo_round_robin(count: int, dp: int) -> list[int]:
 
 
 def offsets(numels: Sequence[int], paddings: Sequence[int]) -> list[int]:
-    """First element of each parameter in its flat group, then the group's length.
+    """Where each parameter begins in its flat group, in elements; last, the length of the group.
 
     `paddings[i]` zeros follow parameter i (DeepSpeed 0.19 `parameter_alignment`).
     """
@@ -67,15 +67,15 @@ def partition_sizes(total: int, dp: int) -> set[int]:
 
 
 def partition_size(total: int, dp: int) -> int:
-    """Elements of each rank's padded partition (DeepSpeed since 0.5.1)."""
+    """The number of elements in each rank's padded partition of a group (DeepSpeed since 0.5.1)."""
     return 2 * -(-total // (2 * dp))
 
 
 def alignment_paddings(numels: Sequence[int], size: int) -> list[int]:
     """The number of zeros that follow each parameter under `parameter_alignment` (DeepSpeed 0.19).
 
-    None follow the last one. The next parameter then begins at a multiple of 16 bytes; `size` is
-    bytes per element of the module.
+    They make the next parameter begin at a multiple of 16 bytes, so no zeros follow the last one.
+    `size` is the number of bytes per element of the module.
     """
     alignment, end, paddings = max(1, 16 // size), 0, []
     for numel in numels[:-1]:
@@ -105,9 +105,9 @@ def sub_groups(widths: Sequence[int], limit: int) -> list[list[int]]:
 
 
 class FlatGroup(Struct, eq=False, dict=True):
-    """One flat buffer, made of the ranks' partitions one after another.
+    """One flat buffer of a group, made of the ranks' partitions one after another.
 
-    `size` is bytes per element.
+    `size` is the number of bytes per element.
     """
 
     partitions: Sequence[Extent]
@@ -123,11 +123,11 @@ class FlatGroup(Struct, eq=False, dict=True):
         return self.starts[-1]
 
     def owns(self, rank: int, start: int, stop: int) -> bool:
-        """Whether any of the elements [start, stop) lies in this rank's partition."""
+        """Whether the partition of `rank` has any of the buffer's elements [start, stop)."""
         return start < self.starts[rank + 1] and stop > self.starts[rank] and stop > start
 
     def cut(self, start: int, stop: int) -> Runs:
-        """Where elements [start, stop) of the buffer lie in files; several ranks may have them."""
+        """The byte ranges of the buffer's elements [start, stop), in the order of ranks."""
         rank = bisect_right(self.starts, start, hi=len(self.partitions)) - 1
         fragments, place = [], start
         while place < stop:

@@ -26,10 +26,11 @@ def full_checks(
 ) -> list[FullCheck]:
     """The comparisons of complete tensors that must succeed before a tensor is returned or written.
 
-    They compare masters with their weights, if comparing the first elements is not enough for this
-    format and the engine does not change weights without their masters; and replicas of ranks.
-    `replicas` says which of several different replicas is used. With `accept_weights`, masters that
-    do not round are only a warning. `hint` replaces the format's hint for such masters.
+    Masters are compared with their weights, provided that comparing the first elements is not
+    enough for this format, and that the engine does not change weights without their masters.
+    Replicas of ranks are compared with each other. `replicas` says which replica is used if they
+    differ. With `accept_weights`, masters that do not round to their weights are only a warning.
+    `hint` replaces the format's hint for such masters.
     """
     format, checks = formats.named(manifest.format), list[FullCheck]()
     if format.compares == masters.ALL and not manifest.run.weights_differ:
@@ -51,13 +52,13 @@ def check_tensors(
     accept_weights: bool,
     shared: Sequence[FullCheck] | None = None,
 ) -> list[Notice]:
-    """Runs the checks that read tensors, before one is loaded or written; returns warnings.
+    """Runs the checks that read tensors, before a tensor is loaded or written; returns warnings.
 
     The checks: whether a file is a copy of another one, whether masters round to their weights,
-    whether slices are replicas, and whether replicas of ranks are equal. If a conversion compares
-    tensors while it copies them (`shared`), only their first elements are compared here. Raises
-    InconsistentCheckpoint if a check fails, and CorruptCheckpoint if damage is the cause. The other
-    arguments are those of `full_checks`.
+    whether slices are replicas, and whether replicas of ranks are equal. If `shared` lists
+    comparisons that a conversion makes while it copies, only the first elements of these tensors
+    are compared here. Raises InconsistentCheckpoint if a check fails, and CorruptCheckpoint if
+    damage is the cause. The other arguments are those of `full_checks`.
     """
     format = formats.named(manifest.format)
     functions, lines = format.functions, list[Notice]()

@@ -1,12 +1,13 @@
 """Reads a checkpoint in which files are missing or cannot be read.
 
-A lost file is replaced by the same kind of file of the nearest rank. A temporary folder of links
-has this file under the lost file's name, and is read like any checkpoint. So the reader tells which
-elements the lost file had. They are recognized by the lost file's path, and excluded from all
-statistics. If no rank has such a file, the caller may name one of an older checkpoint.
+In place of a lost file, the file of the same kind of the nearest rank is read. A temporary folder
+of links has this other file under the lost file's name, and is read like any checkpoint. So the
+reader tells which elements the lost file had. They are recognized by the lost file's path, and
+excluded from all statistics. If no rank has such a file, the caller may name a file of an older
+checkpoint.
 
-If steps differ, the step that occurs most often is used. If the optimizer's state cannot be read
-for another reason, only the weights are read.
+If files state different steps, the step that occurs most often is used. If the optimizer's state
+cannot be read for another reason, only the weights are read.
 """
 
 from __future__ import annotations
@@ -61,9 +62,10 @@ class Found(Struct, eq=False, dict=True):
     """What could be read of the checkpoint at `path`, and what is wrong with it (`faults`).
 
     `lost` maps the paths of lost files in the manifest to `missing` or `unreadable`. If a file of
-    an older checkpoint replaces a lost file, `borrowed` maps the lost file to it. `shadow` is the
-    temporary folder of links in which other files replace lost ones, or None. `stated` lists where
-    files store a step, and the step, if these steps differ.
+    an older checkpoint replaces a lost file, `borrowed` maps the lost file to this other file.
+    `shadow` is the temporary folder of links in which other files replace lost ones; it is None
+    without lost files. If files state different steps, `stated` lists each place that stores a
+    step, with the step.
     """
 
     path: str
@@ -77,7 +79,7 @@ class Found(Struct, eq=False, dict=True):
 
     @property
     def known(self) -> Manifest:
-        """The manifest; fails if it could not be read."""
+        """The manifest, for callers that know that it could be read; otherwise this fails."""
         assert self.manifest is not None
         return self.manifest
 
@@ -88,7 +90,7 @@ class Found(Struct, eq=False, dict=True):
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """The position of each tensor in the table, by its name."""
+        """The position of each tensor in the report's table, by its name."""
         return {entry.name: number for number, entry in enumerate(self.entries)}
 
     @cached_property
@@ -109,7 +111,7 @@ class Found(Struct, eq=False, dict=True):
         return os.path.join(self.path, self.tag) if self.tag else self.path
 
     def real(self, text: str) -> str:
-        """Replaces paths in the temporary folder of links by the real paths in a text."""
+        """Replaces paths in the temporary folder of links by the real paths, in a text."""
         return text if self.shadow is None else text.replace(self.shadow, self.path)
 
     def name(self, path: str) -> str:
@@ -128,8 +130,9 @@ def what_is_there(
     """Reads as much as possible of the checkpoint at `path`; problems are listed in `faults`.
 
     `source` are arguments of `read`, as in `zckpt.read`. `older` returns, for the path of a lost
-    file, the file of an older checkpoint that may replace it if no other one can. Raises the
-    ZckptError for a path that is no checkpoint, or holds several.
+    file, a file of an older checkpoint, which replaces the lost file if no other file of the
+    checkpoint can; or None. Raises the ZckptError for a path that is no checkpoint, or holds
+    several.
     """
     found, source, weights_only = Found(path, tag=source.get("tag")), dict(source), False
     with TemporaryDirectory(prefix="zckpt-") as temporary:
@@ -171,18 +174,19 @@ def _fault(found: Found, error: ZckptError | OSError, kind: str, file: str | Non
 
 
 def _omitted() -> Report:
-    """A report line that warns: the rest was not read, because of the missing files listed above.
+    """A report line that warns: because files are missing, the rest of the checkpoint was not read.
 
-    It does not count as a fault.
+    The line does not count as a fault.
     """
     left = warning("not-compared", "the rest was not read, because of the missing files above")
     return line_of(left, kind="warning", fault=False)
 
 
 def kept(entry: Entry, lost: dict[str, str]) -> tuple[Entry, tuple[tuple[int, int], ...]]:
-    """The elements of a tensor that are not in lost files, and their positions in the tensor.
+    """A flat tensor of the elements that are not in lost files, and their ranges in the tensor.
 
-    Returns a flat tensor of these elements, and their ranges [start, stop) in the complete tensor.
+    `lost` maps the paths of lost files to their state. The ranges [start, stop) count elements of
+    the complete tensor. If no element is lost, the first result is `entry` itself.
     """
     size, parts = SIZES[entry.dtype], []
     if not any(fragment.extent.file in lost for fragment in entry.fragments):
@@ -240,9 +244,9 @@ def _stand_in(
     temporary: str,
     older: Callable[[str], str | None],
 ) -> bool:
-    """Links other files in place of the files that the error names, and adds faults.
+    """Puts links to other files in place of the files that the error names, and adds faults.
 
-    Returns False if there is no such file for any of them.
+    Returns False if no other file can replace any of these files.
     """
     kind, paths = _missing_in(found, error)
     gone = {*paths, *map(found.real, found.lost)}
@@ -267,7 +271,10 @@ def _stand_in(
 
 
 def _missing_in(found: Found, error: ZckptError | OSError) -> tuple[str, list[str]]:
-    """Tells if an error is about `missing` or `unreadable` files, and returns their real paths."""
+    """Whether an error is about `missing` or `unreadable` files, and the real paths of these files.
+
+    Files that are known to be lost are left out.
+    """
     states = {found.real(path): state for path, state in states_in(error).items()}
     known = {*map(found.real, found.lost)}
     kind = "missing" if "missing" in states.values() else "unreadable"
@@ -275,16 +282,17 @@ def _missing_in(found: Found, error: ZckptError | OSError) -> tuple[str, list[st
 
 
 def _copy(path: str, target: str) -> None:
-    """Copies a small file and its times; in a mirror of a store, its bytes are not in the file."""
+    """Copies a small file and its times, also from a mirror, whose local files are empty."""
     with sources.opened(path) as source, open(target, "xb") as file:
         file.write(source.read())
     shutil.copystat(path, target)
 
 
 def _link(real: str, shadow: str, inside: str, other: str) -> None:
-    """Creates a folder `shadow` with links to all files in `real`, and to `other` at path `inside`.
+    """Creates a folder of links to all files in `real`, except that one path leads to `other`.
 
-    Small files are copied instead of linked.
+    The folder is `shadow`, and the path is `inside`, relative to `real`. Small files are copied
+    instead of linked.
     """
     name, _, below = inside.partition(os.sep)
     if not os.path.isdir(shadow):

@@ -41,11 +41,11 @@ STATES: Mapping[str, State] = {
 
 
 def inventory(manifest: Manifest, required: Mapping[str, needs.Need]) -> list[Row]:
-    """A row for each file of a checkpoint: first the engine's files, then those beside them.
+    """A row for each file of a checkpoint: first the engine's files, then the files beside them.
 
     `required` maps roles to the files that the program needs. Files beside the engine's are read:
-    small ones completely, large ones at both ends. Files behind links out of the folder are not
-    read. A needed file that is missing has a row too, unless the checkpoint has only weights.
+    small ones completely, large ones at both ends. Links out of the folder are not followed. A
+    needed file that is missing has a row too, unless the checkpoint has only weights.
     """
     rows = [*of_engine(manifest), *_beside(manifest, required)]
     there, folder = {row.role for row in rows}, folder_of(manifest)
@@ -81,7 +81,7 @@ def stand_in(lost: str, paths: Iterable[str]) -> str | None:
 def needs_of(manifest: Manifest) -> list[needs.Need]:
     """The files that the checkpoint's program needs to resume.
 
-    The list is empty for a format of no engine, such as universal: no program resumes from it.
+    The list is empty for a format such as universal, from which no program resumes.
     """
     format = formats.of(manifest)
     return [] if format is None or format.is_neutral else needs.of_program(manifest)
@@ -201,7 +201,7 @@ def roles_beside(folder: str) -> set[str]:
 def _known(name: str) -> ParsedName | None:
     """The role and rank in the name of a trainer's file; None for any other name.
 
-    Cheap for other names, because a folder may have 50,000 of them.
+    This is fast for other names, because a folder may have 50,000 of them.
     """
     return parse_name(needs.ROLES, name) if "/" in name or _NAMES.fullmatch(name) else None
 

@@ -26,7 +26,8 @@ def of_target(words: Mapping[str, Any]) -> dict[str, Any]:
 def obstacles(manifest: Manifest, words: Mapping[str, Any]) -> list[Notice]:
     """The reasons why the checkpoint's engine cannot load it on the requested number of ranks.
 
-    `words` has the sizes (such as `dp`) among other options. The list is empty if the engine can.
+    `words` has the sizes (such as `dp`) among other options. The list is empty if the engine can
+    load the checkpoint.
     """
     find = formats.named(manifest.format).functions.obstacles
     return find(manifest, options_of(of_target(words))) if find else []
@@ -45,9 +46,9 @@ def missing_of(manifest: Manifest, to: str, words: Mapping[str, Any]) -> list[No
 def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:
     """The differences in names, shapes and optimizer groups between a checkpoint and a run.
 
-    `other` is a run that the program has saved. Types are not compared, because loaders cast them.
-    Different groups are only a warning if the loader matches parameters by name, but a problem if
-    it matches them by their position in the groups (`by_place`).
+    `other` is the manifest of a run that the program has saved. Types are not compared, because
+    loaders cast tensors. Different groups are a problem if the loader matches parameters by their
+    position in the groups (`by_place`); they are only a warning if it matches them by name.
     """
     own_shapes, wanted = _shapes(manifest), _shapes(other)
     own_names, in_model = (
@@ -125,10 +126,11 @@ def _members(manifest: Manifest, other: Manifest) -> list[list[str]]:
 def _other_groups(
     own_groups: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]
 ) -> list[tuple[str, str]]:
-    """The differences between two divisions of parameters into groups, or only the first ones.
+    """The differences between two divisions of parameters into groups.
 
-    Each is a pair of a parameter and a sentence. `own_groups` are the checkpoint's groups and
-    `wanted` the program's, as lists of names.
+    If the two sides have different parameters, only that is returned. Each difference is a
+    parameter and a sentence. `own_groups` are the checkpoint's groups and `wanted` the program's,
+    as lists of names.
     """
     places, new = (
         {n: i for i, names in enumerate(side) for n in names} for side in (own_groups, wanted)

@@ -74,7 +74,7 @@ class Verdict(Struct, frozen=True):
 
         missing, damaged    files that a program needs to resume
         of_one_save         contradictions between files, which may come from different saves
-        unread              damaged files that resuming does not read
+        unread              damaged files that no program reads to resume
         alone               the checkpoint has weights, but no optimizer
         doubts              signs that prove nothing, such as another number in a folder's name
         links               files that are symbolic links out of the folder, and their targets
@@ -122,7 +122,8 @@ class Verdict(Struct, frozen=True):
     def warnings(self, resumes: bool = True) -> list[Notice]:
         """All findings as warnings, for a conversion.
 
-        If no run will resume from the target, there are only findings about files that it copies.
+        If no run will resume from the target (`resumes` is False), only findings about the files
+        that the target gets are returned.
         """
         if resumes:
             return [*_as_warnings(self.problems), *self.remarks]
@@ -137,9 +138,10 @@ def _as_warnings(notices: Iterable[Notice]) -> list[Notice]:
 
 
 def judged(read_manifest: Callable[[], Manifest]) -> Verdict:
-    """The verdict on the checkpoint that `read_manifest` reads, also if it raises an error.
+    """The verdict on the checkpoint that `read_manifest` reads, even if the reader fails.
 
-    Errors that are not about the checkpoint are raised: permissions, the network, a wrong option.
+    An error about the checkpoint, such as a missing file, is a part of the verdict. Other errors
+    are raised: permissions, the network, a wrong option.
     """
     try:
         manifest = read_manifest()
@@ -188,13 +190,16 @@ def of(manifest: Manifest) -> Verdict:
 
 
 def refuse_lost(manifest: Manifest) -> None:
-    """Raises IncompleteCheckpoint if the optimizer that trained the weights is lost."""
+    """Raises IncompleteCheckpoint if the optimizer that trained the weights was lost."""
     for lost in manifest.notices.lost:
         raise again(IncompleteCheckpoint, {**asdict(lost), "paths": ()})
 
 
 def refuse_widened(manifest: Manifest, dtype: str | None) -> None:
-    """Raises IncompleteCheckpoint if fp32 weights are requested and the masters are lost."""
+    """Raises IncompleteCheckpoint if --dtype asks for fp32 weights (`dtype`), but masters are lost.
+
+    Only 16-bit weights are left then.
+    """
     for lost in manifest.notices.lost:
         if dtype == "F32" and lost.subject == "master":
             raise IncompleteCheckpoint(
@@ -207,7 +212,7 @@ def refuse_widened(manifest: Manifest, dtype: str | None) -> None:
 
 
 def with_warnings(manifest: Manifest) -> Manifest:
-    """Returns the manifest with the verdict's problems among its warnings, to show them."""
+    """Returns the manifest with the problems that the verdict finds added to its warnings."""
     return manifest.replace(warnings=(*manifest.notices.warnings, *of(manifest).warnings()))
 
 
@@ -225,7 +230,7 @@ def step_of(manifest: Manifest) -> int | float | None:
 def _pointer(manifest: Manifest) -> Iterable[Notice]:
     """Yields a problem if the file `latest`, which names the engine's folder, is missing.
 
-    There is no problem if the checkpoint's program does not read this file.
+    Nothing is yielded if the checkpoint's program does not read this file.
     """
     tag, format = manifest.run.origin.tag, formats.of(manifest)
     folder = manifest.root
@@ -250,7 +255,7 @@ def _pointer(manifest: Manifest) -> Iterable[Notice]:
 
 
 def _ranks_without(manifest: Manifest, rows: Iterable[Row]) -> Iterable[Notice]:
-    """Yields a warning about ranks that have no random state, if other ranks have one."""
+    """Yields a warning about ranks that have no file of random states, if other ranks have one."""
     random_states = [row for row in rows if row.role == needs.RANDOM_STATE.name and row.rank]
     there = {number for row in random_states for _, number in row.rank}
     origin = manifest.run.origin
@@ -269,10 +274,10 @@ def _ranks_without(manifest: Manifest, rows: Iterable[Row]) -> Iterable[Notice]:
 def _without_optimizer(
     manifest: Manifest, rows: Iterable[Row], is_known: bool
 ) -> tuple[list[Notice], list[Notice]]:
-    """Two lists of notices: that the optimizer was lost, or that none was saved.
+    """Two lists, one of which may have a notice: the optimizer was lost, or none was saved.
 
-    At most one list has a notice. `is_known`: the program that saved the checkpoint is known, and
-    so are the names of its optimizer files.
+    `is_known` tells whether the program that saved the checkpoint is known, and so the names of its
+    optimizer files.
     """
     if manifest.notices.lost:
         return [*manifest.notices.lost], []

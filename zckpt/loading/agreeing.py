@@ -21,11 +21,11 @@ from ..processes.ranks import Ranks, received, sent
 
 
 class Agreement:
-    """Combines the checksums of the bytes that all ranks read of `source`.
+    """Combines the checksums of the bytes of `source` that all ranks have read.
 
-    `checker` computes those of this rank. `pairs` are the tensors of source and target that belong
-    together. `checking` has the Python `id`s of the pairs whose bytes this rank hashes. If
-    `is_sparing` is True, no checksum is compared.
+    `checker` computes the checksums of this rank's bytes. Each of the `pairs` is a tensor of the
+    source and the tensor of the target that it fills. `checking` has the Python `id`s of the pairs
+    whose bytes this rank hashes. If `is_sparing` is True, no checksum is compared.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class Agreement:
         )
 
     def agree(self, error: Exception | None, is_last: bool, is_all: bool = True) -> None:
-        """Raises Told in all ranks if one of them failed, or if a record is damaged.
+        """Raises Told in all ranks if one of them failed, or if bytes do not have their checksum.
 
-        A record is a byte range with one checksum. After the last file (`is_last`), bytes of a
-        record that no rank has read yet are read too, to complete its checksum. If the engine has
-        read both kinds of files, of the model and of the optimizer (`is_all`), this includes
-        records whose parts no rank hashed.
+        `error` is this rank's failure, or None. After the last file (`is_last`), byte ranges with a
+        checksum that were read only in part are completed. `is_all` says that the engine has read
+        both kinds of files, of the model and of the optimizer. Then byte ranges that no rank has
+        hashed are read too.
         """
         values = self._ranks.gathered([sent(error), [*self.checker.parts()]])
         self._ranks.told(partial(self._judge, values, is_last, is_all))

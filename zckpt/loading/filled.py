@@ -5,8 +5,8 @@ has just allocated. The zip structure comes from the shell, a file with holes wh
 bytes of a storage are read from the source into that memory. So no second copy of a tensor exists
 at any time.
 
-Turned down: mapping the shell into memory (`torch.load(mmap=True)`) and filling the mapping. The
-page cache would hold as many zeros as the tensors have bytes.
+The alternative was to map the shell into memory (`torch.load(mmap=True)`) and to fill the mapping.
+It was turned down: the page cache would hold as many zeros as the tensors have bytes.
 """
 
 from __future__ import annotations
@@ -57,11 +57,14 @@ class FilledFile(io.RawIOBase):
         return self._shell
 
     def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
-        """Yields nothing: this file gets no checksums, as no program reads it again."""
+        """Yields nothing: no checksums of this file are needed, as no program reads it again."""
         return iter(())
 
     def load(self, map_location: Any) -> Any:
-        """Returns what torch.load returns for this file; raises the source's error if it failed."""
+        """Returns what torch.load returns for this file.
+
+        If the source could not be read, raises the error of the source, not torch's.
+        """
         try:
             value = torch.load(cast(IO[bytes], self), map_location=map_location, weights_only=False)
         except Exception:

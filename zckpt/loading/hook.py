@@ -20,7 +20,7 @@ from .support import refuse_version
 
 
 class Source(Struct, frozen=True):
-    """The checkpoint that is loaded in place of a directory: its `path`, and its `tag` or None.
+    """The checkpoint that the engine loads in place of a directory: its `path` and `tag`.
 
     `words` are keyword arguments of `zckpt.reshard`. `target` is the tag that a program may pass
     with the directory.

@@ -6,8 +6,8 @@
 3. the engine loads from this directory; each file that it asks for is filled in memory
 4. after each file, the ranks check together that the source's bytes have the right checksums
 
-The engine's own state does not change before it asks for a second file, or again for the model's
-file. So an earlier error leaves the engine as it was.
+The engine first reads the model's file. Its own state does not change before it asks for a second
+file, or for the model's file again. So an error before that leaves the engine as it was.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def load(
     is_sparing: bool = False,
     **words: Any,
 ) -> tuple[str | None, Any]:
-    """Loads the checkpoint at `source` into an engine; returns what `engine.load_checkpoint` does.
+    """Loads the checkpoint at `source` into an engine; returns what the engine's loader returns.
 
     `given` are arguments of the engine's own loader, and `words` are arguments of `zckpt.reshard`.
     If `is_sparing` is True, checksums are not compared. Raises the errors that
@@ -182,9 +182,9 @@ class Load(Struct, eq=False, dict=True):
         self.lines = [*layout.omitted, *layout.warnings]
 
     def _agree_on(self, error: Exception | None) -> None:
-        """Raises in all ranks if one rank failed, or has other files, or if rank 0's checks fail.
+        """Raises an error in all ranks if one rank failed, or if rank 0's checks fail.
 
-        `error` is the error of this rank, or None.
+        Also if the ranks do not read the same files. `error` is the error of this rank, or None.
         """
         mark = None if error else _mark(self.source.files.records, self.files.records)
         values = self.ranks.gathered([sent(error), mark])
@@ -298,7 +298,7 @@ class LoadingEngine:
 
 
 def _mark(records: Any, files: dict[str, dict[int, int]]) -> int:
-    """A checksum of source and target: ranks with the same value load the same files."""
+    """A checksum of source and target: ranks in which it is equal load the same files."""
     crc = mark_of(records)
     for path, storages in files.items():
         crc = crc32(f"{os.path.basename(path)} {sorted(storages.items())};".encode(), crc)

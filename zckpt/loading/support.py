@@ -68,8 +68,8 @@ def unsupported(source: str, message: str) -> WrongOption:
 def refuse_files(source: str, paths: Iterable[str]) -> None:
     """Raises WrongOption if some files at `paths` are from pipeline, expert or tensor parallelism.
 
-    An engine without model parallelism does not load them: files of single layers, of experts, and
-    of tensor-parallel ranks.
+    These are files of single layers, of experts, and of tensor-parallel ranks. An engine without
+    model parallelism does not load them.
     """
     for name in map(os.path.basename, paths):
         if name.endswith(STATES) and not PLAIN.fullmatch(name):

@@ -63,7 +63,7 @@ def _locked(above: str) -> tuple[str, int]:
 
 
 def _sweep(above: str) -> None:
-    """Removes the directories of processes that have ended, which no process has locked."""
+    """Removes the directories of processes that have ended: those that no process has locked."""
     for name in os.listdir(above):
         path = os.path.join(above, name)
         if name.startswith(PREFIX) and (file := _own(path)) is not None:
@@ -72,7 +72,7 @@ def _sweep(above: str) -> None:
 
 
 def _own(path: str) -> int | None:
-    """Locks a directory of this user, and returns its descriptor; None if that cannot be."""
+    """Locks a directory of this user, and returns its descriptor; None if it cannot be locked."""
     with suppress(OSError):
         file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with suppress(OSError):

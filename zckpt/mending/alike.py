@@ -1,9 +1,10 @@
-"""Finds lost files that can be copied from another rank: all other ranks have the same file.
+"""Finds lost files that can be copied from another rank, because all other ranks have the same.
 
-In stage 3 each rank has a file of the model without its weights. If at least two other ranks have
-theirs, and all of these are the same, the lost one was the same too: only the folder name differs
-that torch.save derives from the file's name and puts into the zip. That does not hold if any
-element of a tensor lay in the lost file alone: then equal files of other ranks say nothing.
+In stage 3 each rank has a file of the model without its weights. If at least two other ranks still
+have this file, and all of these files are equal, the lost file was equal too. Only one thing
+differs: torch.save derives a folder name in the zip from the file's name. A lost file cannot be
+copied if it was the only one with an element of some tensor: equal files of other ranks do not tell
+the value of this element.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ HEADER, ENTRY = 30, 46  # bytes in front of a name, in a member's header and in 
 class Alike(Struct, frozen=True):
     """A lost file that can be restored as a copy of another rank's file.
 
-    `name` is its path below the checkpoint, and `other` the path of the file to copy. `renaming`
-    are the corrections that put the lost file's name into the copied zip; `ranks` is the number of
-    other ranks, which all have the same file.
+    `name` is the lost file's path below the checkpoint, and `other` the path of the file to copy.
+    `renaming` are the corrections of bytes in the copy: they replace the name of `other`, which
+    torch.save has put into the zip, by that of the lost file. `ranks` is the number of other ranks,
+    which all have the same file.
     """
 
     name: str
@@ -57,7 +59,10 @@ class Alike(Struct, frozen=True):
 
     @property
     def mended(self) -> Mended:
-        """The entry of the list of mended bytes for this file: all its bytes came from `other`."""
+        """What the copy's list of restored bytes says of this file.
+
+        All bytes are copied from `other`.
+        """
         size = sources.size(self.other)
         return Mended(self.name, 0, size, "witness", 0.0, witness=self.witness)
 
@@ -67,17 +72,17 @@ class Alike(Struct, frozen=True):
 
 
 def alike(found: Found) -> dict[str, Alike]:
-    """The lost files that all other ranks have too, each by its path in the manifest."""
+    """Maps the path of each lost file that can be copied from another rank to the file to copy."""
     if found.manifest is None:
         return {}
     return {path: own for path in found.lost if (own := _alike(found, path)) is not None}
 
 
 def has_links(found: Found) -> bool:
-    """Whether the checkpoint's folder has links in it.
+    """Whether the checkpoint's folder contains symbolic links.
 
-    A lost file is made in a folder of links to the files that are left; in it, the user's links
-    could not be told from those of zckpt.
+    To restore lost files, zckpt makes a temporary folder of links to the files that still exist.
+    There, the user's own links could not be distinguished from zckpt's.
     """
     return os.path.isdir(found.path) and any(
         entry.is_symlink() for entry in sources.walk(found.path)
@@ -85,7 +90,11 @@ def has_links(found: Found) -> bool:
 
 
 def remade(found: Found, known: Mapping[str, Alike]) -> str:
-    """Writes the files of `known` into the folder of links, and returns the path of that folder."""
+    """Writes lost files, copied from other ranks, into the temporary folder of links.
+
+    `known` maps the path of each lost file to the file to copy. The links in that folder lead to
+    the checkpoint's files. Returns the folder's path.
+    """
     for path, own in known.items():
         own.write(path)
     assert found.shadow is not None
@@ -120,7 +129,10 @@ def _alike(found: Found, path: str) -> Alike | None:
 
 
 def _has_parts(found: Found, path: str) -> bool:
-    """Whether the file had elements of tensors that no other rank's file has."""
+    """Whether the file had elements of tensors that no other rank's file has.
+
+    Elements of buffers count only if they are in no other file at all.
+    """
     for manifest in found.known.each:
         copied = {copy.key for copy in manifest.replicas if kept(copy, found.lost)[0] is copy}
         for entry in manifest.entries.values():
@@ -132,11 +144,11 @@ def _has_parts(found: Found, path: str) -> bool:
 
 
 def _renaming(other: str, lost: str) -> Iterator[Correction]:
-    """Yields the corrections that turn the folder name in the zip at `other` into that of `lost`.
+    """Yields corrections that replace the folder name in the zip at `other` by that for `lost`.
 
-    torch.save puts the file's name without its ending in front of the names of all members. Raises
-    BadZipFile for what is no zip, and ValueError if its members have other names, or if both names
-    differ in length.
+    torch.save prefixes the names of all members with the file's name without its ending. Raises
+    BadZipFile if `other` is no zip. Raises ValueError if its members have another prefix, or if the
+    two folder names differ in length.
     """
     before, after = (
         f"{os.path.splitext(os.path.basename(path))[0]}/".encode() for path in (other, lost)

@@ -1,8 +1,8 @@
 """Finds damaged members of zips, in a file that its reader refuses.
 
-Such a file has no manifest that would name its records. But each zip of torch.save states a CRC-32
-for each of its members, the pickle too. The file of a rank is one zip, and an item file of
-torch.distributed.checkpoint has one after another.
+For such a file there is no manifest that lists its records. But each zip of torch.save states a
+CRC-32 for each of its members, also for the pickle. The file of a rank is one zip. An item file of
+torch.distributed.checkpoint consists of several zips, one after another.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ DESCRIPTOR = b"PK\7\10"  # begins the record behind the data of a member
 
 
 def damage_in(path: str) -> list[Damage]:
-    """Returns the members whose bytes have another CRC-32 than stated, of all zips in a file.
+    """The members of all zips in a file whose bytes do not have the CRC-32 that the zip states.
 
-    The list is empty for a file that begins with no zip, or whose directory cannot be read.
+    The list is empty if the file does not begin with a zip, or if the zip's directory is
+    unreadable.
     """
     try:
         records = [
@@ -52,10 +53,11 @@ def members_of(path: str) -> Iterator[ZipMember]:
 
 
 def stated_twice(damage: Damage) -> Correction | None:
-    """Returns the correction of a CRC-32 in a zip's directory, if one bit of it was flipped.
+    """The correction of a member's CRC-32 in a zip's directory, if a bit of it was flipped.
 
-    A member states its CRC-32 a second time, in its local header or behind its data: if the bytes
-    have that one, they are right, and the directory is not. Returns None otherwise.
+    A zip states a member's CRC-32 twice: in the directory, and in the local header or behind the
+    member's data. If the data have the second CRC-32, and the one in the directory differs from it
+    in one bit, that bit was flipped. Returns None otherwise.
     """
     extent, stated = damage.record.extent, damage.record.crc
     assert stated is not None

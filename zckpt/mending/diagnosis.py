@@ -1,9 +1,9 @@
-"""Finds what is damaged in a checkpoint, and the bytes that were there before.
+"""Finds what is damaged in a checkpoint, and the original bytes.
 
-The readers and `judging/verdict.py` say which file is damaged; a comparison of all bytes, as
-`verify` does it, says which records are. A file whose pickle or structure is damaged cannot be read
-at all: so these are checked first, and the file is read again with the corrections of what they
-have.
+The readers and `judging/verdict.py` find the damaged files. A comparison of all bytes with their
+checksums, as in `verify`, finds the damaged records. A file whose pickle or structure is damaged
+cannot be read at all. So such files are examined first; then the checkpoint is read again as if
+their damaged bytes had been corrected.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ REFUSED = (
 
 
 class Diagnosis(Struct, frozen=True):
-    """What is damaged in a checkpoint: a `Place` for each record, and the verdict on all else.
+    """What is damaged in a checkpoint: a `Place` for each damaged record, and a verdict.
 
-    The verdict `judged` was made with the corrections of these places applied. If the checkpoint
-    could not be read even so, `error` says why, and there is no manifest.
+    The verdict `judged` holds for the checkpoint with the corrections of these places. If the
+    checkpoint could not be read even with the corrections, `error` says why, and `manifest` is
+    None.
     """
 
     places: Sequence[Place] = ()
@@ -72,13 +73,13 @@ class Diagnosis(Struct, frozen=True):
         return self.judged.manifest if self.judged else None
 
     def is_needed(self, place: Place) -> bool:
-        """Whether a program reads the file of a place to resume, so that it must be mended."""
+        """Whether a program needs the file of this damaged record to resume."""
         unread = self.judged.unread if self.judged else ()
         return place.extent.file not in {each.file for each in unread}
 
 
 def corrections_of(places: Iterable[Place]) -> list[Correction]:
-    """All corrections of these places, in one list."""
+    """The corrections of all these damaged records, in one list."""
     return [*chain.from_iterable(place.corrections for place in places)]
 
 
@@ -87,9 +88,9 @@ def diagnose(
 ) -> Diagnosis:
     """Reads all bytes of the checkpoint at `path`, and returns what is damaged in it.
 
-    `older` is an earlier checkpoint of the same run, whose bytes may confirm a correction. Raises
-    the UnsupportedCheckpoint of the reader if no damage of a file explains it, and every error of
-    the reader that is not in `REFUSED`.
+    `older` is an earlier checkpoint of the same run, whose bytes may confirm a correction. If the
+    reader raises one of the errors in `REFUSED`, the result contains it; every other error is
+    raised. An UnsupportedCheckpoint is raised too, unless damage explains it.
     """
     with ExitStack() as stack:
         opened = what_opens(path, reading, stack)
@@ -113,10 +114,11 @@ def diagnose(
 
 
 def what_opens(path: str, reading: Reading, stack: ExitStack) -> Diagnosis:
-    """Reads the checkpoint at `path`; its places are those in files that cannot be opened.
+    """Reads the checkpoint at `path`, and finds the damage in files that cannot be opened.
 
-    Their corrections stay in effect until `stack` is closed. Reads no tensor, except the members of
-    such files. Raises every error of the reader that is not in `REFUSED`.
+    These files are read as if they had been corrected until `stack` is closed. No tensor is read,
+    except in these files. If the reader raises one of the errors in `REFUSED`, the result contains
+    it; every other error is raised.
     """
     early: list[Place] = []
     while True:
@@ -148,28 +150,28 @@ def _place(place: Place) -> tuple[str, int]:
 
 
 def _blamed(judged: Verdict) -> list[str]:
-    """The files in which the verdict found damage, or which could not be read."""
+    """The files that are damaged or unreadable according to the verdict on a checkpoint."""
     manifest = judged.manifest
     lost: tuple[Notice, ...] = manifest.notices.lost if manifest else ()
     return [each.file for each in (*lost, *judged.damaged, *judged.unread) if each.file]
 
 
 def _below(path: str) -> list[str]:
-    """All files of the folder at `path`, or of the folder around it if it is a file."""
+    """All files of the folder at `path`; if `path` is a file, those of the folder around it."""
     folder = path if sources.is_folder(path) else os.path.dirname(path)
     return [entry.path for entry in sources.walk(folder) if entry.is_file(follow_symlinks=False)]
 
 
 def _in_file(path: str) -> list[Place]:
-    """Returns what is damaged in a file without a manifest: its structure, else its zip members."""
+    """The damage in a file that cannot be opened: in its headers, or else in its zip members."""
     return structure_of(path) or [*map(_in_container, damage_in(path))]
 
 
 def structure_of(path: str, limit: int = LIMIT) -> list[Place]:
     """Returns what is damaged in a file's headers, or in a file that states a checksum of itself.
 
-    Empty for a file in which these are right, or that has none. Tensors are read only of a file
-    with one checksum for all of it.
+    The list is empty if these are undamaged, or if the file has no headers and no such checksum.
+    The file's tensors are read only if one checksum covers the whole file.
     """
     structure = [*map(_of_structure, flipped_in(path))]
     if (stated := place_in(path, limit)) is not None:
@@ -178,7 +180,7 @@ def structure_of(path: str, limit: int = LIMIT) -> list[Place]:
 
 
 def _of_structure(correction: Correction) -> Place:
-    """Returns the place of one flipped bit in a header or the directory of a zip."""
+    """Describes one flipped bit in a header or in the directory of a zip as a damaged record."""
     extent = Extent(correction.file, correction.offset, len(correction.before))
     damage = Damage(Record(extent, None), 0)
     return Place(damage, (), 0.0, (), None, (correction,), "witness", TWICE)
@@ -189,19 +191,19 @@ TWICE = "a second place in the zip"
 
 
 def _in_container(damage: Damage, contents: Contents = ()) -> Place:
-    """Explains the damage of a zip member by its checksum alone, without other tensors.
+    """Finds the original bytes of a damaged zip member by its checksum alone.
 
-    If that is not possible, looks whether the CRC-32 in the zip's directory is what is damaged.
+    If that is not possible, checks whether the CRC-32 in the zip's directory is damaged instead.
     """
     place = explained(damage, contents, Witnesses(None))
     return place if place.by else _with_directory(place)
 
 
 def _again(place: Place, contents: Contents, witnesses: Witnesses) -> Place:
-    """Explains a damaged record once more, now that its tensors (`contents`) are known.
+    """Explains a damaged record again, after the tensors in it (`contents`) have become known.
 
-    So other bytes, the `witnesses`, can confirm or contradict a correction. A record that its
-    checksum or other bytes explained already keeps its corrections.
+    Now other bytes, the `witnesses`, can confirm or contradict a correction. If the checksum alone
+    or a witness has already explained the record, its corrections stay.
     """
     if not contents or place.by in ("checksum", "witness"):
         return replace(place, contents=contents)
@@ -210,7 +212,7 @@ def _again(place: Place, contents: Contents, witnesses: Witnesses) -> Place:
 
 
 def _with_directory(place: Place) -> Place:
-    """Adds the correction of the CRC-32 in the zip's directory, if that is what is damaged."""
+    """Adds a correction of the CRC-32 in the zip's directory, if this CRC-32 is what is damaged."""
     correction = stated_twice(place.damage)
     if correction is None:
         return place
@@ -221,11 +223,11 @@ def _with_directory(place: Place) -> Place:
 def _of_records(
     manifest: Manifest, outcome: ComparisonOutcome, witnesses: Witnesses
 ) -> Iterator[Place]:
-    """Yields a place for each record that the comparison of all bytes found damaged.
+    """Yields the damage of each record that the comparison of all bytes found damaged.
 
-    A universal checkpoint states a checksum of each tensor and one of each file. A tensor is the
-    smaller record, so it is explained first; the file is then damaged elsewhere only if its own
-    checksum is still wrong.
+    A universal checkpoint states a checksum for each tensor and one for each file. A tensor is the
+    smaller record, so it is explained first. Only if the file's checksum is still wrong after that,
+    the file has further damage.
     """
     tensors = [*_of_tensors(manifest, outcome, witnesses)]
     yield from tensors
@@ -249,7 +251,7 @@ def _of_records(
 def _of_tensors(
     manifest: Manifest, outcome: ComparisonOutcome, witnesses: Witnesses
 ) -> Iterator[Place]:
-    """Yields a place for each tensor in one piece whose bytes have another checksum than stated."""
+    """Yields the damage of each tensor in one piece whose bytes do not have its checksum."""
     for result in outcome.results:
         for entry, crc in zip((result.match.a, result.match.b), result.digests, strict=True):
             stated = entry.digest if entry is not None else None

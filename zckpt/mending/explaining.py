@@ -1,15 +1,17 @@
-"""Finds the bytes that a damaged record had before.
+"""Finds the original bytes of a damaged record, which is a range of bytes with a checksum.
 
 The file states a CRC-32 of the record. If flipping one bit gives the record that CRC-32, the bit is
-flipped back. Damage of many bits looks like one flipped bit by a chance that grows with the record:
+flipped back. But damage of many bits may look like one flipped bit. Its probability (`chance`)
+grows with the size of the record:
 
     bytes     19 kB        256 KiB     4 MiB      256 MiB    from 512 MiB on
     chance    1 in 28,000  1 in 2,000  1 in 128   1 in 2     several bits explain every CRC-32
 
-So in a record of up to 256 KiB the bit is believed. In a larger one a witness must confirm it, or
-the user accepts the chance. A lost sector leaves an aligned block of one repeated value: it is many
-bits, so in a record with such a block (a burst) the CRC-32 alone is not believed. Another CRC-32 of
-the same bytes is no witness: CRCs are linear, so it agrees with every explanation of the first one.
+So in a record of up to 256 KiB the bit is restored. In a larger record, other bytes (a witness)
+must confirm the bit, or the user accepts the probability. A lost sector of a disk leaves an aligned
+block of one repeated value (a burst), which is damage of many bits. So in a record with such a
+block, the CRC-32 alone is not sufficient. A second CRC-32 of the same bytes is no witness: CRCs are
+linear, so it agrees with every explanation of the first one.
 """
 
 from __future__ import annotations
@@ -37,12 +39,14 @@ BLOCK = 1 << 20  # bytes that are looked at at once
 
 
 class Place(Struct, frozen=True):
-    """One damaged record, and the `corrections` that give back the bytes it had before.
+    """One damaged record, and the `corrections` that restore its original bytes.
 
-    `by` says what supports them: the checksum, a `witness`, or the chance alone, which the user
-    must accept. Without corrections the record is lost. `why` says why it is lost, or why the user
-    must accept. `bits` are the (byte in the record, bit) pairs of which each alone explains the
-    CRC-32; `burst` is where in the file a block of one repeated value begins.
+    `by` is the evidence for the corrections. It is "checksum", "witness" (other bytes confirm
+    them), or "chance" (damage of many bits may look the same, with the probability `chance`, which
+    the user must accept). Without corrections, `by` is None and the record is lost. `why` says why
+    the record is lost, or why the user must accept. `bits` has a pair (byte in the record, bit) for
+    each bit that alone explains the CRC-32. `burst` is the offset in the file of a block of one
+    repeated value.
     """
 
     damage: Damage
@@ -66,22 +70,26 @@ class Place(Struct, frozen=True):
         return any(not start <= each.offset < stop for each in self.corrections)
 
     def is_written(self, accepts_chance: bool) -> bool:
-        """Whether the copy gets the corrected bytes; `accepts_chance` is the user's consent."""
+        """Whether the record is corrected in the copy.
+
+        `accepts_chance` says that the user also accepts corrections that only their probability
+        supports.
+        """
         return self.by is not None and (self.by != "chance" or accepts_chance)
 
     def element(self) -> tuple[Entry, int, Extent] | None:
-        """The corrected element: its entry, its row-major index, and its bytes.
+        """The element whose value is corrected: its entry, its row-major index, and its bytes.
 
-        None unless exactly one byte is corrected, and that byte lies in a tensor.
+        None if more than one byte is corrected, or if the corrected byte is in no tensor.
         """
         if len(self.corrections) != 1 or len(self.corrections[0].after) != 1:
             return None
         return element_at(self.contents, self.corrections[0].offset)
 
     def mended(self, root: str) -> Mended | None:
-        """The entry of the list of mended bytes for this place; None if it is lost.
+        """What the copy's list of restored bytes says of this record; None if the record is lost.
 
-        The file is named relative to `root`.
+        The file's path is relative to `root`.
         """
         if self.by is None:
             return None
@@ -109,7 +117,7 @@ class Place(Struct, frozen=True):
         )
 
     def notice(self, root: str) -> Notice:
-        """The notice of the report: what was wrong here, and what supports the correction."""
+        """The notice for the report: what was damaged, and the evidence for the correction."""
         file = os.path.relpath(self.extent.file, root)
         restored = self.mended(root)
         names = [*dict.fromkeys(entry.name for entry, _ in self.contents)]
@@ -151,14 +159,14 @@ CHANCE = "type --accept-chance to flip the bit back, or give an older checkpoint
 
 
 def one_in(chance: float) -> str:
-    """Words a chance for a sentence: "1 of 2,000 cases"."""
+    """Writes a probability as words for a sentence: "1 of 2,000 cases"."""
     return f"1 of {round(1 / chance):,} cases" if chance < 1 else "every case"
 
 
 def explained(damage: Damage, contents: Contents, witnesses: Witnesses) -> Place:
-    """Returns which bytes a damaged record had before, and what supports that.
+    """Finds the original bytes of a damaged record, and the evidence for them.
 
-    Reads the record's bytes, and those of the witnesses.
+    Reads the record, and the bytes of other tensors (`witnesses`) that may confirm a correction.
     """
     extent, stated = damage.record.extent, damage.record.crc
     assert stated is not None
@@ -202,7 +210,7 @@ def doubt(length: int) -> str:
 
 
 def chance_of(length: int) -> float:
-    """The chance that damage of many bits looks like one flipped bit, in `length` bytes."""
+    """The probability that damage of many bits in `length` bytes looks like one flipped bit."""
     return min(1.0, 8 * length / 2**32)
 
 
@@ -215,7 +223,7 @@ def flipped_back(extent: Extent, byte: int, bit: int) -> Correction:
 
 
 def element_at(contents: Contents, offset: int) -> tuple[Entry, int, Extent] | None:
-    """The element that contains byte `offset` of the file: its entry, index, and bytes.
+    """The element that contains byte `offset` of the file: its entry, row-major index, and bytes.
 
     None if no tensor in `contents` contains the byte.
     """
@@ -228,7 +236,10 @@ def element_at(contents: Contents, offset: int) -> tuple[Entry, int, Extent] | N
 
 
 def values(entry: Entry, extent: Extent, correction: Correction) -> tuple[Value, Value]:
-    """An element's value before and after a correction of one byte; None if it is no number."""
+    """An element's value before and after a correction of one byte.
+
+    Both are None for a type whose values are no numbers.
+    """
     if entry.dtype not in NUMBERS:
         return None, None
     data = bytearray(extent.length)
@@ -246,10 +257,10 @@ def values(entry: Entry, extent: Extent, correction: Correction) -> tuple[Value,
 def _outside(
     bits: list[tuple[int, int]], damage: Damage, contents: Contents
 ) -> list[tuple[int, int]]:
-    """Leaves out bits in tensors whose own checksums are right: they were not flipped.
+    """The `bits` that are not in tensors with right checksums: these cannot have been flipped.
 
-    This is for a record that is a whole file, if its tensors have checksums too: `contents` are
-    then the tensors with right checksums. All other records keep all `bits`.
+    Applies to a record that is a whole file, if its tensors have checksums too: `contents` then has
+    only the tensors whose checksums are right. For other records, all `bits` are returned.
     """
     extent = damage.record.extent
     if not any(entry.digest is not None for entry, own in contents if own.extent != extent):

@@ -1,13 +1,16 @@
-"""Lists the elements that were in missing or unreadable files, and where else they are.
+"""Lists the elements that were in missing or unreadable files, and where else their values are.
 
-elsewhere    in other files: a copy on another rank, the weight's master, or an older checkpoint
-made-up      nowhere, but training could go on with other values: weights widened to masters
-gone         nowhere, and nothing can take their place
+elsewhere    other files have them: a copy on another rank, the weight's master, or an older
+             checkpoint
+made-up      no file has them, but training could continue with other values, such as masters
+             widened from the weights
+gone         no file has them, and no other values can replace them
 
-Another rank's file stands in for a lost one (judging/damaged_source.py), so the names, shapes and
-elements that it had are known. The values of the stand-in are not used. For the only model file of
-a run, that of an older checkpoint stands in. Then values that are in no tensor are lost too, such
-as counters; the format says what they were as far as other files tell (`Functions.continued`).
+In place of a lost file, the file of another rank is read (judging/damaged_source.py). So the names,
+shapes and elements of the lost file are known; the values in the other rank's file are not used. If
+the run's only model file is lost, the model file of an older checkpoint is read instead. Then
+values that are no tensors, such as counters, are lost too. The format tells as many of these as
+other files show (`Functions.continued`).
 """
 
 from __future__ import annotations
@@ -49,8 +52,9 @@ WORDS = {"param": "weights", "master": "masters"}
 class Loss(Struct, frozen=True):
     """The elements of one tensor that were in lost files.
 
-    `count` is how many of its elements were in these `files`, `state` what is left of them, and
-    `why` the reason as the report words it.
+    `count` is the number of these elements, and `files` are the lost files. `state` is "elsewhere",
+    "made-up" or "gone", as the module's docstring explains, and `why` is the reason for the report.
+    `other` is an entry with the same elements, or else None.
     """
 
     entry: Entry
@@ -62,13 +66,14 @@ class Loss(Struct, frozen=True):
 
 
 class Losses(Struct, frozen=True):
-    """What a checkpoint lost with its files.
+    """What a checkpoint has lost with its missing or unreadable files.
 
     `faults` and `lines` are for the report. `faults` has a line for each lost file. `lines` are
-    about the tensors in them: each has the keys of a notice, a `state`, and for each tensor the
-    number of elements that it lost, and of all its elements. `lost` has these losses as records.
-    `manifest` describes the files that are left; it is None if they cannot be read alone. If all
-    lost files could be written again, `remade` are their entries in the list of mended bytes.
+    about the tensors in these files: each has the keys of a notice, a `state`, and for each tensor
+    how many of its elements were lost, and its number of elements. `lost` has the same losses as
+    records. `manifest` describes the files that still exist; it is None if these cannot be read. If
+    all lost files could be written again, `remade` tells what they contain, as the list of restored
+    bytes does.
     """
 
     manifest: Manifest | None = None
@@ -93,7 +98,7 @@ class Losses(Struct, frozen=True):
 
     @property
     def can_be_made_up(self) -> bool:
-        """Whether anything is lost, and all of it could be made up or is left in another tensor."""
+        """Whether there are losses, and all of them can be filled with other or made-up values."""
         if self.borrowed and not self.values:  # the optimizer's files are not whole
             return False
         return bool(self.lost) and all(
@@ -102,26 +107,33 @@ class Losses(Struct, frozen=True):
 
     @property
     def slots(self) -> set[str]:
-        """The slots of the tensors of which elements would have to be made up.
+        """The slots (weights, masters, moments) of the tensors with elements that must be made up.
 
-        A lost model file counts as `param`, since what is in no tensor is made up, as counters.
+        If a model file is lost, they include `param`, because values that are no tensors, such as
+        counters, are then made up.
         """
         slots = {each.entry.slot for each in self.lost if each.state == "made-up"}
         return slots | ({"param"} if self.borrowed or self.values else set())
 
     @property
     def others(self) -> dict[Key, tuple[Entry, str]]:
-        """For each lost tensor: the entry that has the same elements, and why it has them."""
+        """Maps the key of each lost tensor to an entry with the same elements.
+
+        Each entry comes with the reason why its elements are the same.
+        """
         lost = {each.entry.key: (each.other, each.why) for each in self.lost if each.other}
         return {**self.copies, **lost}
 
     @property
     def made_up_keys(self) -> set[Key]:
-        """The tensors of which elements would have to be made up."""
+        """The keys of the tensors with elements that must be made up."""
         return {each.entry.key for each in self.lost if each.state == "made-up"}
 
     def made_up(self, remade: Sequence[Mended]) -> Losses:
-        """Returns these losses with state "rebuilt" instead of "made-up", and with `remade`."""
+        """Returns these losses after all lost files were written again.
+
+        Their state is "rebuilt" instead of "made-up", and `remade` tells what the files contain.
+        """
         lines = [
             {**line, "state": "rebuilt"} if line["state"] == "made-up" else line
             for line in self.lines
@@ -129,12 +141,12 @@ class Losses(Struct, frozen=True):
         return replace(self, lines=lines, remade=remade)
 
     def named(self, error: ZckptError, lacking: Sequence[str]) -> ZckptError:
-        """Returns the error with a hint about what is lost.
+        """Returns `error` with a hint about what is lost.
 
-        If all could be made up, the hint says which `--rebuild` options the user would have to type
-        (`lacking`), or in which tensors the ranks differ. Otherwise it names the tensors that are
-        gone, or else those that would have to be made up. If the older checkpoint does not fit, the
-        result is the error about that.
+        If all lost values could be made up, the hint names the `--rebuild` options that the user
+        must add (`lacking`), or the tensors in which the ranks differ. Otherwise it names the
+        tensors that cannot be replaced, or else those that must be made up. If the older checkpoint
+        does not fit, the result is the error that says so.
         """
         if self.unfit is not None:
             return self.unfit
@@ -178,10 +190,11 @@ NEEDS_LAYER = (
 def whatever_is_there(
     path: str, reading: Reading, older: Manifest | None = None
 ) -> AbstractContextManager[Found]:
-    """Opens what can be read of the checkpoint at `path`, some of whose files are lost.
+    """Reads what still exists of the checkpoint at `path`, some of whose files are lost.
 
-    The model file of `older` stands in for the only one of the checkpoint, if its format can say
-    what else was in that, and its file of a pipeline's layer for the lost one.
+    If the only model file is lost, that of the checkpoint `older` is read in its place, provided
+    that the format can tell what else the lost file contained. If the file of a pipeline's layer is
+    lost, the same file of `older` is read.
     """
     paths = older.files.paths if older is not None and continues(older.format) else ()
     models = {os.path.basename(path): path for path in paths}
@@ -196,7 +209,7 @@ def whatever_is_there(
 
 
 def continues(format: str) -> bool:
-    """Whether a format says what a lost model file had, from that of an older checkpoint."""
+    """Whether a format can tell what a lost model file contained, from an older checkpoint's."""
     return formats.named(format).functions.continued is not None
 
 
@@ -219,7 +232,10 @@ def is_layer(path: str) -> bool:
 
 
 def lacks_model(found: Found) -> bool:
-    """Whether nothing could be read because the one model file is lost, beside an optimizer's."""
+    """Whether nothing could be read because the only model file is lost.
+
+    Also, a file of the optimizer must still exist.
+    """
     if found.manifest is not None:
         return False
     with suppress(ZckptError, OSError):
@@ -264,9 +280,10 @@ def losses_of(found: Found, older: Manifest | None, known: Mapping[str, Alike]) 
 
 
 def _copies(found: Found, older: Manifest | None) -> Iterator[tuple[Key, tuple[Entry, str]]]:
-    """Yields each tensor of which a lost file had a copy, with the entry that has its elements.
+    """Yields the key of each tensor of which a lost file had a copy, and an entry with its values.
 
-    Copies of buffers are left out: running means differ from rank to rank.
+    The entry comes with the reason why its values are the same. Copies of buffers are left out,
+    because running means differ between ranks.
     """
     for manifest in found.known.each:
         source_of = _sources(manifest, found.lost, older)
@@ -277,10 +294,10 @@ def _copies(found: Found, older: Manifest | None) -> Iterator[tuple[Key, tuple[E
 
 
 def _of_other_ranks(found: Found, lost: Iterable[str]) -> Iterator[tuple[str, MadeValue]]:
-    """Yields what lost model files of tensor ranks had besides tensors, each with its file.
+    """Yields a description of what each lost model file contained besides tensors, with its path.
 
-    The file of another tensor rank stands in for each. Its counters are the same, but a program may
-    have saved other random states with it.
+    These are files of tensor-parallel ranks: the file of another rank replaces each of them.
+    Counters in it are the same, but a program may have saved other random states in the lost file.
     """
     for path in filter(is_model, lost):
         how = f"as in {os.path.basename(os.path.realpath(path))}, the file of another rank"
@@ -296,7 +313,7 @@ UNREAD = "not-compared"
 
 
 def _unfit(found: Found, older: Manifest) -> ZckptError | None:
-    """The error that the model file of `older` cannot be read for the lost one; None if it can."""
+    """The error that the model file of `older` cannot replace the lost one; None if it can."""
     if not found.borrowed:
         return _error(older, NO_FILE)
     if found.manifest is None or any(line["code"] == UNREAD for line in found.faults):
@@ -324,7 +341,10 @@ def _unfit_layer(older: Manifest) -> ZckptError:
 
 
 def _continued(losses: Losses, found: Found, older: Manifest) -> Losses:
-    """Adds what the lost model file had besides tensors, of which one of `older` stands in."""
+    """Adds to `losses` the values in the lost model file that are no tensors, such as counters.
+
+    They are computed from the model file of the checkpoint `older`.
+    """
     function = formats.named(found.known.format).functions.continued
     losses = replace(losses, borrowed=[*found.borrowed])
     if (unfit := _unfit(found, older)) is not None:
@@ -345,7 +365,7 @@ def _continued(losses: Losses, found: Found, older: Manifest) -> Losses:
 
 
 def _without(losses: Losses, unfit: ZckptError) -> Losses:
-    """What is known without the older checkpoint, which does not fit for the reason `unfit`."""
+    """The losses without the older checkpoint, which does not fit for the reason `unfit`."""
     return Losses(None, [*losses.faults, *said(unfit.notices)], unfit=unfit)
 
 
@@ -362,9 +382,9 @@ def _restored(path: str, copied: Alike, found: Found) -> Report:
 
 
 def _each_once(found: Found) -> list[Report]:
-    """Returns the faults of lost files as lines of the report, without duplicates.
+    """The faults of lost files as lines of the report, without duplicates.
 
-    Of several faults with the same code and file, the first is kept, with the keys of a notice.
+    Of several faults with the same code and file, only the first is returned.
     """
     by_file = by_key(((line["code"], line["file"]), line) for line in found.faults if line["fault"])
     fields = Notice.__struct_fields__
@@ -399,7 +419,7 @@ def _lines(found: Found, lost: Sequence[Loss]) -> Iterator[Report]:
 
 
 def _losses(found: Found, older: Manifest | None) -> Iterator[Loss]:
-    """Yields what each tensor lost, in the manifest's order; copies on other ranks do not count."""
+    """Yields the losses of each tensor, in the manifest's order; lost replicas are left out."""
     for manifest in found.known.each:
         source_of = _sources(manifest, found.lost, older)
         for entry in manifest.entries.values():
@@ -419,7 +439,11 @@ def _losses(found: Found, older: Manifest | None) -> Iterator[Loss]:
 
 
 def _of_buffers(manifest: Manifest, found: Found) -> Iterator[Loss]:
-    """Yields copies of buffers in lost model files of tensor ranks, if one other copy is left."""
+    """Yields a loss for each buffer whose copy in a lost model file may have had values of its own.
+
+    The lost file is that of a tensor-parallel rank. Buffers are included if exactly one complete
+    copy of them still exists.
+    """
     whole = Counter(
         each.key
         for each in (*manifest.entries.values(), *manifest.replicas)
@@ -439,7 +463,10 @@ def _of_buffers(manifest: Manifest, found: Found) -> Iterator[Loss]:
 
 
 def _of_other_rank(loss: Loss, manifest: Manifest, found: Found) -> Loss:
-    """Changes the loss of a buffer that another tensor rank has, perhaps with other values."""
+    """Marks a lost buffer as "made-up" if another tensor-parallel rank has a copy of it.
+
+    The copy may have other values than the lost one.
+    """
     copies = (copy for copy in manifest.replicas if copy.key == loss.entry.key)
     other = next((copy for copy in copies if _is_whole(copy, found.lost)), None)
     if other is None or not all(map(is_model, loss.files)):
@@ -448,9 +475,10 @@ def _of_other_rank(loss: Loss, manifest: Manifest, found: Found) -> Loss:
 
 
 def _of_older(loss: Loss, manifest: Manifest, older: Manifest | None) -> Loss:
-    """Changes the loss of a tensor that the older checkpoint has, perhaps with other values.
+    """Marks a loss as "made-up" if the older checkpoint has the tensor, perhaps with other values.
 
-    It is a buffer, or a tensor of the program's own state: a run could go on with the older one.
+    Only for a buffer, or a tensor of the program's own state: with these, a run can continue with
+    the older values.
     """
     entry = loss.entry
     other = older.entries.get(entry.key) if older is not None else None
@@ -496,11 +524,12 @@ def _is_whole(entry: Entry, lost: dict[str, str]) -> bool:
 
 
 def _left(manifest: Manifest, entry: Entry, source_of: SourceOf) -> tuple[State, str, Entry | None]:
-    """Whether values for the lost elements of `entry` are left, the report's words for why.
+    """Whether other files have the lost elements of `entry`, the reason, and the entry with them.
 
-    The first result is `elsewhere`, `made-up` or `gone`: see the module. The last one is the entry
-    with the same elements, if they are elsewhere; a weight is its rounded master. `source_of`,
-    given the key of a tensor, returns the entry that has all its elements, or None.
+    The first result is `elsewhere`, `made-up` or `gone`, as the module's docstring explains. The
+    second one is the reason in the words of the report. The third one is the entry with the same
+    elements (for a weight, this may be its master), or None. `source_of` returns, for the key of a
+    tensor, the entry that has all its elements, or None.
     """
     if (source := source_of(entry.key)) is not None:
         return "elsewhere", source[1], source[0]

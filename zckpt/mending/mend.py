@@ -1,8 +1,9 @@
 """Runs `mend`: builds its report, then writes the corrected copy.
 
-The copy has the same files as the source, with the bytes that damaged records had before. It is
-written as a conversion is (copying/), from the source as the corrections show it: so each record is
-checked once more. What was restored is listed in a file of the copy, which may be its manifest.
+The copy has the same files as the source, with the original bytes of damaged records. It is written
+like the target of a conversion (copying/), whose source is read as if it had been corrected. So
+each record's checksum is compared again. A file of the copy lists what was restored; in some
+formats this file is the manifest.
 """
 
 from __future__ import annotations
@@ -163,7 +164,10 @@ def mend(
 
 
 def _with_paths(report: Report, real: Callable[[str], str]) -> Report:
-    """Replaces paths of the folder of links by the source's, and drops warnings about links."""
+    """Replaces paths in the temporary folder of links by the source's paths.
+
+    `real` replaces these paths in a text. Warnings about links are dropped.
+    """
     if real is str:
         return report
 
@@ -218,7 +222,7 @@ def _found(
 
 
 def _line(place: Place, base: str, accept_chance: bool) -> Report:
-    """Returns the line of the report about one damaged record: a notice and its fields."""
+    """The report's line about one damaged record: its notice, its correction, and its tensors."""
     restored, extent = place.mended(base), place.extent
     fields = mended.to_json([restored])[0] if restored else {}
     for key in ("file", "value"):
@@ -243,10 +247,10 @@ def _refuse(
 ) -> None:
     """Raises an error unless all that a loader needs can be restored.
 
-    Raises CorruptCheckpoint for bytes that cannot be restored, or that may be restored wrongly
-    unless the user accepts the chance (`accept_chance`); the error of the reader for lost files;
-    IncompleteCheckpoint for all else that keeps the checkpoint from loading; and MissingData if
-    nothing is damaged.
+    The error is CorruptCheckpoint for bytes that cannot be restored, and for bytes that are perhaps
+    restored wrongly if the user does not accept that (`accept_chance`). For lost files it is the
+    reader's error, and for other problems that prevent loading IncompleteCheckpoint. If nothing is
+    damaged, it is MissingData.
     """
     places, judged = diagnosis.places, diagnosis.judged
     needed = [place for place in places if diagnosis.is_needed(place)]
@@ -279,7 +283,7 @@ def _refuse(
 
 
 def _listed(code: str, what: str, places: Sequence[Place], hint: str) -> ZckptError:
-    """Returns an error that names the first of these places, and how many others there are."""
+    """Returns an error that names the first of these damaged records, and counts the others."""
     first = places[0]
     names = [*dict.fromkeys(entry.name for entry, _ in first.contents)]
     where = f"{counted(first.extent.length, 'byte')} at {first.extent.offset} of "
@@ -298,9 +302,9 @@ def _listed(code: str, what: str, places: Sequence[Place], hint: str) -> ZckptEr
 def _laid_out(
     manifest: Manifest, records: Sequence[Mended], source: str, base: str, follow_links: bool
 ) -> tuple[Layout, Manifest]:
-    """Lays out the files of the copy, and adds their fingerprints to the manifest; returns both.
+    """Lays out the files of the copy; also returns the manifest with the files' fingerprints.
 
-    The copy's list of mended bytes has those of the source's own list, and those mended now.
+    The copy lists as restored what the source already lists, and the `records` restored now.
     """
     listed = (*manifest.notices.mended, *records)
     with sources.watching() as watch, following(follow_links):
@@ -318,10 +322,10 @@ def _laid_out(
 
 
 def _files(manifest: Manifest, source: str, base: str) -> SiblingList:
-    """Lists the files that belong into the copy: the checkpoint's, and those beside it.
+    """Lists the files to copy: the checkpoint's own, and those beside it.
 
-    Files of other checkpoints of the run are left out. The engine's own files are read through
-    links wherever these lead, as every reader does.
+    Files of other checkpoints of the run are left out. The engine's own files are read even if they
+    are symbolic links.
     """
     engine_files = {os.path.abspath(path): path for path in manifest.files.paths}
     found = SiblingList(base)
@@ -353,7 +357,8 @@ def _files(manifest: Manifest, source: str, base: str) -> SiblingList:
 def _as_read(manifest: Manifest, siblings: Sequence[Sibling]) -> list[Sibling]:
     """Replaces absolute paths of files by the paths under which the reader read the same files.
 
-    These may be relative, as the user typed them. Files that the reader did not read keep theirs.
+    The reader's paths may be relative, as the user typed them. The paths of files that the reader
+    did not read stay absolute.
     """
     read = {record.extent.file for record in manifest.files.records}
     paths = {os.path.abspath(path): path for path in (*read, *manifest.files.paths)}
@@ -361,7 +366,7 @@ def _as_read(manifest: Manifest, siblings: Sequence[Sibling]) -> list[Sibling]:
 
 
 def _marks(manifest: Manifest, base: str, listed: Sequence[Mended]) -> Sequence[Shell]:
-    """Returns the file of the copy that lists what was restored, which may be its manifest."""
+    """The file of the copy that lists what was restored; for some formats, this is its manifest."""
     root = os.path.abspath(manifest.root)
     functions = formats.named(manifest.format).functions
     if functions.with_mended is not None:
@@ -386,7 +391,7 @@ def _pointing_elsewhere(manifest: Manifest, base: str) -> list[Notice]:
 
 
 def _moved(manifest: Manifest, base: str, target: str) -> tuple[str, str]:
-    """Returns the engine's folder inside of the copy, and the path of the copy."""
+    """The path that the engine's folder has in the copy, and the path of the copy."""
     inside = relative(os.path.abspath(manifest.root), base)
     return os.path.normpath(os.path.join(target, inside)), target
 
@@ -404,7 +409,7 @@ def _identity(
     rebuild: Sequence[str],
     files: dict[str, int],
 ) -> Identity:
-    """Returns the identity of this copy, so that `--resume` continues no other unfinished one."""
+    """The identity of this copy: `--resume` continues only unfinished copies with this identity."""
     mark = f"{mark_of(manifest.files.records):08x}"
     source = {"records": mark, **files_seen(manifest.root, manifest.files.fingerprints)}
     flags = {

@@ -1,8 +1,8 @@
-"""Says what `mend` would give for a checkpoint that cannot be opened or has lost files.
+"""Tells what `mend` would restore of a checkpoint that cannot be opened or has lost files.
 
-`verify`, `report` and errors name the command of `mend` only if it would give something. They ask
-here, and the answer comes from the functions that `mend` itself calls. All bytes are read only if a
-flipped bit kept a file from being opened: `verify` has read no tensor then, and others may be lost.
+`verify`, `report` and errors recommend the command `mend` only if it would restore something. This
+module calls the functions that `mend` itself calls. It reads all bytes only if a flipped bit kept a
+file from being opened: in this case `verify` has read no tensor, and other tensors may be damaged.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ QUICK = 1 << 20  # bytes of such a file that is read only for the hint of an err
 
 
 class Prospect(Struct, frozen=True):
-    """What `mend` would give, as a phrase, and the options that it needs for that.
+    """What `mend` would restore, as a phrase, and the options that it needs for this.
 
-    `makes_up` tells whether any value would be another one than the value that was lost.
+    `makes_up` tells whether any restored value would differ from the lost one.
     """
 
     what: str
@@ -54,16 +54,19 @@ class Prospect(Struct, frozen=True):
     makes_up: bool = False
 
     def command(self, path: str, tag: str | None) -> str:
-        """The line to type. `path` is the damaged checkpoint; the user chooses DST."""
+        """The command line for the user, with the word DST for the target.
+
+        `path` is the damaged checkpoint.
+        """
         words = [f"--tag {quote(tag)}"] if tag else []
         return " ".join(["zckpt mend", quote(path), "DST", *words, *self.options])
 
 
 def prospect(path: str, reading: Reading, older: str | None = None) -> Prospect | None:
-    """Returns what `mend` would give for the checkpoint at `path`; None if it would give nothing.
+    """What `mend` would restore of the checkpoint at `path`; None if nothing.
 
-    None also if all files can be opened. `older` is an earlier checkpoint of the same run that
-    could be given as `--older`.
+    The result is also None if all files can be opened. `older` is an earlier checkpoint of the same
+    run that could be given as `--older`.
     """
     with ExitStack() as stack:
         opened = what_opens(path, reading, stack)
@@ -82,7 +85,7 @@ def prospect(path: str, reading: Reading, older: str | None = None) -> Prospect 
 
 
 def _is_lost(diagnosis: Diagnosis) -> bool:
-    """Whether something that a program needs to resume is damaged and cannot be restored."""
+    """Whether a damaged record that a program needs to resume cannot be restored."""
     return any(place.by is None and diagnosis.is_needed(place) for place in diagnosis.places)
 
 
@@ -106,7 +109,7 @@ def _of_places(opened: Diagnosis) -> Prospect:
 
 
 def _phrases(places: Sequence[Place]) -> Iterator[str]:
-    """Yields what is restored in each file: a bit, or several places."""
+    """Yields a phrase for each file about what is restored in it: one bit, or several places."""
     restored = (place.mended(os.path.dirname(place.extent.file)) for place in places)
     for file, own in by_key((each.file, each) for each in restored if each is not None).items():
         if len(own) == 1 and own[0].bit is not None:
@@ -118,7 +121,7 @@ def _phrases(places: Sequence[Place]) -> Iterator[str]:
 def _of_losses(
     path: str, reading: Reading, opened: Diagnosis, older: str | None
 ) -> Prospect | None:
-    """What `mend` would give for lost files; None if something would stay lost."""
+    """What `mend` would restore of lost files; None if any of them could not be written again."""
     other = None if older is None else read(older, Reading(nameless=True, opens_items=True))
     with whatever_is_there(path, reading, other) as found:
         known = alike(found)
@@ -159,7 +162,7 @@ def _made_up(options: Sequence[str], source: str | None) -> str:
 
 
 def _has_all(older: Manifest, losses: Losses, found: Found) -> bool:
-    """Whether the older checkpoint has every tensor that would have to be made up."""
+    """Whether the older checkpoint has every tensor whose elements must be made up."""
     rebuilding = Rebuilding(True, OLDER, older)
     try:
         for each in losses.lost:

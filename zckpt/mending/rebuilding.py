@@ -1,13 +1,13 @@
-"""Writes lost files again, with the values that `--rebuild` allows for lost elements.
+"""Writes lost files again, with the replacements for lost values that `--rebuild` allows.
 
-frozen      weights of an older checkpoint, and buffers of all other ranks: they are the same
-weights     the rounded masters: they are the same
-masters     the 16-bit weights, widened: they differ from the lost ones by less than a rounding
+frozen      weights of an older checkpoint, or buffers of all other ranks: equal to the lost values
+weights     the rounded masters: equal to the lost values
+masters     the 16-bit weights, widened: they differ from the lost values by less than a rounding
 moments     zeros, or those of an older checkpoint
 model       buffers, counters and the program's state of an older checkpoint, some of them advanced
 
-All else in the file is as the engine would have written it: the writer of the format lays it out,
-and the step is that of the other ranks.
+The other content of a lost file is as the engine would have written it: the format's writer lays
+the file out, and the step is that of the other ranks.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ SCRATCH = 8 << 20  # bytes of working memory for small pieces of many ranks
 class Rebuilding(Struct, frozen=True):
     """What `--rebuild` allows to be made up: masters from weights, moments, and the model file.
 
-    `moments` is "moments=zero", "moments=older" (those of the checkpoint `older`), or None if they
-    may not be made up. `others` has, for a lost tensor, an entry with the same elements and why it
-    has them; for a tensor in `made_up`, these are other elements.
+    `moments` is "moments=zero", "moments=older" (those of the checkpoint `older`), or None if
+    moments may not be made up. `others` maps the key of a lost tensor to an entry from which its
+    elements are taken, and to the reason. These elements equal the lost ones, except for the
+    tensors in `made_up`.
     """
 
     masters: bool = False
@@ -89,7 +90,7 @@ class Rebuilding(Struct, frozen=True):
         return cls(MASTERS in typed, moments[0] if moments else None, older, MODEL in typed)
 
     def need_older(self) -> None:
-        """Raises WrongOption if the user typed "model" without the older checkpoint it needs."""
+        """Raises WrongOption if `--rebuild model` was typed without an older checkpoint."""
         if self.model and self.older is None:
             raise WrongOption(
                 "options-conflict",
@@ -98,7 +99,7 @@ class Rebuilding(Struct, frozen=True):
             )
 
     def lacking(self, slots: Iterable[str]) -> list[str]:
-        """The values of `--rebuild` that tensors of these slots need and the user did not type."""
+        """The values of `--rebuild` that the user must add to make up tensors of these slots."""
         slots = {*slots}
         lacks = [MODEL] if "param" in slots and not self.model else []
         lacks += [MASTERS] if "master" in slots and not self.masters else []
@@ -107,7 +108,8 @@ class Rebuilding(Struct, frozen=True):
     def source(self, entry: Entry, source: Manifest) -> Entry | None:
         """The entry from which the elements of a lost tensor are taken; None if they become zeros.
 
-        Raises MissingData if the older checkpoint has no such tensor of the same type and shape.
+        Raises MissingData if moments are to come from the older checkpoint, and it has no such
+        tensor of the same type and shape.
         """
         if entry.key in self.others:
             return self.others[entry.key][0]
@@ -130,7 +132,7 @@ class Rebuilding(Struct, frozen=True):
         return other
 
     def how(self, entry: Entry, source: Manifest) -> str:
-        """Where the elements of a tensor are taken from, as the list of mended bytes words it."""
+        """Where a tensor's elements come from: the words for the copy's list of restored bytes."""
         if entry.key in self.others and entry.key not in self.made_up:
             return self.others[entry.key][1]
         if entry.key in self.others:
@@ -148,13 +150,18 @@ class Rebuilding(Struct, frozen=True):
 def rebuild(
     found: Found, losses: Losses, paths: Collection[str], rebuilding: Rebuilding
 ) -> list[Mended] | None:
-    """Writes the lost files at `paths` into the folder of links.
+    """Writes the lost files at `paths` into the temporary folder of links.
 
-    Returns the entries of the list of mended bytes for them. Returns None, having written nothing,
-    if the format's writer would not write these files with the same elements, if an optimizer's
-    state is one that each rank has for itself, if a lost weight has no equal elsewhere, or if ranks
-    differ in a tensor that the lost file had a copy of. Raises MissingData as `Rebuilding.source`
-    does, and CorruptCheckpoint if the older checkpoint is damaged where elements are taken.
+    Returns what the list of restored bytes says of these files. Returns None, and writes nothing,
+    in these cases:
+
+        the format's writer would lay these files out with other elements
+        each rank has an optimizer state of its own
+        no other file has the values of a lost weight
+        the ranks differ in a tensor of which the lost file had a copy
+
+    Raises MissingData as `Rebuilding.source`, and CorruptCheckpoint if elements would be taken from
+    a damaged part of the older checkpoint.
     """
     source, format = losses.manifest or found.known, formats.named(found.known.format)
     if source.states.of_form("partition", "estimate"):
@@ -208,7 +215,7 @@ def rebuild(
 def _mended(
     file: str, entry: Entry, run: Fragment, source: Manifest, rebuilding: Rebuilding
 ) -> Mended:
-    """The entry of the list of mended bytes for elements in a file that was written again."""
+    """What the copy's list of restored bytes says of elements in a file that was written again."""
     is_same = entry.slot == "param" or entry.key in rebuilding.others
     is_same = is_same and entry.key not in rebuilding.made_up
     return Mended(
@@ -223,12 +230,11 @@ def _mended(
 
 
 def differing_copies(found: Found, others: Collection[Key]) -> list[str]:
-    """The tensors of which a lost file had a copy whose values are not known.
+    """The tensors of which a lost file had a copy with unknown values.
 
-    They are known if the tensor is in `others`, which other tensors supply, unless the weights or
-    masters of the parameter show that its copies have drifted apart. They are also known if at
-    least two other ranks have a copy, and all of these are equal. Copies of running means differ
-    from rank to rank.
+    The values are known if an entry in `others` has them, unless other copies of the parameter's
+    weight or master differ between ranks. The values are also known if at least two other ranks
+    have a copy and all these copies are equal. Running means, for example, differ between ranks.
     """
     names = []
     for manifest in found.known.each:
@@ -257,7 +263,7 @@ def _crc(entry: Entry) -> int:
 
 
 def _refuse_damaged(older: Manifest, entries: Iterable[Entry]) -> None:
-    """Raises CorruptCheckpoint if a record of `older` in which these `entries` lie is damaged."""
+    """Raises CorruptCheckpoint if these `entries` of the checkpoint `older` are damaged."""
     checker = RecordChecker(older.files.records)
     for entry in entries:
         for fragment in entry.fragments:
@@ -270,7 +276,7 @@ Part = tuple[Entry, Fragment]
 
 
 def _lay(shells: Iterable[Shell], folder: str) -> None:
-    """Writes files with their headers, and holes where tensor data goes; holes take no space."""
+    """Creates files with their headers, and with holes for tensor data, which take no space."""
     for shell in shells:
         path = os.path.join(folder, shell.name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -281,7 +287,7 @@ def _lay(shells: Iterable[Shell], folder: str) -> None:
 
 
 def _parts(manifest: Manifest, file: str) -> Iterator[Part]:
-    """Yields each entry of the manifest with each run of its elements that lies in `file`."""
+    """Yields each consecutive sequence of elements in `file`, with the entry of these elements."""
     for entry in (*manifest.entries.values(), *manifest.replicas):
         for run in entry.fragments.runs(0, entry.numel, SIZES[entry.dtype]):
             if run.extent.file == file:
@@ -295,7 +301,7 @@ def _places(parts: Iterable[Part]) -> set[tuple[str, str, int, int]]:
 def _fill(
     made: str, shells: Manifest, source: Manifest, parts: Iterable[Part], rebuilding: Rebuilding
 ) -> None:
-    """Copies the elements into the holes of the file `made`, and then writes its zip checksums."""
+    """Copies elements into the file `made`, which has only headers, and adds its zip checksums."""
     with open(made, "r+b") as file, reading([RecordChecker(())], SCRATCH) as (reader,):
         number = file.fileno()
         for entry, run in parts:

@@ -37,10 +37,10 @@ MOST = 1 << 30  # bytes of a file that is read whole
 
 
 def place_in(path: str, limit: int = LIMIT) -> Place | None:
-    """Returns the damage of a file whose checksum no reader can check, and its bytes before it.
+    """Finds the damage of a file whose checksum no reader can check, and its original bytes.
 
-    Returns None if the file is undamaged, or if no checksum of it is stated: see the module. `limit`
-    is that of `flipped`.
+    Returns None if the file is undamaged, or if no checksum of it is stated (see the module's
+    description). To find a manifest's flipped bit, at most `limit` bytes are parsed.
     """
     with suppress(ZckptError, OSError, *MALFORMED):
         if os.path.basename(path) == MANIFEST:
@@ -53,12 +53,10 @@ def place_in(path: str, limit: int = LIMIT) -> Place | None:
 
 
 def _text(path: str) -> bytes:
-from ..formats.universal.flipped import LIMIT
-    with sources.opened(path) as file:
-        text = file.read(MOST + 1)
-    if len(text) > MOST:
+    if sources.size(path) > MOST:
         raise ValueError("the file is too long")
-    return text
+    with sources.opened(path) as file:
+        return file.read()
 
 
 def _sealed(path: str) -> Record | None:

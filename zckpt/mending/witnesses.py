@@ -1,9 +1,9 @@
 """Compares a correction of a damaged record with other bytes, which confirm or contradict it.
 
-rounding       a 16-bit weight and its master: the wider value must round to the narrower one
-substitution   a copy on another rank, the rounded master of a 16-bit weight, or the same tensor
-               of an older checkpoint: put in place of the damaged bytes, it gives the record
-               the CRC-32 that its file states
+rounding       compares a 16-bit weight with its master: the wider value must round to the narrower
+substitution   puts other bytes in place of the damaged ones: a copy on another rank, the rounded
+               master of a 16-bit weight, or the same tensor of an older checkpoint. The record
+               must then have the CRC-32 that its file states
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ Contents = Sequence[tuple[Entry, Fragment]]
 
 
 class Said(Struct, frozen=True):
-    """What a witness says of one bit: that it was flipped, that it was not, or neither."""
+    """Whether other bytes confirm that a bit was flipped, contradict it, or neither.
+
+    `who` names the tensor with these bytes.
+    """
 
     confirms: bool = False
     contradicts: bool = False
@@ -56,7 +59,7 @@ class Substituted(Struct, frozen=True):
 
 
 class Witnesses:
-    """Finds bytes that confirm a correction, in a checkpoint and in an `older` one of its run."""
+    """Finds bytes that confirm a correction, in a checkpoint and an `older` one of the same run."""
 
     def __init__(self, manifest: Manifest | None, older: Manifest | None = None) -> None:
         self._pairs: dict[int, Match] = {}
@@ -74,10 +77,10 @@ class Witnesses:
                 copies.insert(0, manifest.entries[key])
 
     def says(self, contents: Contents, offset: int, bit: int) -> Said:
-        """Compares a weight with its master: do they agree with this bit flipped, or as it is?
+        """Compares a weight with its master: do they agree with this bit flipped, or unchanged?
 
-        The bit is in the byte at `offset` of the record's file. The neighbors of the element must
-        agree; if they do not, or if no weight and master hold the byte, the result is neither.
+        The bit is in the byte at `offset` of the file. It is neither confirmed nor contradicted if
+        no weight or master contains this byte, or if neighboring elements do not agree either.
         """
         for entry, fragment in contents:
             match, extent = self._pairs.get(id(entry)), fragment.extent
@@ -102,7 +105,10 @@ class Witnesses:
         return Said()
 
     def substituted(self, damage: Damage, contents: Contents) -> Substituted | None:
-        """Bytes of another tensor that give the record its stated CRC-32; None if none do."""
+        """Corrections by bytes of another tensor, with which the damaged record has its CRC-32.
+
+        None if no other tensor's bytes give the record this CRC-32.
+        """
         extent = damage.record.extent
         for who, others in self._sets(contents):
             corrections = _differences(contents, others)
@@ -114,11 +120,11 @@ class Witnesses:
         return None
 
     def _sets(self, contents: Contents) -> Iterator[tuple[str, dict[int, Entry]]]:
-        """Yields the sources from which bytes of the entries in `contents` could be taken.
+        """Yields tensors whose bytes could replace those of the entries in `contents`.
 
-        They are the copies on other ranks, one rank after another, then the masters of weights, and
-        then the older checkpoint. Each comes as its name for the report, and a dictionary that maps
-        the `id` of an entry to the entry of that source.
+        First come the copies on other ranks, rank by rank, then the masters of weights, and then
+        the older checkpoint. Each result is a description for the report, and a dictionary that
+        maps the Python `id` of an entry to the entry that could replace it.
         """
         copies = {
             id(entry): [own for own in self._copies.get(entry.key, ()) if own is not entry]
@@ -150,10 +156,11 @@ class Witnesses:
 
 
 def _differences(contents: Contents, others: dict[int, Entry]) -> list[Correction]:
-    """Returns the corrections that give entries the elements of `others`, which has them by `id`.
+    """The corrections that replace elements of damaged entries by those of other entries.
 
-    Elements of a wider type are rounded. Returns none if more than 8 MiB differ. Fragments of more
-    than 65,536 runs are left out.
+    `others` maps the `id` of an entry to the other entry. Elements of a wider type are rounded. The
+    list is empty if more than 8 MiB differ. Fragments with more than 65,536 sequences of
+    consecutive elements are left out.
     """
     corrections, count = list[Correction](), 0
     ours, theirs = Buffer(BLOCK).view, Buffer(BLOCK).view
@@ -180,9 +187,9 @@ def _differences(contents: Contents, others: dict[int, Entry]) -> list[Correctio
 
 
 def _runs(a: memoryview, b: memoryview) -> Iterator[tuple[int, int]]:
-    """Yields [begin, end) of each run of bytes in which two buffers differ.
+    """Yields each range [begin, end) of bytes in which two buffers differ.
 
-    Runs with a gap of at most 16 equal bytes between them are joined.
+    Ranges with at most 16 equal bytes between them are joined.
     """
     import numpy
 
@@ -219,7 +226,10 @@ def _fill_as(
 
 
 def _are_rounded(entry: Entry, partner: Entry, value: bytes, other: bytes) -> bool | None:
-    """Whether the wider of two values, of `entry` and its `partner`, rounds to the other one."""
+    """Whether the wider of two values rounds to the narrower one; None if that is unknown.
+
+    `value` belongs to `entry`, and `other` to `partner`.
+    """
     if SIZES[entry.dtype] < SIZES[partner.dtype]:
         entry, partner, value, other = partner, entry, other, value
     return are_rounded(value, entry.dtype, other, partner.dtype)

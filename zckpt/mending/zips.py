@@ -1,4 +1,4 @@
-"""Finds the bit that was flipped in the headers or the directory of a zip.
+"""Finds a flipped bit in the headers or the directory of a zip.
 
 A zip of torch.save, or of zckpt, states each fact about a member twice:
 
@@ -7,9 +7,9 @@ A zip of torch.save, or of zckpt, states each fact about a member twice:
     directory       flags, name, length, CRC-32, where the local header is
     end             count, length and place of the directory, in two records
 
-Members follow each other without gaps, and their names are those that torch gives. Where two facts
-contradict each other, each bit around them is flipped in turn. A bit is restored if it is the only
-one with which all facts agree. Fields that no reader uses, such as times, are not compared.
+Members follow each other without gaps, and have the names that torch gives. If two facts contradict
+each other, each bit near them is flipped in turn. If all facts agree with exactly one of these bits
+flipped, it is restored. Fields that no reader uses, such as times, are not compared.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ LIMIT = 1 << 28  # bytes of a directory
 
 
 class _Member(Struct, frozen=True):
-    """An entry of a zip's directory: its offset `place` in the directory, its `size` in bytes.
+    """A member as an entry of a zip's directory describes it.
 
-    The other fields are what it states about a member: `header` is the offset of the local header.
+    `place` is the offset of this entry in the directory, and `size` its length in bytes. `header`
+    is the offset of the member's local header.
     """
 
     place: int
@@ -56,7 +57,10 @@ class _Member(Struct, frozen=True):
 
 
 class _Wrong(Exception):
-    """Raised when facts contradict each other: a byte in one of these file `ranges` is wrong."""
+    """Raised when facts that a zip states contradict each other.
+
+    A byte in one of these `ranges` of the file is wrong.
+    """
 
     def __init__(self, *ranges: tuple[int, int]) -> None:
         super().__init__()
@@ -64,10 +68,10 @@ class _Wrong(Exception):
 
 
 def flipped_in(path: str) -> list[Correction]:
-    """Returns the correction of each zip in a file that has one flipped bit, the last zip first.
+    """A correction for each zip in a file that has one flipped bit, the last zip first.
 
-    A zip has none if its facts agree, or if no bit or more than one explains the contradiction. The
-    list is empty for a file that is no zip.
+    There is no correction for a zip whose facts agree, or if no bit or several bits explain the
+    contradiction. The list is empty if the file is no zip.
     """
     found = list[Correction]()
     try:
@@ -88,7 +92,7 @@ def flipped_in(path: str) -> list[Correction]:
 
 
 def _end(file: int, stop: int) -> int | None:
-    """Returns where the last zip before `stop` ends, or None.
+    """The offset at which the last zip before `stop` ends; None if no zip is found.
 
     A zip ends with three signatures, of which one may be damaged.
     """
@@ -103,7 +107,10 @@ def _end(file: int, stop: int) -> int | None:
 
 
 def _flipped(path: str, end: int) -> Correction | None:
-    """The one correction with which all facts of the zip that ends at `end` agree, or None."""
+    """The correction with which all facts of the zip that ends at `end` agree.
+
+    None if the facts agree already, or if no correction or several ones lead to that.
+    """
     ranges = _contradiction(path, end)
     if not ranges:
         return None
@@ -131,9 +138,10 @@ def _contradiction(path: str, end: int) -> Sequence[tuple[int, int]]:
 
 
 def _explains(correction: Correction, end: int, place: int) -> bool:
-    """Whether a correction makes all facts of the zip agree, and the CRC-32s of members near it.
+    """Whether a correction makes all facts of a zip agree, and the CRC-32s of members near it.
 
-    Members near `place`, where the contradiction was, are checked first.
+    The zip ends at `end`. Members near `place`, where facts contradict each other, are checked
+    first.
     """
     with corrected([correction]), sources.opened(correction.file) as file:
         try:
@@ -147,7 +155,7 @@ def _explains(correction: Correction, end: int, place: int) -> bool:
 class _Zip:
     """The zip in a file that ends at a given offset.
 
-    Raises _Wrong if the records at its end contradict themselves.
+    Raises _Wrong if the records at the zip's end contradict each other.
     """
 
     def __init__(self, path: str, file: int, end: int) -> None:
@@ -199,7 +207,7 @@ class _Zip:
     def near(self, place: int) -> list[int]:
         """The indices of members whose headers, data or directory entry contain byte `place`.
 
-        Each index comes after that of the member before it.
+        The index of the preceding member is returned before each of them.
         """
         numbers = []
         for number, member in enumerate(self.members):
@@ -258,16 +266,16 @@ class _Zip:
             raise self._wrong(number)
 
     def _flags(self, member: _Member) -> int:
-        """The flags that a member must have: those of the first member.
+        """The flags that a member must have: those of the zip's first member.
 
-        torch writes no descriptor behind a member without bytes, so the flag that announces a
-        descriptor is off there.
+        torch writes no descriptor behind a member without bytes. So the flag that announces a
+        descriptor is not set for such a member.
         """
         flags = self.members[0].flags
         return flags if member.length else flags & ~DESCRIBED
 
     def _offset(self, member: _Member) -> int:
-        """Where a member's data begin in the file, as its local header says."""
+        """The offset in the file at which a member's data begin, computed from its local header."""
         header = self.begin + member.header
         name, extra = struct.unpack("<HH", self._read(header + 26, 4))
         return int(header + LOCAL + name + extra)
@@ -283,7 +291,7 @@ class _Zip:
     def _wrong(self, number: int) -> _Wrong:
         """Returns the error about a member whose facts contradict each other.
 
-        Its ranges are all bytes that may be wrong: the member's local header, descriptor and
+        Its `ranges` are all bytes that may be wrong: the member's local header, descriptor and
         directory entry, and the next directory entry, which states where the next member begins.
         """
         member = self.members[number]
@@ -301,7 +309,7 @@ class _Zip:
 
 
 def _entry(directory: bytes, place: int) -> _Member | None:
-    """Parses the entry at a place of the directory; None for one that torch would not write."""
+    """Parses the directory's entry at `place`; None if torch would not write such an entry."""
     if len(directory) < place + ENTRY:
         return None
     magic, flags, method, crc, packed, length, named, extras, comment, disk, header = (

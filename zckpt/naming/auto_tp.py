@@ -1,4 +1,4 @@
-"""How DeepSpeed's AutoTP divides a dimension among tensor-parallel ranks that do not divide it.
+"""How DeepSpeed's AutoTP divides a dimension that is no multiple of the number of ranks.
 
 The first ranks get one unit more. In attention a unit is a complete key-value head, in MLP and
 output layers a row (DeepSpeed 0.19.8, module_inject/tp_shard.py `get_shard_size`). DeepSpeed's
@@ -47,7 +47,8 @@ class AutoTP(Struct, frozen=True):
     def shares(self, names: Names, size: int, tp: int) -> list[int] | None:
         """How many of the `size` elements along a dimension each of `tp` ranks gets.
 
-        `names` are those of the parameter. None if the number of heads is needed and unknown.
+        `names` are the names of the parameter, which tell whether heads are divided. None if the
+        number of heads is needed and unknown.
         """
         if any(map(NEAR_EVEN.search, names)) or (self.heads and size % self.heads):
             return [*slicing.dealt(size, tp)]
@@ -69,7 +70,7 @@ def heads_in(config: Mapping[str, Any] | None) -> int | None:
 def heads_shown(parameters: Iterable[tuple[Names, Shapes]]) -> int | None:
     """Infers the number of key-value heads from the uneven slices of a source.
 
-    None if no slices are uneven, or if they allow several numbers.
+    None if no slices are uneven, or if several numbers of heads would give these slices.
     """
     numbers = set()
     for names, shapes in parameters:

@@ -38,7 +38,7 @@ def plain(name: str) -> str:
 
 
 def without_words(names: Iterable[str]) -> dict[str, str]:
-    """Maps each name to its form without wrappers' words (`plain`).
+    """Removes wrappers' words (such as `_orig_mod`) from names; maps old names to new ones.
 
     Names that would become equal stay unchanged.
     """
@@ -89,8 +89,8 @@ def without_adapter(name: str) -> str:
 class Correspondence(Struct, frozen=True, eq=False):
     """How the names of two checkpoints match: `names` maps each wanted name to an available one.
 
-    They match after `spelling` (such as removing wrappers' words) is applied to the names of both,
-    and then the prefix rule `rule`.
+    To match, `spelling` (such as a function that removes wrappers' words) was applied to the names
+    of both checkpoints. Then `rule` replaced the prefix of the names of one checkpoint.
     """
 
     spelling: Spelling
@@ -99,15 +99,19 @@ class Correspondence(Struct, frozen=True, eq=False):
 
 
 def matched(wanted: Collection[str], available: Collection[str]) -> dict[str, str]:
-    """Maps every wanted name to an available one: an equal name, or by one prefix rule for all.
+    """Maps every wanted name to an available one.
 
-    Raises MissingData, which lists the unmatched names of both sides.
+    The names are equal, or one rule that replaces a prefix makes all of them equal. Raises
+    MissingData, which lists the unmatched names of both sides.
     """
     return correspondence(wanted, available).names
 
 
 def correspondence(wanted: Collection[str], available: Collection[str]) -> Correspondence:
-    """Finds how wanted names match available ones; raises MissingData like `matched`."""
+    """Finds how wanted names match available ones: by which rules, and which name to which.
+
+    Raises MissingData, which lists the unmatched names of both sides.
+    """
     if set(wanted) <= set(available):
         return Correspondence(plain, PrefixRule("", ""), {name: name for name in wanted})
     try:
@@ -147,7 +151,7 @@ def _by_rule(
 
 
 def left_over(wanted: Sequence[str], unused: Sequence[str]) -> str:
-    """A sentence for an error: which wanted names are missing, and which names are not wanted."""
+    """A part of an error message: which wanted names are missing, and which names are not used."""
     unused_part = f"; nothing asks for its {listed(unused)}" if unused else ""
     if not wanted:
         return f"several names become one{unused_part}"
@@ -155,9 +159,9 @@ def left_over(wanted: Sequence[str], unused: Sequence[str]) -> str:
 
 
 def by_plain_name(names: Iterable[str], spelling: Spelling = plain) -> dict[str, str]:
-    """Maps names without wrappers' words (such as `_orig_mod`) back to the original names.
+    """Maps names without wrappers' words (such as `_orig_mod`) to the original names.
 
-    `spelling` removes the words. Raises WrongOption if two names become equal.
+    `spelling` is the function that removes the words. Raises WrongOption if two names become equal.
     """
     originals: dict[str, str] = {}
     for name in names:
@@ -178,8 +182,8 @@ def _prefixes(
 ) -> list[str]:
     """The combinations of known prefixes (such as `module.model.`) with which names begin.
 
-    "" comes first. `which` is the function `all` or `any`: whether all names must begin with a
-    combination, or one of them.
+    The empty combination "" comes first. `which` is the function `all` or `any`: whether all names
+    must begin with a combination, or at least one name.
     """
     chains = [""]
     for chain in chains:  # the loop appends to the list
@@ -243,7 +247,10 @@ def renamed(manifest: Manifest, rules: Renames) -> Manifest:
 
 
 def former(manifest: Manifest, rules: Renames, names: Iterable[str]) -> tuple[str, ...]:
-    """Undoes `--rename`: the original name of each given name; other names stay unchanged."""
+    """The names before `--rename`: undoes the option's `rules` for each of `names`.
+
+    A name that no parameter or buffer got by the rules stays unchanged.
+    """
     own_names = [n for own in manifest.with_models for n in (*own.parameters, *own.buffers)]
     new_names = own_names
     for regex, replacement in rules:
@@ -263,9 +270,10 @@ def unwrapped(manifest: Manifest) -> Manifest:
 
 
 def canonical(manifest: Manifest, among: Sequence[str] = ()) -> Manifest:
-    """Renames everything in a manifest by `plain_names`.
+    """Removes wrappers' words and prefixes from all names in a manifest, as `plain_names` does.
 
-    A prefix is removed only if all names in `among` begin with it too.
+    `among` are names of another manifest: a prefix is removed only if all of these have the prefix
+    too.
     """
     every = (*_names(manifest), *among)
     front, names = _front(without_words(every).values()), plain_names(every)
@@ -275,10 +283,10 @@ def canonical(manifest: Manifest, among: Sequence[str] = ()) -> Manifest:
 
 
 def with_plain_modules(manifest: Manifest) -> Manifest:
-    """The manifest without wrappers' words in the paths of modules.
+    """Removes wrappers' words from the paths of modules in a manifest.
 
-    With torch's checkpoint_wrapper, a state dict has names of weights without the wrapper's word,
-    but paths of modules with it (torch 2.13).
+    With torch's checkpoint_wrapper, a state dict has the wrapper's word in the paths of modules,
+    but not in the names of weights (torch 2.13).
     """
     manifest = manifest.with_each(with_plain_modules)
     paths = manifest.state.get("module_metadata")
@@ -325,9 +333,9 @@ def without_front(manifest: Manifest) -> Manifest:
 
 
 def about_words(names: Mapping[str, str]) -> list[Notice]:
-    """A note about wrappers' words, such as `_orig_mod`, that were removed from names.
+    """A notice about wrappers' words, such as `_orig_mod`, that were removed from names.
 
-    `names` maps old names to new ones. Without a change there is no note.
+    `names` maps old names to new ones. If no name changed, the list is empty.
     """
     changed = {old: new for old, new in names.items() if old != new}
     words: Counter[str] = Counter()
@@ -342,7 +350,7 @@ def about_words(names: Mapping[str, str]) -> list[Notice]:
 
 
 def about_other_words(first: Manifest, other: Manifest) -> list[Notice]:
-    """A note as in `about_words`, if the names of two checkpoints differ in wrappers' words."""
+    """A notice as in `about_words`, if the names of two checkpoints differ in wrappers' words."""
     ours, theirs = _names(first), _names(other)
     alone = {*ours} ^ {*theirs}
     roots = {_front(without_words(names).values()) for names in (ours, theirs)}
@@ -355,9 +363,9 @@ def about_other_words(first: Manifest, other: Manifest) -> list[Notice]:
 def called_as(manifest: Manifest, wanted: Collection[str]) -> Manifest:
     """Renames the manifest's parameters to the `wanted` names.
 
-    One prefix rule is applied to all names. If the manifest already has one of the wanted names,
-    only wrappers' words are removed or added, name by name. Returns the same manifest if no rule
-    fits.
+    If the manifest has none of the wanted names, one rule that replaces a prefix is applied to all
+    names. If it has some of them, or if no such rule fits, only wrappers' words (such as
+    `_orig_mod`) are removed or added, name by name.
     """
     names = _names(manifest)
     if not wanted:
@@ -410,8 +418,9 @@ def names_of(manifest: Manifest) -> list[str]:
 def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, str]) -> Manifest:
     """Renames everything in a manifest: `names` maps old names to new ones.
 
-    `rewrite` does the same for the paths of modules in the manifest's state. Raises WrongOption if
-    a name would become empty, or two names equal.
+    Names of modules, which the manifest's state contains too, are not in `names`: `rewrite` returns
+    the new name for one of them. Raises WrongOption if a name would become empty, or two names
+    equal.
     """
     if all(old == new for old, new in names.items()):
         return manifest

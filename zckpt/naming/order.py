@@ -39,10 +39,11 @@ def need_order(manifest: Manifest) -> None:
 
 
 def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
-    """The manifest with its parameters in the order of `names`, also in each model-parallel rank.
+    """Sorts the parameters of a manifest, and those of each model-parallel rank, as in `names`.
 
-    Raises WrongOption unless `names` contains every trainable parameter once, and only weights of
-    the source. A tied parameter of a pipeline may occur once for each stage that has it.
+    Raises WrongOption if a trainable parameter is missing in `names` or occurs twice, or if a name
+    is no weight of the source. A tied parameter of a pipeline may occur once for each stage that
+    has it.
     """
     positions: dict[str, int] = {}
     for position, name in enumerate(names):

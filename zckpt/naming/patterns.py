@@ -22,7 +22,7 @@ REPETITIONS = 4  # `*`, `+` and `{}` in one pattern
 
 
 def check_patterns(info: Mapping[str, Any]) -> None:
-    """Raises an error for a pattern that is not a regular expression, or may run for hours."""
+    """Raises an error if a pattern in `info` is no regular expression, or may run for hours."""
     for pattern in _patterns(info):
         _check_pattern(pattern)
 
@@ -110,7 +110,7 @@ def _has_patterns(key: str) -> bool:
 def _check_pattern(pattern: Any) -> None:
     """Raises an error for a pattern that is not a regular expression, or may run for hours.
 
-    Patterns with a repeated group or with many repetitions may do so.
+    A pattern may run for hours if it repeats a group, or has many repetitions.
     """
     text = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "a", pattern) if isinstance(pattern, str) else ")*"
     if len(re.findall(r"[*+{]", text)) > REPETITIONS or re.search(r"\)[*+{]", text):

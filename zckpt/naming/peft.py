@@ -65,10 +65,11 @@ def saved_name(name: str) -> str:
 
 
 def bare_name(name: str) -> str:
-    """A parameter's name in a program with its own adapter modules, such as NeMo AutoModel 0.7.
+    """A parameter's name in a program that has its own adapter modules, such as NeMo AutoModel 0.7.
 
-    It has no PEFT prefix and no adapter name. DoRA's vector also has another name in the module,
-    although that program saves it under PEFT's name.
+    This name has no PEFT prefix and no adapter name. DoRA's magnitude vector has a different name
+    in memory than in the program's files, which use PEFT's name: this function returns that in
+    memory.
     """
     bare = saved_name(name).removeprefix(PREFIX)
     is_vector = bare.endswith(".lora_magnitude_vector")
@@ -126,10 +127,10 @@ def module_names(
     names_in_module: Iterable[str] = (),
     config: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """Maps saved names to the module's names, where the two differ.
+    """Maps saved names to the module's names; names that are equal in both are left out.
 
-    `names_in_module` are the module's names that an optimizer states, and `config` is the content
-    of adapter_config.json.
+    `names_in_module` are names that the optimizer's state contains, which are the module's.
+    `config` is the content of adapter_config.json.
     """
     of_module = {saved_name(name): name for name in names_in_module if is_adapters(name)}
     whole = (config or {}).get("modules_to_save") or ()

@@ -64,7 +64,7 @@ class TensorRule(Struct, frozen=True):
     placement: Placement
 
     def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
-        """How a matching parameter is sliced; None if the rule leaves it to facts in the files."""
+        """How a matching parameter is sliced; None if the rule says that the files decide."""
         return self.placement.sliced(shapes, self.misfit(name))
 
     def misfit(self, name: str) -> str:
@@ -73,7 +73,10 @@ class TensorRule(Struct, frozen=True):
 
 
 class RuleFile(Struct, frozen=True):
-    """The rules of a file or family that the user chooses; `source` is its path or name."""
+    """Rules for slicing parameters that the user chose with --tp-rules.
+
+    `source` is the path of a file with rules, or the name of a family of models.
+    """
 
     source: str
     rules: Sequence[TensorRule]
@@ -92,7 +95,11 @@ class RuleFile(Struct, frozen=True):
         return None
 
     def doubts(self, names: Iterable[str]) -> list[Notice]:
-        """Warns about parameters for which the family's rule may be wrong and no file tells."""
+        """Warns about parameters for which the family's rule may be wrong, and no file tells.
+
+        Which parameters these are is known for some families of models (`DOUBTS`); for others there
+        are no warnings.
+        """
         if self.source not in DOUBTS:
             return []
         pattern, sentence = DOUBTS[self.source]
@@ -166,9 +173,10 @@ def shapes_by(
     whole: tuple[int, ...],
     candidates: Iterable[Shapes],
 ) -> tuple[Shapes, Sliced] | None:
-    """Finds the shapes of the ranks' slices from which the rules make a tensor of shape `whole`.
+    """Finds out which shapes the ranks' slices have, if the full tensor has the shape `whole`.
 
-    Returns the first such item of `candidates`, and how the parameter is sliced then; or None.
+    `candidates` are possible shapes of all slices. Returns the first for which the rules make a
+    tensor of shape `whole`, and how the parameter is then sliced; None if there is none.
     """
     for shapes in candidates:
         try:
@@ -186,7 +194,7 @@ def stated_rule(name: str, placement: Placement) -> TensorRules:
 
 
 def _first_sliced(rules: Sequence[TensorRules], name: str, shapes: Shapes) -> Sliced | None:
-    """How a parameter is sliced, by the first of `rules` that matches it; None if none does."""
+    """How a parameter is sliced, by the first of `rules` that matches; None if no rule matches."""
     return next((own for each in rules if (own := each.sliced(name, shapes)) is not None), None)
 
 
@@ -315,7 +323,7 @@ def _undecided(
 
 
 def _fits(rules: TensorRules, undecided: Mapping[str, Shapes]) -> bool:
-    """Whether a family's rules match all parameters in `undecided`, and fit their shapes."""
+    """Whether a family's rules match all parameters in `undecided`, and fit the shapes."""
     try:
         return all(rules.sliced(*item) is not None for item in undecided.items())
     except WrongOption:

@@ -31,9 +31,9 @@ HEAD = re.compile(
 
 
 def stated_ties(config: Mapping[str, Any] | None, names: Collection[str]) -> dict[str, str]:
-    """Maps second names of tied weights that a file lacks to the names that it has.
+    """The tied names that a file lacks: maps each to the name under which the file has the weight.
 
-    `config` is config.json, and `names` are the names in the file.
+    `config` is the content of config.json, and `names` are the names in the file.
     """
     stored = set(names)
     pairs = of_config(config or {}).items()
@@ -57,7 +57,11 @@ def of_config(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _of_class(name: str) -> tuple[dict[str, str], bool]:
-    """Which names a class of transformers ties, and whether weights are tied by default."""
+    """The names that a class of transformers ties, and whether it does so by default.
+
+    The names are a dictionary from second names to first names, which is empty for an unknown
+    class.
+    """
     table = json.loads(get_data(__package__, "ties.json") or b"")
     for line in table["ties"]:
         if name in line["classes"]:
@@ -113,7 +117,7 @@ def of_root(pairs: Iterable[tuple[str, str]], root: str) -> list[tuple[str, str]
 def likely(manifest: Manifest) -> list[tuple[str, str]]:
     """Second names of tied weights that the source may lack, as pairs (second name, first name).
 
-    There is at most one for each model.
+    There is at most one pair for each model in the source.
     """
     fronts = [f"{root}." for root in manifest.roots] if len(manifest.roots) > 1 else [""]
     pairs = ((front, _likely(manifest, front)) for front in fronts)
@@ -121,9 +125,10 @@ def likely(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _likely(manifest: Manifest, before: str) -> tuple[str, str] | None:
-    """A tie of the output layer with the embedding, if a model has no output layer; else None.
+    """The tie of the output layer with the embedding, as a pair of names: (second, first).
 
-    `before` is the prefix of the model's names.
+    `before` is the prefix of the model's names. None if the model has an output layer, or if it is
+    unclear which weight is the embedding or what the output layer is called.
     """
     parameters, other_names = (
         [name.removeprefix(before) for name in names if name.startswith(before)]

@@ -113,10 +113,11 @@ class UniversalInfo:
     def _of_view(
         self, name: str, pattern: str, view_facts: Mapping[str, Any], shapes: Shapes
     ) -> Sliced:
-        """How a tensor is sliced whose fused sub-parameters lie along one axis of a view of it.
+        """How a parameter with fused sub-parameters is sliced, if ranks slice each sub-parameter.
 
-        `view_facts` has the view's shape. For that axis, the shape has the sizes of the
-        sub-parameters, or their number (before version 0.4 of the info). -1 stands for any size.
+        `view_facts` states the shape of a view of the tensor, and the axis of this view along which
+        the sub-parameters lie. In the shape, this axis has the list of their sizes or (before
+        version 0.4 of the info) their number. -1 stands for any size.
         """
         known_shapes, ranks = [shape for shape in shapes if shape is not None], len(shapes)
         axis, view = int(view_facts["partition_dim"]), list(view_facts["shape"])
@@ -153,7 +154,8 @@ class UniversalInfo:
     ) -> Sequence[Sequence[int]]:
         """The size of each sub-parameter along `axis` on each rank.
 
-        Files state it since version 0.4 of the info. Before, all ranks have equal sizes.
+        Since version 0.4 of the info, files state these sizes. In older versions, each
+        sub-parameter is divided evenly among the ranks.
         """
         ranks, version = len(shapes), self.info.get("universal_checkpoint_version")
         parts = tuple(parts_in_view) if isinstance(parts_in_view, (tuple, list)) else None
@@ -183,9 +185,10 @@ class UniversalInfo:
 
 
 def _by_rows(name: str, shapes: Shapes, used: int | None) -> Sliced | None:
-    """Slices a parameter by rows. `used` is the number of vocabulary rows without padding, or None.
+    """Slices a parameter by rows, as the weight of a column-parallel layer or of an embedding.
 
-    For a vocabulary, the rows after `used` are checked as padding.
+    `used` is the number of vocabulary rows, or None for other parameters. All rows after `used` are
+    padding, which is checked.
     """
     rule = TensorRule(".*", Cut(0))
     if used is None:
@@ -205,10 +208,12 @@ def of_json(text: str) -> UniversalInfo:
 def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[str, Any]:
     """Changes a `universal_checkpoint_info` for a run with `ranks` tensor-parallel ranks.
 
-    It is unchanged if its affine map is for so many ranks. Otherwise the affine map is left out:
-    DeepSpeed makes it again. Fused sub-parameters are divided evenly among the ranks; if that is
-    impossible, their sizes are left out. `whole` are parameters that each rank has completely: they
-    are added to the list of replicated ones, because only the affine map may have shown this.
+    If its affine map is for this number of ranks, nothing changes. Otherwise the map is left out,
+    because DeepSpeed makes a new one, and fused sub-parameters are divided evenly among the ranks.
+    If that is impossible, their sizes are left out.
+
+    `whole` are parameters that each rank has completely. Without the map no other key may tell
+    this, so they are added to the list of replicated parameters.
     """
     maps = ((info.get("affine_map") or {}).get("params") or {}).values()
     if maps and all(len(each.get("ranks") or ()) == ranks for each in maps):
@@ -230,10 +235,11 @@ def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[
 def _whole_shape(
     shapes: Sequence[tuple[int, ...]], axis: int, outer: int, inner: int, says: str
 ) -> tuple[int, ...]:
-    """The full tensor's shape, computed from the slices' shapes and the view's axis that is sliced.
+    """The full tensor's shape, from the shapes of its slices and the axis that is sliced in a view.
 
-    Only the dimension that contains this axis differs between the slices and the full tensor. If a
-    slice has several dimensions of size 1, as for one head, that with the axis's number is used.
+    Only one dimension differs between the slices and the full tensor: the one that contains this
+    axis. If several dimensions could be it, because they are of size 1 (as for one head), the one
+    with the same number as the axis is taken.
     """
     first, total = shapes[0], sum(map(prod, shapes))
     sides = [(prod(first[:dim]), prod(first[dim + 1 :])) for dim in range(len(first))]
@@ -258,7 +264,7 @@ def _whole_shape(
 def _by_map(name: str, piece_map: Mapping[str, Any], shapes: Shapes, rows: int | None) -> Sliced:
     """How a parameter is sliced according to its affine map: offsets and strides of each piece.
 
-    The structure is that of DeepSpeed's checkpoint/affine.py.
+    DeepSpeed's checkpoint/affine.py defines the structure of the map.
     """
     whole = tuple(piece_map["logical_shape"])
     by_rank = {int(rank): value for rank, value in piece_map["ranks"].items()}

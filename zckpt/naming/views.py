@@ -39,7 +39,8 @@ Lengths = tuple[int, ...]
 class View(Struct, frozen=True):
     """A tensor as boxes (strided slices) of bytes in files.
 
-    `axes` has the lengths of each axis (several if it is folded); `size` is bytes per element.
+    `axes` has a tuple of lengths for each axis: one length, or several if the axis is folded.
+    `size` is the number of bytes of an element.
     """
 
     axes: tuple[Lengths, ...]
@@ -56,7 +57,7 @@ class View(Struct, frozen=True):
         return boxes(self.boxes)
 
     def place(self, axis: int) -> int:
-        """The index of an axis's first length in `axes`, counting all lengths of folded axes."""
+        """The index of an axis in the list of all axes' lengths; a folded axis has several."""
         return sum(len(lengths) for lengths in self.axes[:axis])
 
 
@@ -122,10 +123,10 @@ def unstacked(view: View, axis: int) -> list[View]:
 
 
 def joined(views: Sequence[View], axis: int) -> View:
-    """Concatenates tensors along an axis; along its first length if it is folded.
+    """Concatenates tensors along an axis; if it is folded, along the first of its lengths.
 
-    An axis that is folded in some tensors is folded in the others too. Raises ValueError if lengths
-    of other axes differ.
+    If the axis is folded in some of the tensors, it is folded in the same way in all. Raises
+    ValueError if the lengths of other axes differ.
     """
     finest = max((view.axes[axis] for view in views), key=len)
     views = [
@@ -158,7 +159,7 @@ def swapped(view: View, one: int, other: int) -> View:
 def folded(view: View, axis: int, inner: Sequence[int]) -> View:
     """Folds an axis of one length into several lengths, of which `inner` are the last ones.
 
-    Raises ValueError if the length is no multiple of them.
+    Raises ValueError if the axis's length is no multiple of the product of `inner`.
     """
     ((whole,), place) = view.axes[axis], view.place(axis)
     lengths = (whole // max(1, prod(inner)), *inner)
@@ -188,13 +189,16 @@ def split(view: View, axis: int, count: int) -> View:
 
 
 def flattened(view: View, axis: int) -> View:
-    """Merges an axis and the next one into one axis."""
+    """Merges an axis and the axis after it into one axis."""
     together = (*view.axes[axis], *view.axes[axis + 1])
     return View((*view.axes[:axis], together, *view.axes[axis + 2 :]), view.boxes, view.size)
 
 
 def _ordered(view: View, axes: tuple[Lengths, ...], places: Sequence[int]) -> View:
-    """Permutes the lengths of a view and of its boxes by `places`, and gives it the new `axes`."""
+    """Permutes the lengths of a view and of its boxes, and gives the view the new `axes`.
+
+    `places` has the old index of each length, in the new order.
+    """
 
     def order(values: Lengths) -> Lengths:
         return tuple(values[place] for place in places)
@@ -231,7 +235,7 @@ def _box(
     *,
     later: int = 0,
 ) -> Box:
-    """A box of another shape over the bytes of `box`, beginning with its element `later`."""
+    """A box with other lengths over the bytes of `box`, beginning `later` elements after it."""
     return Box(
         whole=whole,
         offsets=offsets,

@@ -29,7 +29,7 @@ NUMBER, OF_PEFT = "#", "base_model."
 
 
 class Settled(Struct, frozen=True):
-    """A source with the names for which its model's class asks, and warnings for the user.
+    """A source, renamed to the names for which its model's class asks, and warnings for the user.
 
     `is_asked` is False if the names were not checked, because the class is not in the table.
     """
@@ -98,9 +98,10 @@ def settled_adapter(source: Manifest, _config: Mapping[str, Any]) -> Settled:
 
 
 def _prefix(source: Manifest, names: Collection[str], asked: Asked) -> str:
-    """The prefix of the class's weights in the source; "" if they have none.
+    """The prefix that the source's names have before the names of the model class; "" if none.
 
-    Raises MissingData if weights are missing, and AmbiguousCheckpoint for several models.
+    `asked` are the weights of the model class. Raises MissingData if some of them are missing, and
+    AmbiguousCheckpoint if several prefixes have all of them (several models).
     """
     prefixes = asked.prefixes(names)
     lacking = {
@@ -146,8 +147,8 @@ def _below(names: Collection[str], prefix: str) -> set[str]:
 class Asked(Struct, frozen=True):
     """The weights for which a model class asks; `#` in a name stands for a layer's number.
 
-    `base` is the class's `base_model_prefix`: from_pretrained also finds names without it, or with
-    it twice. `ties` are second names of tied weights, which need not be saved.
+    `base` is the class's `base_model_prefix`: from_pretrained also finds names without this prefix,
+    or with it twice. `ties` are second names of tied weights, which need not be saved.
     """
 
     name: str
@@ -160,7 +161,7 @@ class Asked(Struct, frozen=True):
     def by(cls, config: Mapping[str, Any]) -> Asked | None:
         """The weights of the model class that config.json names.
 
-        None if zckpt's table lacks the class, or if it has its own code (`auto_map`).
+        None if zckpt's table lacks the class, or if the model has code of its own (`auto_map`).
         """
         classes = config.get("architectures")
         name = classes[0] if isinstance(classes, list) and classes else None
@@ -173,7 +174,8 @@ class Asked(Struct, frozen=True):
     def prefixes(self, names: Collection[str]) -> list[str]:
         """Possible prefixes of the class's weights in the source.
 
-        They are found from names that end with a weight's name: `llm.` in `llm.lm_head.weight`.
+        If a name ends with the name of a weight, what comes before is a prefix: `llm.` in
+        `llm.lm_head.weight`.
         """
         ends = [*(p for p in self.patterns if NUMBER not in p), *self.patterns[:1]]
         ends += [pattern.removeprefix(f"{self.base}.") for pattern in ends]
@@ -194,9 +196,10 @@ class Asked(Struct, frozen=True):
         return name.partition(".")[0] in tops | inside or self.rules is not None
 
     def missing(self, names: Collection[str], as_base: bool) -> list[str]:
-        """The class's weights that from_pretrained would not find under these names.
+        """The class's weights that from_pretrained would not find among `names`.
 
-        With `as_base`, a name may also lack the prefix of the base model, or have it twice.
+        With `as_base`, a name may also lack the prefix of the base model (such as `model.`), or
+        have it twice.
         """
         layers = by_key(self._numbered(names))
         lacking: list[str] = []
@@ -228,9 +231,10 @@ class Asked(Struct, frozen=True):
                         yield front, int(digits)
 
     def _is_in(self, names: Collection[str], name: str, as_base: bool) -> bool:
-        """Whether from_pretrained finds the weight `name` among `names`, also under other names.
+        """Whether from_pretrained finds the weight `name` among `names`.
 
-        Those are the name in older files, and the name of a tied weight.
+        It also finds a weight under its name in older files, and under the name of a weight with
+        which it is tied.
         """
         tied = [self.ties.get(name), *(a for a, owner in self.ties.items() if owner == name)]
         for spelled in filter(None, (name, *tied)):
@@ -257,7 +261,8 @@ class Asked(Struct, frozen=True):
 def _names(tree: Any, parts: Sequence[Any], front: str = "") -> Iterator[str]:
     """Yields the names in a nested dictionary of the table: the keys on each path, joined by dots.
 
-    A number in it is the index of a subtree in `parts`, which several models share.
+    A number in place of an inner dictionary is an index in `parts`, a list of inner dictionaries
+    that several models share.
     """
     for word, inner in (parts[tree] if type(tree) is int else tree).items():
         if inner == {}:

@@ -17,7 +17,10 @@ from ..errors import WrongOption
 
 
 class Clock(Struct, eq=False):
-    """Counts the completed updates itself, or asks a function for their number."""
+    """Counts completed updates, or calls a function of the user that returns their number.
+
+    `source` is the current number, or this function.
+    """
 
     source: int | Callable[[], int]
 
@@ -60,8 +63,9 @@ def clock_of(model: nn.Module, step: int | Callable[[], int] | None) -> Clock:
 def watched(optimizer: Any, after_step: Callable[[Any], None]) -> Iterator[None]:
     """Calls `after_step(optimizer)` after each step of a torch optimizer, until the block ends.
 
-    Accelerate's wrapper is unwrapped. Raises WrongOption for other optimizers, such as DeepSpeed's,
-    which wrap a torch optimizer but step it once for each group.
+    If the optimizer is in Accelerate's wrapper, the wrapped one is watched. Raises WrongOption for
+    other optimizers, such as DeepSpeed's, which wrap a torch optimizer but step it once for each
+    group.
     """
     wrapped = type(optimizer).__module__.startswith("accelerate.")
     inner = optimizer.optimizer if wrapped else optimizer

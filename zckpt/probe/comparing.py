@@ -36,7 +36,7 @@ NOISE = 4  # times the noise between one pair of runs
 
 
 class Event(Struct, frozen=True):
-    """A record of one run and the same record of the other, their distance, and the tolerance."""
+    """Two records of the same tensor, one of each run, with their distance and the tolerance."""
 
     rank: int
     number: int
@@ -56,10 +56,10 @@ def compare(
     b: str | os.PathLike[str],
     noise: str | os.PathLike[str] | None = None,
 ) -> Report:
-    """The report of `zckpt probe-diff --json`. `noise` is a second run of the program of `a`.
+    """The report of `zckpt probe-diff --json`, on where the runs `a` and `b` differ.
 
-    Raises MissingData if the runs share no record, WrongOption if `noise` has another number of
-    ranks than `a`.
+    `noise` is a second run of the program of `a`. Raises MissingData if `a` and `b` share no
+    record, WrongOption if `noise` has another number of ranks than `a`.
     """
     first, second = runs.read(a), runs.read(b)
     third = None if noise is None else runs.read(noise)
@@ -264,7 +264,10 @@ def _mean(values: Sequence[float]) -> Any:
 
 
 def heat(events: Sequence[Event], steps: Sequence[int]) -> Report:
-    """A heat map: the largest distance of each module in each step; None if not recorded."""
+    """A heat map: the largest distance in each module and step.
+
+    A distance is None if nothing was recorded of the module in this step.
+    """
     columns = {step: column for column, step in enumerate(steps)}
     rows: dict[str, list[float | None]] = {}
     for event in events:

@@ -22,7 +22,8 @@ def is_compiled(module: nn.Module) -> bool:
 def is_one_graph(module: nn.Module) -> bool:
     """Whether a compiled module must be one graph (`fullgraph=True`), without hooks inside.
 
-    Also True if this version of torch does not tell the option: then no hooks are put inside.
+    If this version of torch does not show the option, the result is True too, so that no hooks are
+    put inside.
     """
     return any(getattr(context, "fullgraph", True) for context in _contexts(module) or [None])
 

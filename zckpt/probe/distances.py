@@ -31,9 +31,10 @@ SMALLEST = 5e-324
 
 
 def tolerance(record: TensorRecord, narrowest: float) -> float:
-    """The distance up to which a difference of this record is tolerated, by the tensor's type.
+    """The distance up to which two records are taken as equal: a number for each tensor type.
 
-    `narrowest` is the tolerance of the narrowest type in the runs. It is used for metrics.
+    For metrics it is `narrowest`, the tolerance of the narrowest type in the runs. Metrics that do
+    not depend on the order of sums (`EXACT`) may differ only in the last digits.
     """
     if record.kind == "metric":
         return SAME if record.key.partition(".")[0] in EXACT else narrowest
@@ -105,6 +106,6 @@ def _scale(record: TensorRecord) -> float:
 
 
 def has_numbers(record: TensorRecord) -> bool:
-    """Whether a record has statistics; those of meta, sparse and released tensors have none."""
+    """Whether a record has statistics: meta, sparse and released tensors have none."""
     measures = {"crc32", "mean"} if record.kind != "metric" else {"samples"}
     return not math.prod(record.shape) or not measures.isdisjoint(record.numbers)

@@ -95,7 +95,7 @@ class Surroundings(Struct, frozen=True):
 
 
 def equal_inputs(a: TensorRecord, b: TensorRecord) -> bool | None:
-    """Whether the module got the same inputs in both runs; None if that was not recorded."""
+    """Whether the module got the same inputs in both runs; None if inputs were not recorded."""
     ours, theirs = a.numbers.get("inputs"), b.numbers.get("inputs")
     if not ours or not theirs or len(ours) != len(theirs):
         return None

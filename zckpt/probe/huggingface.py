@@ -32,7 +32,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self._span.begin(model, lambda: state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **ignored: Any) -> None:
-        """Records what the trainer logs, such as `trainer.loss`."""
+        """Records the numbers that the trainer logs; `loss` becomes `trainer.loss`, for example."""
         if self._span.recorder is not None:
             logged(logs or {}, self._span.recorder.metric)
 

@@ -46,7 +46,7 @@ class LightningCallback(Callback):  # type: ignore[misc]
         self._span.begin(model, lambda: trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *about: Any) -> None:
-        """Records what the module logs, such as `trainer.loss`."""
+        """Records the numbers that the module logs; `loss` becomes `trainer.loss`, for example."""
         if self._span.recorder is not None:
             logged(trainer.callback_metrics, self._span.recorder.metric)
 

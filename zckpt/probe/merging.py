@@ -1,7 +1,8 @@
 """Merges the records of ranks, to compare runs on different numbers of ranks.
 
     outputs, inputs     the ranks' rows are concatenated along the batch axis, batch by batch
-    their gradients     so too, but divided by the number of ranks: the loss of a rank is a mean
+    their gradients     concatenated too, but divided by the number of ranks, because the loss of
+                        a rank is a mean over its rows
     weights             compared once; if ranks disagree, each is compared with the other run
     weights' gradients  the mean over the ranks of the sum over the batches
     single numbers      the mean over the ranks, such as the loss
@@ -66,7 +67,7 @@ class Unmerged(Exception):
 
 
 def merge(a: Run, b: Run) -> Merged:
-    """Merges the records of each run's ranks, to compare both like runs of one rank."""
+    """Merges the records of all ranks in each run, so that each is like a run on one rank."""
     sides = (a, b)
     labels = _labels(a, b)
     grouped = [_grouped(run, labels) for run in sides]
@@ -123,8 +124,8 @@ def _labels(a: Run, b: Run) -> set[tuple[int, str]]:
 def _grouped(run: Run, labels: set[tuple[int, str]]) -> dict[Group, list[RankRecord]]:
     """Groups the records that are merged into one; each group is sorted by batch, then by rank.
 
-    Groups are in the order of the first rank's records. `labels` are steps and phases in which
-    batches are not joined.
+    Groups are in the order of the first rank's records. For the steps and phases in `labels`, each
+    batch has its own groups; for others, all batches of a step are in one group.
     """
     groups: dict[Group, list[RankRecord]] = {}
     for rank in sorted(run.ranks):
@@ -187,7 +188,11 @@ def _distance(a: TensorRecord, b: TensorRecord) -> float:
 def _pairs(
     ours: Sequence[TensorRecord], theirs: Sequence[TensorRecord]
 ) -> Iterator[tuple[TensorRecord, TensorRecord]]:
-    """Pairs the first rank of each run with all ranks of the other, to find ranks that differ."""
+    """Yields pairs of records, one of each run, from which it is seen whether any rank differs.
+
+    The record of the first rank of each run is paired with the records of all ranks of the other
+    run.
+    """
     yield from ((ours[0], other) for other in theirs)
     yield from ((own, theirs[0]) for own in ours[1:])
 
@@ -228,8 +233,9 @@ def _summed(
 ) -> list[TensorRecord]:
     """For each run, the mean over the ranks of the sum over the batches.
 
-    A loss may be the mean over a batch, or a share of the step's loss. So for outputs, the mean
-    over the batches is used if it makes the two runs more equal.
+    For an output, such as a loss, programs differ: each batch has the full mean, or only its share
+    of the step's loss. So for outputs, the mean over the batches is used instead of the sum if it
+    brings the two runs closer together.
     """
     if len(shapes) > 1:
         raise Unmerged("the shapes differ between ranks")
@@ -272,7 +278,7 @@ def _mean(records: Sequence[TensorRecord], count: int) -> TensorRecord:
 def _joined(
     side: Run, records: Sequence[TensorRecord], axis: int, order: str, samples: list[Any]
 ) -> TensorRecord:
-    """The record of the concatenation of all ranks' rows; `samples` are its samples."""
+    """The record of all ranks' rows, concatenated; `samples` are the samples of the result."""
     first = records[0]
     scale = 1 / side.world if first.kind == "backward" else 1.0
     shape = list(first.shape)
@@ -343,8 +349,9 @@ def _placed(
 def _order(sides: Sequence[Run], grouped: Sequence[dict[Group, list[RankRecord]]]) -> str:
     """Finds out in which order the ranks get the rows of a batch.
 
-    It is the first of ORDERS for which the first inputs of both runs (or outputs, if there are no
-    inputs) are equal within the tolerance; else the first of ORDERS.
+    Each of ORDERS is tried on the first few inputs of the model (on outputs if no inputs are
+    recorded). The first order with which they are equal in both runs, within the tolerance, is
+    returned. If none fits, the first of ORDERS is returned.
     """
     shared = [group for group in grouped[0] if group in grouped[1] and group[2] not in OF_WEIGHTS]
     inputs = [group for group in shared if group[2] == "input"]

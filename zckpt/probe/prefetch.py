@@ -32,10 +32,10 @@ AHEAD = 32 << 20  # bytes; more would be evicted from the processor's cache befo
 class Order:
     """Guesses which modules are called next; `paths` are in the order of registration.
 
-    The guess is the module that was called after the same two modules before. (One module is not
-    enough: if it is called twice, it has two successors.) Without such a call, a layer is expected
-    to call its modules in the same order as the layer before, and the first layer in the order of
-    registration.
+    The guess is the module that was called after the same two modules before, or else after the
+    same last module. (The last module alone is not enough: if it is called twice, it has two
+    successors.) If the last module was never called before, its layer is expected to call modules
+    in the same order as earlier layers, and the first layer in the order of registration.
     """
 
     def __init__(self, paths: Mapping[int, str]) -> None:
@@ -56,7 +56,10 @@ class Order:
         self._last = (*self._last[-1:], module)
 
     def following(self, guessed: Collection[int]) -> Iterator[int]:
-        """Yields the modules that are probably called after those in `guessed`, each once."""
+        """Yields the modules that are probably called after those in `guessed`, in this order.
+
+        It ends before the first module that it has yielded or that is in `guessed`.
+        """
         last, seen = (*self._last, *guessed)[-2:], set(guessed)
         while (module := self._after(last)) is not None and module not in seen:
             seen.add(module)
@@ -87,7 +90,7 @@ class Memory(Struct, eq=False):
     def take(self, size: int) -> memoryview:
         """Returns `size` page-aligned bytes with arbitrary contents.
 
-        In the pool's total, they count with their size rounded up to full pages.
+        They count towards the pool's limit as whole pages.
         """
         while self._returned:
             insort(self._free, self._returned.popleft(), key=len)
@@ -108,8 +111,8 @@ class Memory(Struct, eq=False):
 class WeightPart(Struct, frozen=True, eq=False):
     """Weights of a module that are read together: `size` bytes, in `pieces` for several threads.
 
-    `make` turns the bytes into tensors for the module. If `stays` is True, they stay loaded until
-    the end, because several modules need them.
+    `make` turns the bytes into tensors for the module. If `stays` is True, these weights stay
+    loaded until the end, because several modules need them.
     """
 
     size: int
@@ -124,7 +127,10 @@ class WeightPart(Struct, frozen=True, eq=False):
 
 
 class _Load(Struct, eq=False):
-    """A `WeightPart` that is being read or was read; it gets memory for its first piece."""
+    """A `WeightPart` that is being read or was read.
+
+    Its memory is allocated when the reading of its first piece begins.
+    """
 
     part: WeightPart
     waiting: list[Any]  # pieces that no thread has begun, the first one last
@@ -142,10 +148,10 @@ Read = Callable[[Any, memoryview, bool], None]
 class Prefetcher:
     """Reads the weights of modules on a thread, before the modules are called.
 
-    `parts` and `paths` have the modules' ids as keys, in the order of registration. At any time,
-    the weights of the called module, those read ahead, and those that stay loaded need at most the
-    memory of the two largest modules and LITTLE bytes. Modules that contain the called module are
-    not counted.
+    `parts` and `paths` have the modules' ids as keys, in the order of registration. Three kinds of
+    weights are in memory: those of the called module, those that were read ahead, and those that
+    stay loaded. Together they need at most the memory of the two largest modules and LITTLE (1
+    MiB). The weights of modules that contain the called module are not included in this limit.
     """
 
     def __init__(
@@ -174,9 +180,10 @@ class Prefetcher:
         self._thread.start()
 
     def take(self, module: int) -> list[Any]:
-        """The tensors of the module that is called now, by `WeightPart`; reads them if needed.
+        """The tensors of the module that is called now: of each part, what its `make` returned.
 
-        Reading for later calls continues. Raises the error that `read` raised for this module.
+        A part is a `WeightPart`. It is read now if it was not read ahead. Reading for later calls
+        goes on. Raises the error that `read` raised for this module.
         """
         self._order.called(module)
         with self._changed:
@@ -245,7 +252,11 @@ class Prefetcher:
                 self._begin(part)
 
     def _make_room(self, size: int, needed: Sequence[WeightPart]) -> None:
-        """Drops weights that were read ahead in vain, if there is no memory for `size` bytes."""
+        """Frees memory for `size` bytes, if there is not enough, by dropping weights.
+
+        Only weights are dropped that are not `needed`, and that were read ahead for calls that did
+        not come.
+        """
         for part in [part for part in self._spare if part not in needed]:
             if self._ahead + size > self._room:
                 self._drop(part)
@@ -253,7 +264,7 @@ class Prefetcher:
     def _start_again(self) -> None:
         """Discards all guesses after a wrong one; weights whose reading has begun are kept.
 
-        They may be dropped later to make room for other weights.
+        The kept weights may be dropped later to make room for others.
         """
         self._guessed.clear()
         for part, load in list(self._loads.items()):
@@ -278,7 +289,7 @@ class Prefetcher:
             return None
 
     def _all(self) -> Iterator[_Load]:
-        """Yields the loads that are needed now, then the others in the order of guessed calls."""
+        """Yields the weights to read: first those for which the current call waits, then others."""
         yield from self._needed
         yield from self._loads.values()
 
@@ -289,7 +300,7 @@ class Prefetcher:
         return load.waiting.pop()
 
     def _complete(self, load: _Load) -> None:
-        """Reads the pieces that the thread has not begun, and waits for the others."""
+        """Reads the pieces that the thread has not begun, and waits for those that it has begun."""
         while True:
             with self._changed:
                 if not load.waiting:
@@ -323,7 +334,7 @@ class Prefetcher:
             load.waiting.clear()
 
     def _forget(self, load: _Load) -> BaseException:
-        """Removes a failed load, so that the next call reads again; returns its error."""
+        """Removes a load that failed, so that the next call reads again; returns its error."""
         assert load.error is not None
         with self._changed:
             self._raised.add(load.part)
@@ -333,8 +344,8 @@ class Prefetcher:
 
 
 def most(costs: Iterable[int]) -> int:
-    """The most bytes that streaming keeps in memory: the sum of the two largest `costs` and LITTLE.
+    """The most bytes that streaming keeps in memory: the sum of the two largest `costs` and 1 MiB.
 
-    `costs` are the bytes of each module.
+    `costs` are the bytes of each module. The additional MiB is the constant LITTLE.
     """
     return sum(sorted(costs)[-2:]) + LITTLE

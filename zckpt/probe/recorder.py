@@ -91,8 +91,9 @@ class Recorder(Subscriber):
             self._output.write(self._about("metric", name) | {"value": number})
 
     def only_outside(self, header: dict[str, Any]) -> list[str]:
-        """The paths of called compiled modules in which no inner module could be recorded.
+        """The paths of compiled modules that were called, but in which nothing was recorded.
 
+        Their own inputs and outputs are recorded, but those of their inner modules are not.
         `header` is the header of the recording.
         """
         return [
@@ -112,7 +113,7 @@ class Recorder(Subscriber):
             self._of_leaves.pop().remove()
 
     def _begin(self) -> None:
-        """Begins a new batch, because a forward pass of the root module begins."""
+        """Begins a new batch; called when a forward pass of the root module begins."""
         self._release()
         self.called = True
         step, evaluating = self._clock(), not torch.is_grad_enabled()
@@ -180,7 +181,10 @@ class Recorder(Subscriber):
                     self._take_weight_gradient(whole, parameter)
 
     def _take_weight_gradient(self, name: str, parameter: Tensor) -> None:
-        """Hooks the gradient of a weight once per batch: it is the sum over the module's calls."""
+        """Hooks the gradient of a weight once per batch.
+
+        The recorded gradient is the sum over all calls of the module in this batch.
+        """
         hooked = (self._step, self._batch, "hook", name)
         if torch.is_grad_enabled() and not self._counts[hooked]:
             self._counts[hooked] += 1

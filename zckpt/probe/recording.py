@@ -135,8 +135,8 @@ def record(
 def inspect(name: str, tensor: Tensor) -> Tensor:
     """Records a tensor under `name` during a forward pass, and returns it unchanged.
 
-    Records its gradient too, if it has one. Does nothing without an active recorder, and in code
-    that torch.compile compiles.
+    If the tensor gets a gradient, this is recorded too. Nothing is recorded without an active
+    recorder, and in code that torch.compile compiles.
     """
     if not torch.compiler.is_compiling():
         for recorder in _active:

@@ -271,7 +271,7 @@ def _read_dump(path: str, step: int) -> TensorRecord:
 
 
 def _parsed(text: str, step: int) -> TensorRecord:
-    """Parses the text of an ONNX Runtime dump of one tensor; raises ValueError for other texts."""
+    """Parses the text of an ONNX Runtime dump of one tensor; raises ValueError if it is no dump."""
     head = _HEAD.match(text)
     if head is None:
         raise ValueError

@@ -1,7 +1,7 @@
 """A recording that a trainer's callback begins and ends.
 
-It begins when training begins, and ends when training ends or fails. Before that, the callback has
-no open file and no hook.
+The recording begins when training begins, and ends when training ends or fails. Before that, the
+callback has no open file and no hook.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class Span:
         self._open = stack
 
     def end(self, error: BaseException | None = None) -> None:
-        """Ends the recording, if there is one. `error` is the exception that ended training."""
+        """Ends the recording; does nothing if none has begun.
+
+        `error` is the exception that ended training, or None.
+        """
         stack, self._open, self.recorder = self._open, None, None
         if stack is not None:
             stack.__exit__(type(error) if error else None, error, None)

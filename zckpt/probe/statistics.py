@@ -176,7 +176,7 @@ NARROW = ("F32", "F16", "BF16")
 def _quick(view: memoryview, dtype: str) -> Statistics:
     """The statistics of float16, bfloat16 or float32 elements, summed in float32.
 
-    If that is too inexact, `measure` computes them in float64.
+    If this is too inexact for a block of elements, `measure` sums the block in float64.
     """
     values = array(view, dtype)
     size, numbers = values.itemsize, Statistics()

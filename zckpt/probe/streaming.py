@@ -222,7 +222,7 @@ class _Streamer(Subscriber):
         self._read.update((piece.entry.name, piece.start) for piece in pieces)
 
     def _moved(self, tensor: Tensor, original: Tensor) -> Tensor:
-        """The weight, moved to its device."""
+        """The weight `tensor`, moved to the device on which the model needs it."""
         device = self._device or (original.device if original.device.type != "meta" else None)
         if device is None or device == tensor.device:
             return tensor
@@ -245,9 +245,10 @@ def _tensor(like: Tensor, view: memoryview, at: int) -> Tensor:
 def _parts(
     weights_by_module: Mapping[int, Sequence[_Weight]], entries: Mapping[str, Entry]
 ) -> dict[int, list[tuple[WeightPart, list[_Weight]]]]:
-    """Groups each module's weights into parts that are read together.
+    """Groups each module's weights into parts, each of which is read at once.
 
-    There is one part for its weights, and one for each tied weight that stays loaded.
+    A tied weight that stays loaded is a part by itself, which all its modules share. All other
+    weights of a module are one part.
     """
     staying = _staying(list(weights_by_module.values()))
     tied: dict[int, WeightPart] = {}
@@ -263,10 +264,11 @@ def _parts(
 
 
 def _staying(modules: Sequence[Sequence[_Weight]]) -> set[int]:
-    """The ids of tied parameters that stay loaded, chosen from the largest to the smallest.
+    """The ids of tied parameters that stay loaded between the calls of their modules.
 
-    A parameter is chosen only if the memory does not grow: the chosen parameters, and the two
-    largest modules without them, need no more than the two largest modules with them.
+    Without them, streaming needs the memory of the two largest modules. With them, it needs the
+    memory of these parameters, and of the two largest modules without these parameters. The largest
+    parameters are chosen first, and only those with which streaming needs no more memory.
     """
 
     def needed(without: set[int]) -> int:
@@ -369,7 +371,7 @@ def _owned(
 def sources(model: nn.Module, manifest: Manifest) -> dict[str, Entry]:
     """Maps every parameter and persistent buffer of the model to a tensor of the checkpoint.
 
-    Raises MissingData if the checkpoint lacks one.
+    Raises MissingData if the checkpoint lacks one of these tensors.
     """
     wanted: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     lost = []
@@ -401,7 +403,7 @@ def sources(model: nn.Module, manifest: Manifest) -> dict[str, Entry]:
 
 
 def _source(manifest: Manifest, owner: str, name: str, tensor: Tensor) -> Entry:
-    """The checkpoint's tensor for a weight of the model; raises MissingData if there is none."""
+    """The checkpoint's tensor for a weight of the model; raises MissingData if it has none."""
     dtype = NAMES.get(tensor.dtype, "")
     entry = weight_of(manifest.entries, owner).supply("param", dtype)
     if entry.shape != tuple(tensor.shape):

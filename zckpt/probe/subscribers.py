@@ -91,7 +91,7 @@ class Subscriber:
     def gradient_tensor(self, place: Place, path: str, gradient: Tensor) -> Tensor:
         """Called with the gradient of an output, such as `out` or `out.logits`.
 
-        If several modules return the same tensor, it is called for each of them.
+        If several modules return the same tensor, this method is called for each of the modules.
         """
         return gradient
 
@@ -111,8 +111,8 @@ def subscribe(
 ) -> Iterator[None]:
     """Inside the `with` block, calls the subscribers for `model` and all modules in it.
 
-    They are called in forward and backward passes; with `inside_compiled`, also for modules inside
-    of compiled modules, where torch allows it.
+    Subscribers are called in forward and backward passes. With `inside_compiled`, they are also
+    called for modules inside of compiled modules, where torch allows it.
     """
     hooks = _Hooks(subscribers)
     by_path = modules(model)
@@ -165,9 +165,10 @@ def _modules(
 
 
 def used_by(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields a module, and inner modules that it uses without calling them, by relative paths.
+    """Yields a module, and inner modules whose weights it uses itself, each with its relative path.
 
-    Such modules are, for example, those in a ModuleList.
+    Such inner modules are, for example, those in a ModuleList, which has no forward pass of its
+    own. The path of the module itself is "".
     """
     if isinstance(module, WHOLE):
         yield from module.named_modules()
@@ -197,7 +198,8 @@ class _Hooks:
     def register(self, module: nn.Module, path: str, is_in_graph: bool) -> None:
         """Registers the hooks of a module.
 
-        If it `is_in_graph` of a compiled module, torch is told not to compile the hooks.
+        If `is_in_graph`, the module is inside of a compiled module: then torch is told not to
+        compile the hooks.
         """
         pre: Callable[..., Any] = _Hook(self, module, path, "_pre")
         post: Callable[..., Any] = _Hook(self, module, path, "_post")
@@ -303,7 +305,7 @@ class _Hooks:
 
 
 class _Hook:
-    """A hook of one module. In deep copies of the module, the hook `_silent` replaces it."""
+    """A hook of one module. In a deep copy of the module, a hook that does nothing replaces it."""
 
     def __init__(self, hooks: _Hooks, module: nn.Module, path: str, method: str) -> None:
         self.hooks, self.module, self.path = hooks, module, path
@@ -333,7 +335,7 @@ def _silent(*about: Any) -> None:
 
 
 def in_backward() -> bool:
-    """Whether the autograd engine runs this code; a forward pass is then a recomputation."""
+    """Whether this code runs in a backward pass: then a forward pass is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -48,7 +48,7 @@ CHECK = 0.2  # seconds between two checks for a failure
 class Group:
     """`with Group() as group:` joins all processes of a launch; without a launcher only this one.
 
-    All of them must call `share`, `agree`, `gather` and `counter` in the same order. If an error
+    All processes must call `share`, `agree`, `gather` and `counter` in the same order. If an error
     ends the block in one process, the blocks of the others end with ProcessFailed, which has an
     `exit_code`.
     """
@@ -95,7 +95,7 @@ class Group:
         return name
 
     def _followed(self) -> str:
-        """In other ranks: waits until rank 0 has created a group, joins it, and returns its name.
+        """In all ranks but 0: waits until rank 0 has created a group, joins it, returns its name.
 
         Raises WrongOption if this rank was started twice.
         """
@@ -126,7 +126,7 @@ class Group:
         return self._received(key, 0)
 
     def agree(self, value: Any, reason: Callable[[Any], str]) -> None:
-        """Raises WrongOption if this process has another value than rank 0.
+        """Raises WrongOption if the `value` of this process differs from that of rank 0.
 
         `reason` returns words for the message, given rank 0's value.
         """
@@ -140,7 +140,7 @@ class Group:
             )
 
     def gather(self, value: Any) -> Iterator[tuple[int, Any]]:
-        """Sends `value` to rank 0; there, yields the other ranks and their values.
+        """Sends `value` to rank 0. In rank 0, yields each other rank and its value.
 
         In other ranks nothing is yielded.
         """
@@ -182,7 +182,10 @@ class Group:
         self.store.set(f"{key}/parts", str(len(parts)))
 
     def _received(self, key: str, rank: int) -> Any:
-        """Waits for the JSON value that another process sends under a key; raises as `check`."""
+        """Waits for the JSON value that another process sends under a key.
+
+        Raises ProcessFailed if another process of the group has failed.
+        """
 
         def is_there() -> bool:
             if self._words.get(rank, "") != (self._arrived(rank) if rank else ""):
@@ -221,7 +224,10 @@ class Group:
                 patience(f"rank {self.rank} waits for {whom()}")
 
     def _patience(self) -> Patience:
-        """Makes a function that prints its argument once, when PATIENCE seconds have passed."""
+        """Returns a function to call again and again while this process waits.
+
+        The function prints its argument once: in the first call after PATIENCE seconds.
+        """
         end: float | None = time.monotonic() + PATIENCE
 
         def tell(text: str) -> None:
@@ -258,7 +264,7 @@ class Group:
     def _fail(self, error: BaseException) -> ProcessFailed | None:
         """Tells the other processes that this one has failed, unless another one failed first.
 
-        If another one did, returns the error of that process.
+        If another process failed first, returns the error of that process.
         """
         if isinstance(error, ProcessFailed) and error.exit_code is not None:
             return None
@@ -291,7 +297,7 @@ class Group:
 
 
 def _word(data: bytes) -> str:
-    """Parses a random word that another process has stored."""
+    """Parses a random word, which another process has stored in the group's store."""
     text = data.decode("ascii", "replace")
     if len(text) != 16 or not text.isalnum():
         raise unreadable(f"{brief(text)} is no name")

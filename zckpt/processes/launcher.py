@@ -20,7 +20,7 @@ LAUNCHERS = {
 
 
 class Launch(Struct, frozen=True):
-    """The `rank` of this process among the `size` processes that a launcher has started."""
+    """This process's rank, and the number of processes (`size`) that a launcher has started."""
 
     rank: int
     size: int
@@ -29,8 +29,8 @@ class Launch(Struct, frozen=True):
 def launched() -> Launch | None:
     """Reads this process's rank and the number of processes from the variables of a launcher.
 
-    None without a launcher. A rank without a number of processes proves nothing: in many clusters
-    every shell has one. Raises WrongOption if the numbers do not fit together.
+    None without a launcher. A rank alone does not prove that there is a launcher: in many clusters
+    every shell has a variable for it. Raises WrongOption if rank and number do not fit together.
     """
     for launcher, names in LAUNCHERS.items():
         texts = [os.environ.get(name, "") for name in names]

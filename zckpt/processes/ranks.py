@@ -11,7 +11,7 @@ from .sharing import Processes
 
 
 class Told(Exception):
-    """Wraps an error of rank 0 that ends the work of all ranks; each rank raises it."""
+    """Wraps the error that ends the work of all ranks; rank 0 sends it, and each rank raises it."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -29,7 +29,7 @@ class Ranks:
     def told(self, decide: Callable[[], Any]) -> Any:
         """Runs `decide` in rank 0, and returns its result in all ranks.
 
-        If it fails, raises Told with its error in all ranks.
+        If `decide` fails, raises Told with its error in all ranks.
         """
         value: Any = None
         error: Exception | None = None
@@ -61,6 +61,6 @@ def sent(error: Exception | None) -> Any:
 
 
 def received(failure: Any) -> Exception:
-    """Converts the JSON of `sent` back to the error."""
+    """Converts the JSON that `sent` made of an error back to this error."""
     kind, parts = failure
     return OSError(*parts) if kind == OSError.__name__ else again(getattr(errors, kind), parts)

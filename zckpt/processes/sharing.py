@@ -3,11 +3,11 @@
 A conversion: every process reads the source and computes the target's files by itself. Rank 0
 writes these files without tensor data and begins the journal; the others read both. Then every
 process claims regions (byte ranges of the files), the largest first, until a shared counter has
-passed the last one: a slow node claims fewer. Rank 0 reads the journals of the others, and
+passed the last region: a slow node claims fewer. Rank 0 reads the journals of the others, and
 completes the target like a run that is continued.
 
-A pass: every process claims blocks of tasks in the same way, and sends its results. Rank 0 sends
-the combined results to all, so all give the same report.
+A comparison: every process claims blocks of tensors in the same way, and sends its results. Rank 0
+sends the combined results to all processes, so all give the same report.
 
 The bytes of a region do not depend on the process that writes them.
 """
@@ -36,14 +36,14 @@ MAX_CHUNK = 4 << 30  # bytes that a thread copies at a time, for 16,384 ranks
 
 
 class Processes(Group, Sharing, Pool):
-    """A group of processes that share conversions (`Sharing`) and passes over tensors (`Pool`)."""
+    """A group of processes that share conversions (`Sharing`) and comparisons (`Pool`)."""
 
     is_alone = False
     _has_begun = False
 
     @property
     def part(self) -> str:
-        """The name of this process's journal; "" in rank 0, whose journal is the run's."""
+        """The name of this process's journal; "" in rank 0, which leads the run."""
         return f"{self.rank:04}" if self.rank else ""
 
     # -- a conversion
@@ -147,13 +147,13 @@ class Processes(Group, Sharing, Pool):
     # values that survive if the launcher restarts the processes
 
     def continues(self, target: str) -> bool:
-        """Whether this launch had begun the target before its processes were restarted.
+        """Whether this launch began the target before a restart of its processes, and continues it.
 
-        If so, rank 0 gets True, and all processes continue the target; in other ranks the result is
-        always False. Remains of another run are not touched without --resume. The agents of
-        torchrun count restarts separately; so a restart is also recognized by a target that this
-        launch began and that is not complete. If there is no such target, this call notes that the
-        launch begins the target now.
+        The result is True only in rank 0; all processes then continue the target. In other ranks it
+        is always False. Unfinished targets of another run are not touched without --resume. The
+        agents of torchrun count restarts separately. So a restart is also recognized by an
+        unfinished target that this launch has begun. If no target exists, this call notes in the
+        store that the launch begins it now.
         """
         path = os.path.abspath(target)
         key, is_unfinished = f"begun/{path!a}", os.path.lexists(f"{path}.partial")
@@ -169,8 +169,9 @@ class Processes(Group, Sharing, Pool):
 def group() -> Processes:
     """All processes of a launch: use `with zckpt.group() as processes:` in each of them.
 
-    Functions of zckpt accept it as `sharing`. Without a launcher it has only this process. If an
-    error occurs in one process, let it leave the block: it then ends the blocks of the others too.
+    Functions of zckpt accept `processes` as `sharing`. Without a launcher it has only this process.
+    If an error occurs in one process, do not catch it inside the block: the error then ends the
+    blocks of the other processes too.
     """
     return Processes()
 
@@ -184,7 +185,7 @@ def _length_and_crc(value: Any) -> tuple[int, int]:
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """Raises ProcessFailed for a malformed result of another process."""
+    """Raises ProcessFailed if the block fails because another process sent a malformed result."""
     try:
         yield
     except MALFORMED as error:

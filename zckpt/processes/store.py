@@ -36,8 +36,8 @@ class Store:
     """Short values under keys, which all processes see.
 
     `is_hosted` is True if rank 0 has opened the store for this group, and will end it. `outlives`
-    is True if the store still exists when the launcher restarts all processes. Raises ProcessLost
-    if the connection ends.
+    is True if the store still exists after the launcher has restarted all processes. Raises
+    ProcessLost if the connection ends.
     """
 
     def __init__(self, launch: Launch, patient: Callable[[], Patience]) -> None:
@@ -100,17 +100,17 @@ class Store:
         return bool(self._ask(self._store.check, [key]))
 
     def get(self, key: str) -> bytes:
-        """The value of a key; it must have been set."""
+        """The value of a key, which must exist."""
         value: bytes = self._ask(self._store.get, key)
         if len(value) > VALUE:
             raise unreadable(f"it has {len(value)} bytes")
         return value
 
     def outlived(self, last: Callable[[], object], seconds: float) -> None:
-        """Calls `last`, and waits until rank 0 has ended the store, at most for `seconds`.
+        """Calls `last`, this process's last request, and waits until rank 0 has ended the store.
 
-        A request to a store that has ended makes torch print a stack trace; a plain connection does
-        not.
+        This call waits at most for `seconds`, on a plain connection: a request to a store that has
+        ended makes torch print a stack trace.
         """
         with suppress(OSError), socket.create_connection(self._place, seconds) as line:
             last()

@@ -6,8 +6,9 @@
     values.py       steps, scalars, groups                states.py    schedulers, counters, ...
     health.py       statistics of all tensors
     damage.py       which tensor damaged bytes belong to  sibling_files.py  files of a trainer, ...
-    saved.py        the file of --save-proof              unsupported.py    states that are not read
-    file_digest.py  whether files are copies              roots.py     one model of several
+    saved.py        the file of --save-proof              unsupported.py    states zckpt cannot read
+    file_digest.py  whether the files of two checkpoints are copies
+    roots.py        selects one model from a proof of several models
 
 Only allgather/ needs torch.
 """

@@ -118,9 +118,10 @@ def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
 
 
 def beside(manifest: Manifest) -> list[Damage]:
-    """Damaged bytes that no tensor or reader of zckpt needs: a zip's version, and its random id.
+    """Damaged bytes that zckpt does not need: version numbers and the random id in a zip's headers.
 
-    torch.load (2.13) refuses a file in which some of their bits are flipped.
+    They belong to no tensor, but torch.load (2.13) refuses a file if certain bits of them are
+    flipped.
     """
     checker = RecordChecker(manifest.files.beside, collect=True)
     with closing(Reader()) as reader:
@@ -151,9 +152,9 @@ def not_zero(outcome: ComparisonOutcome, manifest: Manifest) -> list[Notice]:
 def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[Notice]:
     """Notices about records (checksummed byte ranges) that differ although their tensors are equal.
 
-    Such records differ only in padding. Two records are compared if they have the same file name,
-    offset, length and tensors. Others are left out: with another number of ranks, a record of the
-    same offset may contain other tensors.
+    Such records differ only in padding. A record is compared only with a record that has the same
+    file name, offset, length and tensors: with another number of ranks, a record at the same offset
+    may contain other tensors.
     """
     records_of_b = {
         (os.path.relpath(record.extent.file, b.root), record.extent.offset, record.extent.length):
@@ -187,9 +188,9 @@ def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[
 
 
 def _places(contents: Contents) -> set[tuple[str, int, int]]:
-    """The tensors in a byte range as a set, to compare two ranges.
+    """The tensors in a byte range, as a set that can be compared with that of another range.
 
-    Each tensor is given by its name, offset in the range and first element.
+    An item is a tensor's name, the file offset of its bytes, and its first element there.
     """
     return {(entry.name, each.extent.offset, each.start) for entry, each in contents}
 
@@ -244,7 +245,7 @@ def _solid_extents(fragments: Fragments) -> Iterator[Extent]:
 
 
 def digest(result: Result, manifest: Manifest) -> list[Report]:
-    """Report lines about tensors whose CRC-32 differs from the one that the manifest states."""
+    """Report lines about tensors whose bytes do not have the CRC-32 that the manifest states."""
     problems = []
     for entry, crc in zip((result.match.a, result.match.b), result.digests, strict=True):
         stated_entry = manifest.entries.get(entry.key) if entry else None

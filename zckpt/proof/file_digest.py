@@ -1,7 +1,7 @@
 """Computes a checksum over the files of a checkpoint, to find out if two checkpoints are copies.
 
-If one is a copy of the other, a parameter name that was inferred cannot be wrong in only one of
-them.
+If two checkpoints are not copies, names of parameters that were inferred may be wrong in the same
+way in both. Copies cannot hide such an error: they are equal whatever the names are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Statistics of all tensors of a checkpoint, and warnings about dead or impossible numbers.
+"""Statistics of all tensors of a checkpoint, and warnings about suspicious tensors.
 
-Every tensor is read once in parts, and each part is measured in its buffer, so memory does not grow
-with the checkpoint. The CRC-32s in the files are checked in the same pass.
+Suspicious are values that are impossible, and tensors that seem to be dead. Every tensor is read
+once in parts, and each part is measured in its buffer, so memory does not grow with the checkpoint.
+The CRC-32s in the files are checked in the same pass.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ SECOND_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq"}
 
 
 class Total(Struct, eq=False):
-    """One tensor's statistics, to which those of its parts are added.
+    """Adds up the statistics of one tensor from those of its parts.
 
-    Parts are added in the order of elements, although threads finish in any order: so even the last
-    digits of the sums are reproducible. Histograms are added in any order. When all parts are
-    added, `counts` gets the counts by exponent, and the histogram's array is dropped.
+    Threads measure parts in any order, but the parts' statistics are added in the order of their
+    elements. So all sums are reproducible, to the last digit. Histograms are added in any order.
+    When all parts are added, `counts` gets the histogram as counts by exponent, and the histogram's
+    array is dropped.
     """
 
     numel: int
@@ -68,10 +70,11 @@ class Total(Struct, eq=False):
 
 
 class Measuring(Struct, eq=False, dict=True):
-    """One pass over tensors, on which several threads work.
+    """One pass over groups of tensors, on which several threads work.
 
-    Tensors of one group have the same number of elements, and are read together. Tensors of types
-    without statistics (such as complex) are only read.
+    The tensors of a group have the same number of elements, and a range of elements is read from
+    all of them together, so that subclasses can compare them. Tensors of types without statistics
+    (such as complex) are only read.
     """
 
     manifest: Manifest
@@ -113,8 +116,8 @@ class Measuring(Struct, eq=False, dict=True):
     def add(self, name: str, item: ReadRequest, elements: memoryview, dtype: str) -> None:
         """Adds the statistics of `elements` to those of the tensor `name`.
 
-        `elements` are the elements that `item` requested, or numbers derived from them: one for
-        each element.
+        `elements` are the elements that `item` requested, or as many numbers that were computed
+        from them.
         """
         part = measure(elements, dtype, histogram=self.histograms)
         with self.lock:
@@ -228,9 +231,10 @@ def damaged(manifest: Manifest, checker: RecordChecker) -> Iterator[Report]:
 def problems(
     manifest: Manifest, entries: Sequence[Entry], statistics: Mapping[str, Statistics]
 ) -> Iterator[Report]:
-    """Yields lines about tensors with impossible values, such as negative second moments, or dead.
+    """Yields lines about tensors with impossible values, and about tensors that seem to be dead.
 
-    Dead are, for example, moments that are all zero after several steps.
+    Impossible are, for example, negative second moments; dead are moments that are all zero after
+    several steps.
     """
     for entry in entries:
         if entry.slot != "state":
@@ -274,9 +278,10 @@ def _problems_of(
 
 
 def _is_below(maximum: Statistics, now: Statistics) -> bool:
-    """Whether `maximum`, a running maximum such as `max_exp_avg_sq`, is below `now` somewhere.
+    """Whether `maximum` is below `now` for some element, so it is no running maximum of `now`.
 
-    It compares only statistics: a true running maximum has no smaller min, max, mean or norm.
+    Only statistics are compared: a true running maximum (such as `max_exp_avg_sq`) has no smaller
+    min, max, mean or norm.
     """
     return (
         maximum.min < now.min

@@ -19,10 +19,10 @@ from .states import twins
 
 
 def own_matches(manifest: Manifest) -> list[Match]:
-    """The pairs of tensors with which one checkpoint is checked alone.
+    """The pairs of tensors to compare if one checkpoint is checked alone.
 
-    A weight is paired with its master. Any other tensor has no partner: it is only read. After
-    these come the pairs of replicas.
+    They are each weight with its master, and each replica with the tensor of which it is a copy.
+    Other tensors are in the list without a second tensor, because they are only read.
     """
     entries = manifest.entries
     matches = list(with_masters(entries))
@@ -65,9 +65,10 @@ def mutual_matches(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], li
 
 
 def _of_same_ranks(a: Manifest, b: Manifest) -> list[Match]:
-    """Pairs buffers and random states of the same rank in both checkpoints.
+    """Pairs the buffers of ranks, and their random states, with those of the same rank in `b`.
 
-    Their values may differ between ranks, so each is compared only with that of the same rank.
+    Such tensors may differ between the ranks of one checkpoint, so they are not compared across
+    ranks.
     """
     matches: list[Match] = []
     ours, theirs = (by_key((entry.key, entry) for entry in side.replicas) for side in (a, b))
@@ -81,12 +82,15 @@ def _of_same_ranks(a: Manifest, b: Manifest) -> list[Match]:
 
 
 def selected(matches: Iterable[Match], pattern: str | None) -> list[Match]:
-    """The pairs of tensors whose name matches the glob; raises WrongOption if there is none."""
+    """The pairs of tensors whose names match the glob `pattern`; raises WrongOption if none do."""
     return list(matches) if pattern is None else matching(matches, pattern)
 
 
 def only_rounded(matches: Iterable[Match], a: Manifest, b: Manifest) -> dict[str, list[str]]:
-    """For each side, the weights that it has only in a narrower type than the other side."""
+    """The weights that a checkpoint has only in a narrower type than the other one, by side.
+
+    The sides "a" and "b" are the two checkpoints.
+    """
     names: dict[str, list[str]] = {"a": [], "b": []}
     for item in matches:
         if item.how != "rounded" or item.b is None or item.copy:
@@ -102,11 +106,11 @@ def only_rounded(matches: Iterable[Match], a: Manifest, b: Manifest) -> dict[str
 
 
 def missing(keys: Sequence[Key], owner: Manifest, other: Manifest) -> list[Key]:
-    """The keys of tensors that `other` lacks although it should have them; `owner` has all `keys`.
+    """Those of `keys` that `other` lacks but should have; the checkpoint `owner` has all of them.
 
-    `other` should have a tensor if it has the same slot (such as `exp_avg`) for other parameters.
-    It should have each trained weight, in the slot `param` or `master`. It may lack other weights,
-    because some formats store only trained ones.
+    `other` should have a key of every slot (such as `exp_avg`) in which it has any tensor, and each
+    trained weight, as `param` or as `master`. Weights that are not trained may be missing, because
+    some formats do not store them.
     """
     slots = {entry.slot for entry in other.entries.values()} - {"state"}
     lost = []

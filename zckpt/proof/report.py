@@ -20,7 +20,7 @@ from . import damage
 
 
 def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
-    """The report's keys about a comparison: tensors that differ, damage, harmless notices, counts.
+    """The keys of a report about a comparison: tensors that differ, damage, notices, counts.
 
     `a` and `b` are the same object if one checkpoint was checked alone.
     """
@@ -65,9 +65,9 @@ def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
 
 
 def _is_of_one_side(match: Match, copies: Collection[int]) -> bool:
-    """Whether exactly one tensor of a pair is a replica: so both are of one checkpoint.
+    """Whether a pair compares a tensor with its replica, so that both are of the same checkpoint.
 
-    `copies` are the `id`s of all replicas.
+    A pair of two replicas is of two checkpoints. `copies` are the `id`s of all replicas.
     """
     return match.copy and not (id(match.a) in copies and id(match.b) in copies)
 
@@ -87,7 +87,10 @@ def _damage(outcome: ComparisonOutcome, manifest: Manifest) -> list[Report]:
 
 
 def _by_slot(outcome: ComparisonOutcome, alone: bool) -> dict[str, int]:
-    """For each slot, the number of tensors that were read (if `alone`), or of pairs compared."""
+    """For each slot (such as `exp_avg`), the number of pairs of tensors that were compared.
+
+    If one checkpoint was checked `alone`, it is the number of tensors that were read.
+    """
     matches = [result.match for result in outcome.results if not result.match.copy]
     compared = [match.compared.key for match in matches]
     if alone:
@@ -97,7 +100,11 @@ def _by_slot(outcome: ComparisonOutcome, alone: bool) -> dict[str, int]:
 
 
 def difference(result: Result) -> Report | None:
-    """A report line about a pair of tensors that differ; None if they are equal or not a pair."""
+    """A report line about a pair of tensors that differ; None if there is nothing to report.
+
+    There is nothing to report if both tensors are equal, or if a tensor was only read, not
+    compared.
+    """
     match, measured = result.match, result.difference
     if match.b is None:
         return None
@@ -132,8 +139,8 @@ def difference(result: Result) -> Report | None:
 def changes(measured: Difference, elements: int) -> Report:
     """How much the elements of a tensor changed, for `diff`.
 
-    `rms` is the root mean square of the changes, `relative` is this number divided by that of the
-    first side's elements, and `histogram` counts changes by magnitude.
+    `rms` is the root mean square of the changes. `relative` is `rms` divided by the root mean
+    square of the elements in the first checkpoint. `histogram` counts changes by magnitude.
     """
     rms = math.sqrt(measured.squares / elements) if elements else 0.0
     relative = math.sqrt(measured.squares / measured.aa) if measured.aa > 0 else None
@@ -153,8 +160,8 @@ def _file_of(entry: Entry) -> str | None:
 def digests(results: Iterable[Result], alone: bool) -> dict[str, Report]:
     """Maps the name of every tensor that was read to the CRC-32s of its row-major bytes.
 
-    `b_tensor` is the tensor's name in checkpoint b, if it differs. If `alone`, there is only one
-    checkpoint, `a`.
+    They are stored under "a" and "b", the two checkpoints; if `alone`, there is only "a".
+    `b_tensor` is the tensor's name in checkpoint b, if the names differ.
     """
     lines: dict[str, Report] = {}
     for result in results:
@@ -176,7 +183,7 @@ def digests(results: Iterable[Result], alone: bool) -> dict[str, Report]:
 
 
 def versions(a: Manifest, b: Manifest | None) -> Report:
-    """The versions of zckpt and of the engines that wrote both sides."""
+    """The versions of zckpt and of the engines that wrote the checkpoints `a` and `b`."""
     versions_of_a = {"zckpt": __version__, "a": _engine(a)}
     return versions_of_a if b is None else {**versions_of_a, "b": _engine(b)}
 

@@ -14,8 +14,8 @@ from ..errors import AmbiguousCheckpoint, WrongOption, listed
 def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
     """Reduces a proof file's manifest of several models to the model `name`.
 
-    Parameters are renamed as if it were the only model. A proof of one model is returned unchanged.
-    Raises WrongOption if neither `proven` nor `manifest` has a model of this name.
+    This model's prefix is removed from the names of parameters. A proof of one model is returned
+    unchanged. Raises WrongOption if neither `proven` nor `manifest` has a model of this name.
     """
     front = f"{name}."
     every = (*proven.parameters, *proven.buffers)
@@ -66,7 +66,11 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
 
 
 def refuse_several(proven: Manifest, manifest: Manifest) -> None:
-    """Raises AmbiguousCheckpoint if the proof has several models and `manifest` fits one."""
+    """Raises AmbiguousCheckpoint if a checkpoint seems to be one of several models in a proof.
+
+    `proven` is the manifest from the proof, and `manifest` that of the checkpoint. The user must
+    say which of the proof's models is meant.
+    """
     parameters, names = proven.parameters, [*manifest.parameters]
     if not names or not parameters.keys().isdisjoint(names):
         return
@@ -82,10 +86,11 @@ def refuse_several(proven: Manifest, manifest: Manifest) -> None:
 
 
 def _own_part(key: str, value: Any, front: str) -> Any:
-    """Reduces a value of the state, which is stored under `key`, to one model of several.
+    """Reduces a value of the manifest's state to one of several models, whose prefix is `front`.
 
-    `front` is the prefix of this model's names. Only names with this prefix are kept, without the
-    prefix. Only the keys `module` and `module_extra` contain such names.
+    `key` is the key of the value. Only the values of `module` and `module_extra` contain names of
+    parameters: names with this prefix are kept, and the prefix is removed. All other values are
+    returned unchanged.
     """
     if key == "module":
         return [name.removeprefix(front) for name in value if name.startswith(front)]

@@ -60,7 +60,7 @@ MAX_PROOF = 1 << 29
 
 
 class _Digest(Struct):
-    """The type, shape and CRC-32 (`a`) of a tensor in a proof file."""
+    """What a proof file states about one tensor: its type, its shape, and its CRC-32 (`a`)."""
 
     dtype: Dtype
     shape: Sizes
@@ -78,7 +78,7 @@ class _Unsupported(Struct):
 
 
 class _Held(Struct):
-    """The keys of a proof file that `about` has made; older proofs lack some of them."""
+    """What a proof file states besides checksums (see `about`); older proofs lack some keys."""
 
     parameters: dict[str, Any]
     buffers: tuple[str, ...]
@@ -131,7 +131,7 @@ def about(manifest: Manifest) -> Report:
 
 
 def _others(manifest: Manifest) -> list[State]:
-    """The optimizer states other than tensors of a parameter's shape, numbers, and None."""
+    """The optimizer states other than tensors of a parameter's shape, single numbers, and None."""
     return [s for s in states_of(manifest).values() if s.form not in ("slot", "number", "none")]
 
 
@@ -155,8 +155,8 @@ def verify_proof(
 ) -> Report:
     """The report on whether all tensors of a checkpoint have the CRC-32s in a proof file.
 
-    `proven` is the manifest from the proof, and `contents` its digest of the files. If the proof is
-    about several models, `root` is the name of the one to compare.
+    `proven` is the manifest from the proof, and `contents` the checksum over the files that the
+    proof states. If the proof is about several models, `root` is the name of the model to compare.
     """
     if root:
         proven = of_root(proven, root, manifest)
@@ -217,10 +217,10 @@ def _of_first_rank(manifest: Manifest) -> list[Notice]:
 
 
 def _refuse_other_types(matches: Sequence[Match], a: Manifest, b: Manifest) -> None:
-    """Raises MissingData for tensors whose types differ, because a proof has only checksums.
+    """Raises MissingData if tensors have other types in the proof than in the checkpoint.
 
-    There is no error for a weight of a narrower type if that side also has an fp32 master: then the
-    masters are compared.
+    A proof has only checksums, which cannot be compared between types. A 16-bit weight beside an
+    fp32 one is no error if its checkpoint also has the fp32 master: the master is compared instead.
     """
     rounded, buffers = only_rounded(matches, a, b), {*a.buffers, *b.buffers}
     other_types = [
@@ -246,9 +246,9 @@ def _refuse_other_types(matches: Sequence[Match], a: Manifest, b: Manifest) -> N
 def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
     """Reads a proof file: a manifest whose tensors are only checksums, and a digest of the files.
 
-    The digest is "" if there is none. An older proof does not list all optimizer states: it is
-    assumed to have the other states of `manifest`. Raises CorruptCheckpoint if the file is not a
-    proof, or if `verify` had found a difference when it wrote it.
+    The digest is "" if the proof has none. An older proof does not list all optimizer states; then
+    the states that `manifest` has are assumed for it. Raises CorruptCheckpoint if the file is not a
+    proof, or if it is the report of a `verify` that found a difference.
     """
     try:
         with sources.opened(path) as file:
@@ -320,7 +320,10 @@ def _check_groups(parameters: Mapping[str, Parameter], groups: Sequence[Any] | N
 
 
 def _with_tensors(item: _Unsupported, entries: dict[Key, Entry]) -> StateRow:
-    """The row of an unsupported optimizer state in a proof; moves its tensors from `entries`."""
+    """Describes an optimizer state in a proof that zckpt does not support, with its tensors.
+
+    Its tensors are removed from `entries`, so that they do not count as ordinary tensors.
+    """
     tensors = tuple(entries.pop(key) for key in map(key_of, item.tensors) if key in entries)
     # if some tensors are missing
     content = item.content if len(tensors) == len(item.tensors) else ""
@@ -333,9 +336,9 @@ def _dictionary(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_parameter(parameters_by_state: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """Maps each parameter to its optimizer states, given the parameters by state.
+    """Maps each parameter to its optimizer states, given the parameters of each state.
 
-    A proof has no values of these states, so each value is True.
+    A proof does not contain the values of these states, so every value is True.
     """
     keys = by_key((name, key) for key, names in parameters_by_state.items() for name in names)
     return {name: dict.fromkeys(own, True) for name, own in keys.items()}

@@ -85,7 +85,7 @@ def states(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
 
 
 class _Comparison:
-    """Compares the states of two checkpoints; collects differences and what cannot be compared."""
+    """Compares the states of two checkpoints; collects differences, and values not compared."""
 
     def __init__(self, a: Manifest, b: Manifest) -> None:
         self.sides = {"a": a, "b": b}
@@ -124,10 +124,11 @@ class _Comparison:
             self._compare_second_names()
 
     def _are_other_schedulers(self, a: Any, b: Any) -> bool:
-        """Whether two states of schedulers cannot be compared, which is then not a difference.
+        """Whether two schedulers' states are of different kinds: then no difference is reported.
 
-        This is so if one is DeepSpeed's own and the other torch's, or if only one side has one
-        where the engine stores it: the other may be in a trainer's file or in the client state.
+        They are of different kinds if one is DeepSpeed's own scheduler and the other one of torch.
+        If the engine's files of only one side have a scheduler, the other side's scheduler may be
+        in a trainer's file or in the client state: then the two are not compared either.
         """
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             return (COUNTER in a) != (COUNTER in b)
@@ -142,11 +143,11 @@ class _Comparison:
         return any(item.name in OF_TRAINER for item in files) or _has_within(client_state, state)
 
     def _without_states(self, a: Report, b: Report) -> tuple[Report, Report]:
-        """Drops keys with optimizer states of parameters (`OF_PARAMETERS`) that only one side has.
+        """Drops parameters' optimizer states that only one side has, or all if the engines differ.
 
-        `values.missing_states` reports those. The keys are also dropped if the engines differ. If
-        one side has no numbers that belong to no parameter, it gets an empty dictionary for them:
-        then each of the other side's numbers gets a report line.
+        Their keys are `OF_PARAMETERS`. `values.missing_states` reports those states instead. If
+        only one side has numbers that belong to no parameter, the other side gets an empty
+        dictionary for them, so that each number is reported on its own line.
         """
         kept = OF_PARAMETERS.intersection(a, b) if self.same_engine else set()
         left = OF_PARAMETERS - kept
@@ -160,10 +161,10 @@ class _Comparison:
         return one, other
 
     def _names(self) -> list[dict[str, str]]:
-        """For each side, maps the names that the module lists to their kinds, such as a buffer.
+        """For each side, maps every name in its module to the kind of the name, such as "a buffer".
 
-        Names are left out for which only one side has a tensor, because tensors are compared
-        separately.
+        A name is left out if only one side has a tensor of this name: the comparison of tensors
+        reports it.
         """
         one, other = (_weights(manifest) for manifest in self.sides.values())
         alone = one ^ other
@@ -202,9 +203,10 @@ class _Comparison:
                 self.lines.remove(line)
 
     def _compare_ranks(self) -> None:
-        """Compares the values in the files of ranks after the first one.
+        """Compares values that are stored once per rank, for the ranks after the first one.
 
-        A manifest lists such a value (in `of_ranks`) only if it differs from the first rank's.
+        A manifest lists such a value (in `of_ranks`) only if it differs from the first rank's
+        value. A value that is missing there is taken from the first rank.
         """
         a, b = self.sides.values()
         for name in dict.fromkeys((*a.files.of_ranks, *b.files.of_ranks)):
@@ -259,10 +261,10 @@ class _Comparison:
             self.lines.append({"key": path, "a": a, "b": b})
 
     def _one_sided(self, path: str, a: Any, b: Any) -> None:
-        """Reports a value that only one side has as a difference, or as not compared.
+        """Reports a value that only one checkpoint has as a difference, or as not compared.
 
-        It is not compared if it depends on how a checkpoint was saved, or if the other side's file
-        format cannot store it. An empty dictionary counts as no value.
+        The value is not compared if it depends on how a checkpoint was saved, or if the file format
+        of the other checkpoint cannot store it. An empty dictionary counts as no value.
         """
         side, other = ("a", "b") if b in _NOTHING else ("b", "a")
         if a in _NOTHING and b in _NOTHING:
@@ -296,7 +298,11 @@ class _Comparison:
         return self.other_wrapper and path.startswith(SCALING)
 
     def _opened(self, value: Any) -> Any:
-        """Removes a tag of the manifest's JSON: a tuple becomes a list, an object a dictionary."""
+        """Replaces tagged values of the manifest's JSON: tuples by lists, objects by dictionaries.
+
+        Only `value` itself is replaced, and the state of an object; other values are returned
+        unchanged.
+        """
         if not isinstance(value, dict) or len(value) != 1:
             return value
         ((tag, inner),) = value.items()
@@ -311,7 +317,7 @@ class _Comparison:
         return value
 
     def not_compared(self) -> Iterator[str]:
-        """Yields sentences about values that were not compared; each begins with the names."""
+        """Yields sentences that say which values were not compared, and why."""
         if self.of_saving:
             yield f"{listed(self.of_saving, 4)}: the two differ in how they were saved"
         if self.of_program:
@@ -378,9 +384,10 @@ def _weights(manifest: Manifest) -> set[str]:
 
 
 def _names(manifest: Manifest) -> dict[str, str]:
-    """Maps each name that the module lists to its kind, as a phrase for the report.
+    """Maps every name in the module to its kind, as a phrase for the report.
 
-    A name is an alias ("a second name of fc1.weight"), a buffer, or another name of the module.
+    The kinds are an alias ("a second name of fc1.weight"), a buffer, and any other name in the
+    module.
     """
     names = dict.fromkeys(map(str, manifest.state.get("module") or ()), "a name of the module")
     names |= dict.fromkeys(manifest.buffers, "a buffer")
@@ -390,7 +397,10 @@ def _names(manifest: Manifest) -> dict[str, str]:
 
 
 def _has_second_names(manifest: Manifest) -> bool:
-    """Whether this checkpoint's files would list aliases: safetensors store each weight once."""
+    """Whether a checkpoint of this format lists the second names (aliases) of tied weights.
+
+    safetensors do not, for example, because they store each weight once.
+    """
     engine = manifest.run.engine
     if isinstance(engine, StateDictEngine):
         return not (engine.dialect or engine.storage or _is_weights(manifest))
@@ -398,7 +408,10 @@ def _has_second_names(manifest: Manifest) -> bool:
 
 
 def _facts(manifest: Manifest) -> Report:
-    """The facts of a checkpoint that may differ between two saves of one run, as JSON."""
+    """Properties of a save, such as its engine, that may differ between two saves of one run.
+
+    They are JSON values.
+    """
     place = manifest.run.step_place
     facts = with_facts({}, manifest.run.engine, None).get("engine") or {}
     facts = {key: value for key, value in facts.items() if key not in OF_NAMES}
@@ -426,8 +439,8 @@ def _as_of_first(manifest: Manifest, path: str) -> Any:
 def engine_name(manifest: Manifest) -> tuple[str | None, ...]:
     """A tuple that is equal for two checkpoints if their engines' states can be compared.
 
-    It has the engine's name; for a NamedWeightsEngine (ONNX Runtime) also the kind of its files, on
-    which the contents of the state depend.
+    It has the engine's name. For ONNX Runtime (NamedWeightsEngine) it also has the kind of files,
+    because the contents of the state depend on this kind.
     """
     engine = manifest.run.engine
     if isinstance(engine, NamedWeightsEngine):
@@ -454,9 +467,11 @@ def _is_weights(manifest: Manifest) -> bool:
 
 
 def _comparable_scales(a: Report, b: Report) -> tuple[Report, Report]:
-    """Converts loss scalers to one form, if one side has an object and the other its numbers.
+    """Makes the loss scalers of two checkpoints comparable, if they are stored in different ways.
 
-    None means that the loss is not scaled, and so does an object with a constant scale of 1.
+    One side may have an object and the other only the object's numbers: then both get the numbers.
+    A scaler is dropped if it does not scale the loss, and the other side states None, which means
+    the same.
     """
     if any(LOSS_SCALER in side and side[LOSS_SCALER] is None for side in (a, b)):
         a, b = ({k: v for k, v in side.items() if not _is_unscaled(k, v)} for side in (a, b))

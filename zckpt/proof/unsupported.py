@@ -1,6 +1,7 @@
 """Compares optimizer states that zckpt does not support, if both checkpoints have them.
 
-Their meaning need not be known: values are compared as JSON, and tensors one by one in their order.
+zckpt does not know what such a state means, but can compare it: values as JSON, and tensors one by
+one in their order.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ Form = tuple[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], ...]
 def pairs(a: Manifest, b: Manifest) -> list[Match]:
     """Pairs the tensors of unsupported states that both checkpoints have, one by one.
 
-    This is done only if the values, and the types and shapes of the tensors, are equal.
+    A state's tensors are paired only if its values, and the types and shapes of its tensors, are
+    equal in both checkpoints.
     """
     return [
         Match(one, other)
@@ -34,11 +36,11 @@ def pairs(a: Manifest, b: Manifest) -> list[Match]:
 
 
 def rest(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Report], list[Notice]]:
-    """Removes the unsupported states that both checkpoints have, and reports on them.
+    """Removes unsupported states that both checkpoints have from the manifests; reports on them.
 
-    Returns both manifests without them, report lines about those that differ, and notices about the
-    others. The elements of their tensors are not compared here, but with all other tensors: see
-    `pairs`.
+    Returns both manifests without these states, a report line for each state that differs, and a
+    notice for each that is equal. The elements of their tensors are compared elsewhere, together
+    with those of all other tensors: see `pairs`.
     """
     shared = _shared(a, b)
     lines, notes = [], []
@@ -60,7 +62,8 @@ def rest(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Report], li
 def _shared(a: Manifest, b: Manifest) -> dict[Owned, tuple[list[StateRow], list[StateRow]]]:
     """The unsupported states that both checkpoints have, if zckpt could read their values.
 
-    Each state has two lists, for `a` and `b`, with a row for every model-parallel rank.
+    For each state there is a list for `a` and one for `b`, with the values of every model-parallel
+    rank.
     """
     ours, theirs = _by_owner(a), _by_owner(b)
     return {

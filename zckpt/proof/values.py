@@ -41,10 +41,10 @@ def shared_names(a: Manifest, b: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def steps(a: Manifest, b: Manifest) -> list[Report]:
-    """Report lines about steps of parameters that differ, one line per pair of values.
+    """Report lines about parameters whose steps differ between the two checkpoints.
 
-    A step that only one side has is a difference only if the other side has steps for other
-    parameters.
+    There is one line for each pair of different steps (such as 5 and 6), with the number of
+    parameters. If one checkpoint has no steps at all, there are no lines.
     """
     have_steps = [
         any(parameter.step is not None for parameter in side.parameters.values()) for side in (a, b)
@@ -64,14 +64,15 @@ def steps(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
-    """Report lines and notices if two checkpoints store the step in different places.
+    """Report lines and notices if two checkpoints store the optimizer's step in different places.
 
-    An optimizer reads its step from one place, such as the state or the group, and begins at 1 if
-    it finds none there. So another place or another type is a difference (a line), if neither side
-    names its optimizer. If a configuration or the user names the optimizer, it may read the other
-    place: then there is only a notice, and types are not compared. There is also a line if, in
-    files of the same engine and stage, one side counts in the state of each parameter and the other
-    only in that of a group's last parameter.
+    An optimizer reads its step from one place (a parameter's state or the group), as one type. If
+    there is none, it begins at 1. So if neither side names its optimizer, another place or type is
+    a difference. If a configuration or the user names it, another place is only a notice, and types
+    are not compared.
+
+    Between files of the same engine and stage it is also a difference if one side stores the step
+    in the state of each parameter, and the other only in that of a group's last parameter.
     """
     ours, theirs = step_place(a), step_place(b)
     if ours is None or theirs is None:
@@ -93,15 +94,15 @@ def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
 
 
 def _are_alike(a: Manifest, b: Manifest) -> bool:
-    """Whether two checkpoints are of one engine and stage."""
+    """Whether two checkpoints are of the same engine and ZeRO stage."""
     stages = [(side.format, side.run.origin.zero_stage) for side in (a, b)]
     return stages[0] == stages[1]
 
 
 def step_place(manifest: Manifest) -> StepPlace | None:
-    """Where the optimizer stores its step: in states or groups, and in which type.
+    """Where the optimizer stores its step (in states or in groups), and in which type.
 
-    None if there is no step, or if the engine has its own optimizers (ONNX Runtime).
+    None if no step is stored, or if the engine has optimizers of its own (ONNX Runtime).
     """
     has_steps = any(parameter.step is not None for parameter in manifest.parameters.values())
     if not has_steps or isinstance(manifest.run.engine, NamedWeightsEngine):
@@ -113,8 +114,8 @@ def step_place(manifest: Manifest) -> StepPlace | None:
 def scalars(a: Manifest, b: Manifest) -> list[Report]:
     """Report lines about optimizer states of one number, such as NAdam's `mu_product`, that differ.
 
-    If types or shapes differ, the line has them as `a_type`, `a_shape` and so on. A state that one
-    side lacks for all parameters is not a difference here.
+    If types or shapes differ, the line states them as `a_type`, `a_shape` and so on. If one side
+    has the state for no parameter at all, there is no line: `missing_states` reports this.
     """
     keys = [{row.key for row in side.states.of_form("number")} for side in (a, b)]
     lines = []
@@ -133,10 +134,10 @@ def scalars(a: Manifest, b: Manifest) -> list[Report]:
 def missing_states(
     a: Manifest, b: Manifest, reported: Collection[str]
 ) -> tuple[list[Report], list[Notice]]:
-    """Report lines about optimizer states that one side lacks, and notices about harmless ones.
+    """Report lines about optimizer states that only one side has; notices about harmless ones.
 
-    States that were not read are included. `reported` are tensors that the report already lists one
-    by one. A step that one side lacks for all parameters is reported like a state.
+    Unsupported states are included, and a step that one side lacks for all parameters. Tensors in
+    `reported` are left out, because the report already lists them one by one.
     """
     lines, notes = [], []
     for only, owner, other in (("a", a, b), ("b", b, a)):
@@ -205,10 +206,11 @@ def trainable(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def with_trained_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
-    """Marks a parameter as frozen in both manifests if it counts as trained in only one of them.
+    """Marks parameters as frozen in both manifests that count as trained in only one of them.
 
-    This is done only for state dicts of torch that show no update of the parameter, because they do
-    not tell whether it is frozen. Other files tell it: DeepSpeed leaves it out of its groups.
+    This is done only if a state dict of torch has no optimizer state of the parameter: such a file
+    does not tell whether the parameter is frozen. Files of DeepSpeed tell it, because groups lack
+    frozen parameters.
     """
     sides = [side for side in (a, b) if isinstance(side.run.engine, StateDictEngine)]
     untouched_of = {name for side in sides for name in untouched(side)}
@@ -223,10 +225,10 @@ def with_trained_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
 def forms(a: Manifest, b: Manifest) -> list[Report]:
     """A report line if one checkpoint was saved without its frozen weights and the other was not.
 
-    The list is empty unless both sides state it, as DeepSpeed does by `frozen_param_fragments`.
-    This key is None if frozen parameters were left out of the save; then the engine does not load
-    them. Otherwise it is a dictionary of all frozen parameters, and the engine stops if one is
-    missing.
+    Only DeepSpeed's files tell this, by `frozen_param_fragments`. If frozen parameters were left
+    out of the save, this key is None, and the engine does not load them. Otherwise it is a
+    dictionary of all frozen parameters, and the engine stops if one is missing. For other files the
+    list is empty.
     """
     statements = [
         side.run.engine.excludes_frozen if isinstance(side.run.engine, FlatBufferEngine) else None
@@ -244,7 +246,7 @@ def forms(a: Manifest, b: Manifest) -> list[Report]:
 def groups(a: Manifest, b: Manifest) -> list[Report]:
     """Report lines about optimizer groups: different hyper-parameters, or different members.
 
-    Hyper-parameters that only one side has are not compared.
+    A hyper-parameter that one checkpoint has in no group is not compared.
     """
     if a.groups is None or b.groups is None:
         return []
@@ -370,7 +372,7 @@ def _hyper(group: dict[str, Any]) -> Report:
 
 
 def _by_keys(value: Any) -> Any:
-    """Replaces the manifest's form of dictionaries (lists of pairs in JSON) by plain objects."""
+    """Replaces dictionaries that the manifest's JSON stores as lists of pairs by JSON objects."""
     if isinstance(value, dict) and value.keys() == {"$dict"}:
         value = by_keys(value["$dict"])
     if isinstance(value, dict):

@@ -86,7 +86,7 @@ def verify_against(
 ) -> Report:
     """The keys of `verify`'s report on whether two checkpoints are equal.
 
-    Raises MissingData if they share no weights, because then nothing would be proven.
+    Raises MissingData if the checkpoints share no weights, because then nothing would be proven.
     """
     whole, pattern = (a, b), selection.tensors
     a, b = values.with_trained_alike(*keys.matched(*selection.of(a, b)))
@@ -178,9 +178,9 @@ def _is_missing_masters(narrow: Manifest, wide: Manifest, names: Iterable[str]) 
 
 
 def needs_weights(matches: Iterable[Match], a: Manifest, b: Manifest) -> None:
-    """Raises MissingData unless at least one weight is compared: anything else proves nothing.
+    """Raises MissingData unless a weight is compared, because other tensors alone prove nothing.
 
-    A weight without elements is enough if neither side has any other.
+    A weight without elements does not count, unless all weights of both checkpoints are empty.
     """
     shared = [match.a for match in matches if match.a.slot in WEIGHTS]
     entries = (*a.entries.values(), *b.entries.values())
@@ -195,9 +195,10 @@ def needs_weights(matches: Iterable[Match], a: Manifest, b: Manifest) -> None:
 
 
 def roundings(report: Report, results: Iterable[Result], a: Manifest, b: Manifest) -> Report:
-    """The keys `rounded` and `notes` of a report: weights that one side has only rounded down.
+    """The keys `rounded` and `notes` of a report: weights that a side has only in a narrower type.
 
-    `rounded` lists their names for each side.
+    `rounded` lists the names of these weights for each side; `notes` are the report's notes and one
+    for each side with such weights.
     """
     equal = (item.match for item in results if not item.differs)
     rounded = only_rounded(equal, a, b)
@@ -219,8 +220,10 @@ def inferences(
 ) -> Report:
     """The keys `inferred` and `unproven` of a report, about parameters whose names were inferred.
 
-    If both checkpoints assign an optimizer's state to the same wrong parameter, a comparison finds
-    them equal. So such parameters are listed as unproven, unless the files are copies.
+    If zckpt has inferred the same wrong name for an optimizer's state in both checkpoints, the
+    states are equal all the same. So an equal state proves nothing about an inferred name, and such
+    parameters are listed as unproven. `are_copies` returns whether the files are copies; then none
+    is unproven.
     """
     compared = {match.a.parameter for match in matches if is_optimizers(match.a.slot)}
     theirs = set(b.notices.inferred if b.notices.states_inferred else a.notices.inferred)

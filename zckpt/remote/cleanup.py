@@ -86,10 +86,10 @@ def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
 
 
 def _remains(url: Url, there: Mapping[str, StoredObject], note: Note) -> list[str]:
-    """The names of the objects to remove: the run's files that exist, and the note that lists them.
+    """The names of the objects to remove: the run's files that exist, and the run's note.
 
-    If the target is complete, only the note (zckpt-unfinished.json) is removed. Raises TargetExists
-    if the run's last file exists, but another one does not.
+    The note (zckpt-unfinished.json) lists the run's files. If the target is complete, only the note
+    is removed. Raises TargetExists if the run's last file exists, but another file does not.
     """
     if note.last not in there:
         return sorted({*note.names, UNFINISHED} & {*there})

@@ -61,8 +61,8 @@ class BrokenOff(StoreError):
 def asked(ask: Callable[[], Asked], url: Url, doing: str = "read") -> Asked:
     """Calls `ask`, a request to a store, and returns its result; raises the errors of `explained`.
 
-    The libraries retry requests that fail before an answer begins. This function also retries
-    requests whose answer ends too early.
+    The stores' libraries retry requests that fail before an answer begins. This function also
+    retries requests whose answer ends too early.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:

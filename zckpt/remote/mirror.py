@@ -170,8 +170,8 @@ class File(Struct, eq=False, dict=True):
     def _extended(self, first: int, last: int) -> int:
         """The number of the last block to request, if blocks `first` to `last` are needed.
 
-        It is greater than `last` if the file is read in sequence: each request then reads more
-        blocks ahead, up to AHEAD.
+        If the file is read in sequence, the number is greater than `last`: each request then reads
+        more blocks ahead, up to AHEAD.
         """
         follows = _blocks.get((self._number, DATA, first - 1)) is not None
         self._ahead = min(2 * self._ahead + 1, AHEAD) if follows else 0
@@ -295,9 +295,9 @@ def mirrored(url: Url) -> Mirror:
 
 
 def _listed(store: Store, url: Url) -> dict[str, StoredObject]:
-    """The objects below the URL, or the one object that it names; and the objects beside it.
+    """Maps keys to the objects below the URL and beside it.
 
-    They are returned by their keys.
+    If the URL is that of one object, the result has this object instead of objects below the URL.
     """
     inside = [*store.below(url.key)]
     if url.key and not inside and (alone := store.head(url.key)) is not None:
@@ -327,7 +327,7 @@ def _beside(store: Store, url: Url) -> list[StoredObject]:
 def _seen(look: Callable[[], T]) -> T | None:
     """The result of `look`, a request for objects outside of the checkpoint.
 
-    Returns None if this user has no permission for it, or if a key cannot be a path.
+    Returns None if this user has no permission for the request, or if a key cannot be a path.
     """
     try:
         return look()
@@ -348,9 +348,9 @@ def _finished(
 ) -> dict[str, StoredObject]:
     """Returns `objects` without those that belong to unfinished targets of zckpt below the URL.
 
-    A target is unfinished if its note (zckpt-unfinished.json) lists files that do not exist, or
-    cannot be parsed. The note of a finished target is left out too. Raises IncompleteCheckpoint if
-    the URL itself belongs to an unfinished target.
+    A target is unfinished if its note (zckpt-unfinished.json) lists files that do not exist, or if
+    the note cannot be parsed. The note of a finished target is left out too. Raises
+    IncompleteCheckpoint if the URL itself belongs to an unfinished target.
     """
     kept = dict(objects)
     below = [each for key, each in objects.items() if os.path.basename(key) == UNFINISHED]

@@ -121,8 +121,8 @@ class _Sending(Struct, dict=True):
     """A target that is being sent from the local `path` to `url`.
 
     `run` is the mark of the conversion, a text that is stored with its objects. With `read_back`, a
-    stored file is read again and compared, if the store states no checksum; `again` counts these
-    files. `notes` are warnings for the report.
+    stored file is read again and compared, if the store states no checksum of it; `again` counts
+    the files that were read again. `notes` are warnings for the report.
     """
 
     store: Store
@@ -137,7 +137,7 @@ class _Sending(Struct, dict=True):
         return f"{self.url.key}/{name}"
 
     def begin(self, sizes: dict[str, int], last: str) -> set[str]:
-        """Writes the note (zckpt-unfinished.json); returns the names of files sent before.
+        """Writes the note (zckpt-unfinished.json); returns the names of files already sent.
 
         Raises TargetExists if another program has written there.
         """
@@ -166,8 +166,8 @@ class _Sending(Struct, dict=True):
     def state(self, create: bool = False) -> None:
         """Writes the note (zckpt-unfinished.json) to the store.
 
-        It contains the CRC-32s of all files that have arrived so far. With `create` it must not
-        replace another run's note.
+        The note contains the CRC-32s of all files that have arrived so far. With `create` it must
+        not replace another run's note.
         """
         with tempfile.NamedTemporaryFile() as file:
             file.write(json.dumps(to_builtins(self.target)).encode())
@@ -175,7 +175,10 @@ class _Sending(Struct, dict=True):
             self._put(UNFINISHED, file.name, create)
 
     def _put(self, name: str, path: str, create: bool) -> tuple[Sums, str | None]:
-        """Sends a file. With `create` it must not replace an object, if the store supports that."""
+        """Sends a file; returns its checksums, and the ETag of the stored object.
+
+        With `create` the file must not replace an object, if the store supports that.
+        """
         sums, key = Sums(), self.key(name)
         try:
             return sums, self.store.put(key, path, sums.add, create, self.run)
@@ -203,9 +206,9 @@ class _Sending(Struct, dict=True):
         )
 
     def note(self, name: str, crc: int) -> None:
-        """Adds a file that has arrived and was compared to the note (zckpt-unfinished.json).
+        """Writes into the note (zckpt-unfinished.json) that a file has arrived and was compared.
 
-        The note is written to the store only if its last write was more than NOTED seconds ago.
+        The note is sent to the store only if it was last sent more than NOTED seconds ago.
         """
         with self._noting:
             self.target.sent[name] = crc
@@ -270,7 +273,10 @@ class _Sending(Struct, dict=True):
         )
 
     def _has_sent(self, stored: StoredObject, etag: str | None) -> bool:
-        """Whether this run has sent the stored object, by its ETag, or else by its mark."""
+        """Whether this run has sent the stored object: the object has the ETag `etag`.
+
+        If `etag` is None, the run's mark, a text stored with each of its objects, decides.
+        """
         if etag is not None:
             return etag == stored.etag
         with suppress(Exception):

@@ -306,8 +306,8 @@ def store_of(url: Url) -> Store:
 def _profile() -> dict[str, Any]:
     """Options for an S3 store: credentials and region as boto3 finds them.
 
-    boto3 also reads profiles and the results of `aws sso login`. The dictionary is empty if the
-    environment has keys, if boto3 is not installed, or if boto3 finds no credentials.
+    boto3 also reads profiles and the results of `aws sso login`. The result is empty if the
+    environment has credentials, if boto3 is not installed, or if boto3 finds no credentials.
     """
     if any(map(os.environ.get, OWN_KEYS)) or not find_spec("boto3"):
         return {}

@@ -86,12 +86,11 @@ def mark_of(command: str, words: Mapping[str, Any], sources: Sequence[str]) -> s
 
 @contextmanager
 def outgoing(url: Url, words: Mapping[str, Any], run: str) -> Iterator[tuple[str, bool]]:
-    """Yields the local path at which the target for a URL is to be written, and whether it exists.
+    """Yields the local path at which the target for a URL is written, and whether it is complete.
 
     The second value is True if this conversion has already sent the complete target; `run` is the
-    text by which its objects are recognized.
-    Raises TargetExists if another target is at the URL, and WrongOption if several processes share
-    the conversion.
+    text by which its objects are recognized. Raises TargetExists if another target is at the URL,
+    and WrongOption if several processes share the conversion.
     """
     if url.scheme in ("https", "http", "hf"):
         raise WrongOption(
@@ -146,7 +145,8 @@ def is_complete(url: Url, run: str, resume: bool) -> bool:
 
     `run` is the mark, a text that is stored with all objects of one conversion.
 
-    Raises TargetExists if anything else is there. An unfinished target is no error with `resume`.
+    Raises TargetExists if other objects are at the URL. With `resume`, an unfinished target is no
+    error.
     """
     there = names_at(url)
     if not there:

@@ -88,7 +88,7 @@ def _wrong(message: str, hint: str) -> WrongOption:
 
 
 def _repository(rest: str) -> tuple[str, str]:
-    """Splits the rest of an hf:// URL into `org/name@revision` and the path in the repository.
+    """Splits an hf:// URL, without its scheme, into `org/name@revision` and the path inside.
 
     A prefix `datasets/` or `spaces/` stays in front of `org/name`.
     """

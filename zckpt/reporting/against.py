@@ -1,6 +1,6 @@
 """The section `against` of a report: how a checkpoint differs from another one.
 
-It is made from the report of `zckpt diff`.
+The section is made from the report of `zckpt diff`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ OTHERS = {
 
 
 def section(checkpoint: Found, report: Report, other: str, step: Any) -> Report:
-    """The section `against`: changes by layer, first and largest difference, what was compared.
+    """The section `against`: changes by layer, the first and the largest difference, and the proof.
 
     `report` is that of `zckpt diff`. `other` and `step` are the path and step of the other
-    checkpoint. A layer's root mean square change is over all its weights, and its relative change
-    over the tensors that differ.
+    checkpoint. The key `proof` says what was compared, with which result. A layer's root mean
+    square change is over all its weights; its relative change is only over the tensors that differ.
     """
     lines = [line for line in report["differences"] if line.get("count")]
     by_name = {line["tensor"]: line for line in lines}
@@ -83,7 +83,11 @@ def _layers(
 
 
 def _layer(name: str, weights: Sequence[tuple[int, Entry]], lines: Mapping[str, Report]) -> Report:
-    """How much one layer's weights changed; `weights` are pairs (row of the table, tensor)."""
+    """How much the weights of the layer `name` changed, as keys for the report.
+
+    `weights` are pairs: the index of a tensor in the report's table of tensors, and the tensor.
+    `lines` are those of `diff`, by tensor; they contain only tensors that differ.
+    """
     elements = sum(entry.numel for _, entry in weights)
     changed = [(each, entry, lines[entry.name]) for each, entry in weights if entry.name in lines]
     squares = first = 0.0
@@ -117,7 +121,10 @@ def _place(checkpoint: Found, line: Report) -> Report:
 
 
 def _proof(report: Report, lines: Iterable[Report]) -> Iterator[Report]:
-    """Yields what was compared (such as all masters), by bits or by value, and the result."""
+    """Yields a line for each kind of things compared (such as masters, or steps), with the result.
+
+    Tensors are compared bit by bit, everything else by value.
+    """
     unequal = Counter({line["tensor"]: key_of(line["tensor"])[1] for line in lines}.values())
     for slot, count in report["slots"].items():
         differing = unequal[slot]

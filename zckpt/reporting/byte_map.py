@@ -80,10 +80,10 @@ def _file(row: Row, origin: Origin | None, state: str, size: int | None) -> Repo
 
 
 def rank_of(origin: Origin | None, row: Row) -> Report | None:
-    """The rank that wrote a file, from the file's name; None if the name has no rank.
+    """The rank that wrote a file, as numbers by parallel dimension, from the file's name.
 
-    DeepSpeed's number `mp` of a model-parallel rank is split into `pp` and `tp` if their sizes are
-    known.
+    DeepSpeed's number `mp` of a model-parallel rank is split into `pp` and `tp` if these sizes are
+    known. None if the name has no rank.
     """
     numbers = {axis: number for axis, number in row.rank if axis in AXES}
     tp, pp = (origin and origin.tp) or 1, (origin and origin.pp) or 1
@@ -98,8 +98,8 @@ def rank_of(origin: Origin | None, row: Row) -> Report | None:
 def _columns(entries: Sequence[Entry], groups: Sequence[int], files: dict[str, int]) -> Report:
     """The pieces of tensors (contiguous byte ranges in files) as columns, one row per piece.
 
-    If there are too many, each row is the sum over all pieces of one file, layer and slot (kind of
-    tensor, such as `exp_avg`).
+    If there are too many pieces, all pieces of one file, layer and slot (kind of tensor, such as
+    `exp_avg`) are summed in one row.
     """
     rows: list[tuple[Any, ...]] = []
     sums: dict[Key, list[int]] = {}

@@ -96,10 +96,11 @@ def _nothing(candidate: Candidate, error: ZckptError) -> Report:
 
 
 def _checkpoints(path: str, source: Mapping[str, Any]) -> tuple[list[Candidate], list[Candidate]]:
-    """The checkpoints to show, the oldest first, and missing checkpoints that the run names.
+    """The checkpoints to show, the oldest first, and the names of missing ones that the run states.
 
-    There is only one if `source` chooses it (such as by `tag`), or if `path` is not a run. A
-    checkpoint is missing if it was removed, or if the file that names it was cut short.
+    If `source` chooses a checkpoint (such as by `tag`), or if `path` is not a run, only one is
+    shown. A checkpoint is missing if it was removed, or if the file that contains its name was cut
+    short.
     """
     itself = [alone(path, source.get("tag"))]
     if source.get("tag") or source.get("format") or not os.path.isdir(path):
@@ -212,7 +213,10 @@ def _against(
     begin: Begin | None,
     lines: list[Report],
 ) -> Report:
-    """The section `against`. If the comparison fails, it is empty, and `lines` gets a fault."""
+    """The section `against` of the document, made from a comparison with the checkpoint `against`.
+
+    If the comparison fails, the section is left out, and a fault is added to `lines`.
+    """
     if checkpoint.lost or checkpoint.stated:
         message = f"not compared with {against}, because this checkpoint has faults"
         lines.append(line_of(warning("not-compared", message, file=against), kind="warning"))

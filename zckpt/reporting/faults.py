@@ -41,14 +41,17 @@ ORDER = {kind: place for place, kind in enumerate(KINDS)}
 
 
 def section(checkpoint: Found, lines: Iterable[Report]) -> list[Report]:
-    """Sorts the fault lines, worst first, without duplicates. File paths become relative."""
+    """Sorts the fault lines, worst first, without duplicates.
+
+    Paths of files become relative to the checkpoint.
+    """
     every = [_line(checkpoint, line) for line in (*checkpoint.faults, *lines)]
     unique = {(line["code"], line["message"], line.get("tensor")): line for line in every}
     return ordered(unique.values())
 
 
 def ordered(lines: Iterable[Report]) -> list[Report]:
-    """Sorts the fault lines, worst first, and gives each all keys of FIELDS."""
+    """Sorts the fault lines, worst first. Keys of FIELDS that a line lacks are added as None."""
     full = [{key: line.get(key) for key in FIELDS} for line in lines]
     return sorted(full, key=lambda line: ORDER[line["kind"]])
 
@@ -64,7 +67,10 @@ def _line(checkpoint: Found, line: Report) -> Report:
 
 
 def of_files(checkpoint: Found) -> Iterator[Report]:
-    """Yields the reader's warnings, and lines on missing or damaged files or other saves' files."""
+    """Yields a line for each missing or damaged file, each file of another save, and each warning.
+
+    The warnings are those of the reader.
+    """
     verdict = checkpoint.judged
     yield from (line_of(notice, kind="warning") for notice in checkpoint.known.notices.warnings)
     for notice in verdict.missing:

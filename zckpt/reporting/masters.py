@@ -13,9 +13,9 @@ from .measuring import Distance, original, place_of
 
 
 def section(checkpoint: Found, distances: Mapping[str, Distance]) -> Report | None:
-    """The section `masters`: distances in ULP (units in the last place) by layer; or None.
+    """The section `masters`: how far weights are from their masters, by layer.
 
-    None if no weight has a master to compare with.
+    Distances are in ULP (units in the last place). None if no weight has a master to compare with.
     """
     places = checkpoint.places
     rows: dict[int, Report] = {}
@@ -45,7 +45,11 @@ def faults(
     distances: Mapping[str, Distance],
     ranges: Mapping[str, Sequence[tuple[int, int]]],
 ) -> Iterator[Report]:
-    """A fault for each master that does not round to its weight."""
+    """Yields a fault for each master that does not round to its weight.
+
+    `distances` are those of masters, by name. `ranges` has the elements that were read, for tensors
+    that were not read completely.
+    """
     for name, (elements, difference) in distances.items():
         if not difference.count:
             continue

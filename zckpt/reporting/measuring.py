@@ -36,10 +36,10 @@ UPDATE = "UPDATE"
 
 
 class Rule(Struct, frozen=True):
-    """The numbers that Adam's update of one parameter needs.
+    """The numbers that are needed to compute Adam's next update of one parameter.
 
-    `first` and `second` are the bias corrections 1 - beta**step. `slot` is the state that contains
-    the second moment, such as `exp_avg_sq`.
+    `first` and `second` are the bias corrections 1 - beta**step. `slot` is the name of the state
+    that contains the second moment, such as `exp_avg_sq`.
     """
 
     eps: float
@@ -84,9 +84,10 @@ class Pass(health.Measuring):
             self._update(rule, slots[FIRST], slots[rule.slot], view)
 
     def _compare(self, master: ReadRequest, weight: ReadRequest, view: memoryview) -> None:
-        """Adds the distance of a part of a weight from its master to the sum for this tensor.
+        """Adds the distance of a part of a weight from its master to the total for this master.
 
-        The master is first rounded to the weight's type if needed. `view` has the read bytes.
+        The master is first rounded to the weight's type if the types differ. `view` has the bytes
+        of both.
         """
         how = agreement(master.entry, weight.entry)
         if how is None:
@@ -124,9 +125,9 @@ class Pass(health.Measuring):
 
 
 def rule_of(manifest: Manifest, parameter: str, slots: dict[str, Entry]) -> Rule | None:
-    """The numbers for Adam's update of a parameter, which has the states `slots`.
+    """The numbers for Adam's next update of a parameter, whose states are `slots`.
 
-    None if one of them is unknown, or if the optimizer's update is not Adam's.
+    None if one of the numbers is unknown, or if the optimizer's update is not Adam's.
     """
     parameter_facts, groups = manifest.parameters.get(parameter), manifest.groups
     if (
@@ -162,8 +163,8 @@ Distance = tuple[int, Difference]
 class Measured(Struct, frozen=True):
     """The results of a pass over all tensors.
 
-    `updates` has the root mean square of Adam's next update by parameter. `ranges` has the ranges
-    of elements that were read, for tensors that were not read completely.
+    `updates` has the root mean square of Adam's next update, by parameter. For tensors that were
+    not read completely, because files are lost, `ranges` has the ranges of elements that were read.
     """
 
     lines: dict[str, Report]
@@ -176,9 +177,9 @@ class Measured(Struct, frozen=True):
 
 
 def measured(checkpoint: Found, copying: Copying, begin: Begin | None) -> Measured:
-    """Measures all tensors of a checkpoint, then checks the other bytes that have checksums.
+    """Measures all tensors of a checkpoint, then checks the bytes outside of tensors.
 
-    Every byte is read once.
+    Bytes are checked if the file has checksums. Every byte is read once.
     """
     manifest, lost = checkpoint.known, checkpoint.lost
     entries, ranges = checkpoint.entries, {}
@@ -230,7 +231,10 @@ def digest_of(entries: Sequence[Entry], covers: dict[str, Cover]) -> str:
 
 
 def place_of(entry: Entry, element: int) -> tuple[str, int] | None:
-    """The path of the file that stores an element of a tensor, and the byte offset; or None."""
+    """The path of the file that stores an element of a tensor, and the byte offset of this element.
+
+    None if no file has the element.
+    """
     run = next(entry.fragments.runs(element, element + 1, SIZES[entry.dtype]), None)
     return None if run is None else (run.extent.file, run.extent.offset)
 

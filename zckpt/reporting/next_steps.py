@@ -1,7 +1,7 @@
 """The section `next` of a report: what the user can do with a checkpoint now.
 
 complete   the line of code that resumes from it, and the command for another number of ranks
-damaged    what is lost, what is left, and what to do: resume from an older one, or export
+damaged    what is lost, what is left, and what to do, such as to resume from an older checkpoint
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ MOST = 3  # names in a sentence
 
 
 class Harm(Struct):
-    """What is lost of one kind of tensor (such as masters): the layers, and how many elements."""
+    """What is lost of one kind of tensor (such as masters): the layers, and numbers of elements.
+
+    `lost` is the number of lost elements, and `total` that of all elements of this kind.
+    """
 
     layers: dict[str, None] = field(default_factory=dict)
     lost: int = 0
@@ -38,7 +41,10 @@ class Harm(Struct):
 
 
 def section(checkpoint: Found, candidate: Candidate, faults: Sequence[Report]) -> Report:
-    """The section `next` as sentences and commands; its key `older` is set by `with_older`."""
+    """The section `next`: what the user can do, as sentences and commands.
+
+    Its key `older` is None here; `with_older` sets it to an older checkpoint from which to resume.
+    """
     path = folder_of(candidate)
     report: Report = {
         "resumes": False,
@@ -79,9 +85,9 @@ def section(checkpoint: Found, candidate: Candidate, faults: Sequence[Report]) -
 
 
 def mending(path: str, tag: str | None = None, older: str | None = None) -> Report | None:
-    """Returns the step with the command of `mend`; None if it would give nothing.
+    """The advice to run `mend`, with its command; None if `mend` would not help.
 
-    `older` is an earlier complete checkpoint of the run.
+    `older` is an earlier complete checkpoint of the run, from which `mend` may take values.
     """
     with suppress(ZckptError, OSError):
         return api.mend_step(path, older=older, tag=tag)
@@ -92,10 +98,10 @@ COMPLETE, ALONE = "weights complete", "weights without an optimizer: no run resu
 
 
 def with_older(report: Report, older: Iterable[Candidate]) -> Report:
-    """Adds the newest complete checkpoint of `older` to `report`, a section `next`.
+    """Adds to `report` (a section `next`) the older checkpoint from which the user can resume.
 
-    `older` are checkpoints of the same run, the newest first. If none is complete, `report` is
-    returned unchanged.
+    It is the first complete one in `older`, which are checkpoints of the same run, the newest
+    first. If none is complete, `report` is returned unchanged.
     """
     for candidate in older:
         with suppress(ZckptError, OSError):
@@ -160,7 +166,7 @@ def _has_weights_alone(found: Found) -> bool:
 def _kind(checkpoint: Found, entry: Entry) -> str:
     """The kind of a tensor: weights, masters, or other optimizer state.
 
-    A master counts as the weight if the checkpoint has no 16-bit weight for it.
+    If a parameter has no 16-bit weight, its fp32 master counts as weights.
     """
     if entry.slot == "param" or (
         entry.slot == "master" and (entry.parameter, "param") not in checkpoint.known.entries
@@ -170,7 +176,7 @@ def _kind(checkpoint: Found, entry: Entry) -> str:
 
 
 def _harms(checkpoint: Found) -> Mapping[str, Harm]:
-    """What lost files contained: layers and numbers of elements, by the kind of tensor."""
+    """What lost files contained: for each kind of tensor, the layers and the number of elements."""
     harms: dict[str, Harm] = {}
     for entry in checkpoint.entries if checkpoint.lost else ():
         rest, _ = kept(entry, checkpoint.lost)

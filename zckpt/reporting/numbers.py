@@ -32,7 +32,10 @@ def table(checkpoint: Found, lines: Mapping[str, Report] | None = None) -> Repor
 
 
 def names(checkpoint: Found) -> dict[str, str]:
-    """Maps rows of the figures to the names of layers, where these differ: "0" to `h.0`."""
+    """Maps rows of the heat maps to the names of layers, such as "0" to `h.0`.
+
+    Rows that are called like their layer are left out.
+    """
     pairs = zip(checkpoint.places.rows, checkpoint.places.names, strict=True)
     return {row: name for row, name in pairs if name != row}
 
@@ -44,10 +47,11 @@ def finite(value: Any) -> Any:
 
 
 def section(checkpoint: Found, lines: Mapping[str, Report], updates: Mapping[str, float]) -> Report:
-    """The section `numbers`: for each slot, a number per layer and kind of parameter.
+    """The section `numbers`: heat maps with a number for each layer and kind of parameter.
 
-    For weights the number is the root mean square of the module's weight, or of the master if there
-    is no such weight. `lines` has statistics by tensor, and `updates` Adam's updates by parameter.
+    There is one heat map per slot (such as `exp_avg`). For weights the number is the root mean
+    square of the module's weight, or of the master if there is no such weight. `lines` has
+    statistics by tensor, and `updates` Adam's next updates by parameter.
     """
     places = checkpoint.places
     by_slot: dict[str, list[list[Any]]] = {"param": []}

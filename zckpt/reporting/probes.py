@@ -13,7 +13,7 @@ from . import summary
 def document(report: Report) -> Report:
     """Makes the document of a page from a report of `probe-diff`.
 
-    It lists the first differences, and records (of a tensor) that only one run has.
+    It lists the first differences, and recorded tensors that only one run has.
     """
     big, first = report["big"], report["first"]
     result = f"{report['differing']:,} of {report['records']:,} records differ"

@@ -21,10 +21,11 @@ MEASURES = {"norms": "param", "updates": "update", "moments": "exp_avg", "second
 
 
 def section(checkpoints: Sequence[Report], shown: Report, losses: Sequence[Any] = ()) -> Report:
-    """The section `run`: a row per checkpoint, the oldest first, and the curve of the losses.
+    """The section `run`: a row per checkpoint, the oldest first, and the losses by step.
 
-    `checkpoints` are summaries by `checkpoint`, and `shown` is the newest one's full document.
-    `losses` are pairs of a step and a logged loss, including steps between checkpoints.
+    `checkpoints` are the rows, made by the function `checkpoint`, and `shown` is the full document
+    of the newest one. `losses` are pairs of a step and a logged loss, also of steps between
+    checkpoints.
     """
     of_layers = (row for line in checkpoints for key in MEASURES for row in line[key])
     rows = (shown.get("numbers") or {}).get("rows", ())
@@ -37,9 +38,9 @@ def section(checkpoints: Sequence[Report], shown: Report, losses: Sequence[Any] 
 
 
 def checkpoint(document: Report, name: str) -> Report:
-    """The summary of one checkpoint's document, for the table of a run.
+    """The row of one checkpoint in the table of a run, from the checkpoint's document.
 
-    `reason` is the notice of the first fault. `why` is its message, with the number of further
+    `reason` is the first fault. `why` is the message of this fault, with the number of further
     faults.
     """
     line = document["line"]
@@ -67,18 +68,20 @@ STATED = ("saved", "loss", "evaluation_loss", "learning_rate", "epoch")
 
 
 def of_layers(document: Mapping[str, Any], key: str) -> dict[str, float]:
-    """For each layer: the norm of its weights if `key` is "param", else a root mean square.
+    """One number for each layer of the model, about a slot or about Adam's update.
 
-    `key` is a slot, such as "exp_avg", or the measure of Adam's update.
+    If `key` is "param", it is the norm of the layer's weights. If `key` is another slot, such as
+    "exp_avg", or the measure of Adam's update, it is the root mean square.
     """
     roots = {row: _root(key, sums) for row, sums in _sums(document, key).items()}
     return {row: root for row, root in roots.items() if finite(root) is not None}
 
 
 def total(document: Mapping[str, Any], key: str) -> float | None:
-    """For the complete model: the norm of the weights if `key` is "param", else a root mean square.
+    """One number for the complete model: the norm of all weights, or a root mean square.
 
-    `key` is as for `of_layers`. None if the number is unknown.
+    It is the norm if `key` is "param". If `key` is another slot, such as "exp_avg", or the measure
+    of Adam's update, it is the root mean square of the elements. None if the number is unknown.
     """
     every = [*_sums(document, key).values()]
     sums = [sum(squares for squares, _ in every), sum(elements for _, elements in every)]
@@ -92,7 +95,10 @@ def _root(key: str, sums: Sequence[float]) -> float:
 
 
 def _sums(document: Mapping[str, Any], key: str) -> dict[str, list[float]]:
-    """For each layer, the sum of squares of the elements of `key`, and their number."""
+    """For each layer, the sum of squares of all elements of one measure, and their number.
+
+    `key` is the measure: a slot (such as "exp_avg"), or that of Adam's update.
+    """
     numbers, table = document.get("numbers") or {}, document.get("tensors") or {}
     sums: dict[str, list[float]] = {}
     for measure in numbers.get("measures", ()):
@@ -123,7 +129,10 @@ def faults_of(checkpoints: Sequence[Report]) -> list[Report]:
 
 
 def notes_of(checkpoints: Sequence[Candidate]) -> list[Report]:
-    """Report lines with warnings about the order of a run's checkpoints; they are not faults."""
+    """Report lines with the warnings of a run's checkpoints, such as about their order.
+
+    These lines are not faults.
+    """
     of_others = {id(each): each.name for each in checkpoints[:-1]}
     return [
         line_of(note, kind="warning", fault=False, checkpoint=of_others.get(id(candidate)))
@@ -133,7 +142,7 @@ def notes_of(checkpoints: Sequence[Candidate]) -> list[Report]:
 
 
 def missing_checkpoints(run: str, checkpoints: Sequence[Candidate]) -> list[Report]:
-    """A fault for each missing checkpoint that the run names as its last one."""
+    """A fault for each checkpoint that is missing although the run states it as its last one."""
     lost = [
         (
             problem(

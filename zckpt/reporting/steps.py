@@ -14,8 +14,8 @@ from ..judging.damaged_source import Found, file_in
 def section(checkpoint: Found) -> Report:
     """The section `steps`: every place that stores a step, and every group's hyper-parameters.
 
-    The key `agrees` tells whether a place has the checkpoint's step. It is None for an engine's
-    counter, which is never the optimizer's step.
+    The key `agrees` of a place is True if it has the same step as the checkpoint, and None for a
+    counter of an engine or a trainer, which is not the optimizer's step.
     """
     manifest = checkpoint.known
     owners = Counter(item.step for item in manifest.parameters.values() if item.trainable)
@@ -69,7 +69,7 @@ def _named(found: Found, where: str) -> str | None:
 
 
 def agreeing(manifest: Manifest, stated_steps: tuple[tuple[str, float | int], ...]) -> str:
-    """Tells which steps are stored, and in how many places each is, as part of a sentence."""
+    """A part of a sentence: each step that is stored, and in how many places it is stored."""
     steps = [step for _, step in stated_steps] or [
         each.step for each in manifest.run.steps if each.truth
     ]

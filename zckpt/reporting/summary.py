@@ -59,7 +59,7 @@ def section(checkpoint: Found) -> Report:
 
 
 def about(checkpoint: Found, candidate: Candidate) -> Report:
-    """The section `about`: the name of the trainer's folder, the date, and facts of its files."""
+    """The section `about`: the name of the trainer's folder, the date, and what its files state."""
     folder = folder_of(candidate)
     facts = (
         about_folder(folder) if checkpoint.manifest is None else about_manifest(checkpoint.manifest)
@@ -103,7 +103,7 @@ def _known(manifest: Manifest, checkpoint: Found) -> Report:
 
 
 def checked(records: RecordCounts, damaged: int, lacks: bool) -> str:
-    """A phrase about how many checksums are right; `lacks`: some files could not be read."""
+    """A phrase about how many checksums are right; with `lacks`, some files could not be read."""
     if damaged:
         return f"{counted(damaged, 'checksum')} {'is' if damaged == 1 else 'are'} wrong"
     every = records.checked + records.unchecked

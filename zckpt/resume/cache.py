@@ -97,7 +97,10 @@ def opened(folder: str) -> Folder:
 
 
 def _is_ours(above: Folder, uid: int) -> bool:
-    """Whether files of `uid` are this user's, also if a network filesystem sets another owner."""
+    """Whether files whose owner is `uid` are this user's.
+
+    A network filesystem may give files of this user another owner.
+    """
     with suppress(OSError):
         return uid == os.geteuid() or uid == above.owner_of_new_files()
     return False
@@ -105,7 +108,7 @@ def _is_ours(above: Folder, uid: int) -> bool:
 
 @contextmanager
 def alone_in(folder: str) -> Iterator[None]:
-    """Waits for the folder's lock and holds it inside the `with` block, so no other job writes."""
+    """Waits for the folder's lock, and holds it inside the `with` block: no other job writes."""
     path = os.path.join(folder, LOCK)
     with opened(folder) as above, above.opened(path, os.O_RDWR | os.O_CREAT) as file:
         if os.fstat(file).st_nlink > 1:
@@ -264,7 +267,7 @@ def _remove_begun(above: Folder, directory: Folder) -> bool:
 
 
 def _remove_marked(above: Folder, directory: Folder) -> bool:
-    """Removes a complete directory, or finishes a removal that was interrupted.
+    """Removes a complete directory, or finishes its removal if that was interrupted.
 
     The directory is renamed first, so that other jobs find it complete or not at all.
     """

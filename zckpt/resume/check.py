@@ -33,9 +33,11 @@ SAID_WITH_FIX = (MUST_SET, "begins-afresh", "begins-late", "state-dropped")
 
 
 class Question(Struct, frozen=True):
-    """What the user asks `check`. `other` is the manifest of the run given with `--like`.
+    """What the user asks `check`.
 
-    `files` maps an option to the file with its value, for the proposed command.
+    `asked` are the sizes of the next run. `like` is the path of a run given with `--like`, and
+    `other` its manifest. `files` maps an option to the file that has its value, for the proposed
+    command.
     """
 
     asked: Asked
@@ -100,7 +102,7 @@ def chosen(checkpoints: Sequence[Candidate], tag: str, run: str) -> Candidate:
 
 
 def _report(candidate: Candidate, verdict: Verdict, question: Question) -> Words:
-    """The report on one checkpoint. If it cannot be read, most keys are empty."""
+    """The report of `check` on one checkpoint; most keys are empty if it cannot be read."""
     report: Words = {
         "zckpt": VERSION,
         "command": "check",
@@ -164,9 +166,9 @@ def _reasons(
 
 
 def _as_in(other: Manifest | None, manifest: Manifest, words: Words, to: str) -> Words:
-    """Returns the options `words` with the ZeRO stage of the run `other` (--like).
+    """Returns the options `words`, with the ZeRO stage of the run `other` (--like) added.
 
-    It is added only if `words` have no stage, and if it differs from the checkpoint's stage.
+    The stage is added only if `words` has none, and if it differs from the checkpoint's stage.
     """
     if other is None or not to == manifest.format == other.run.origin.format:
         return words
@@ -183,7 +185,7 @@ def _fix(
     reasons: Sequence[Notice],
     question: Question,
 ) -> Words:
-    """The command that removes all `reasons`, or why there is none.
+    """The keys `fix` (a command that removes all `reasons`) and `refused` (why there is none).
 
     The command is not run: `api.try_out` tells what it would write or refuse.
     """

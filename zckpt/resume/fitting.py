@@ -88,8 +88,9 @@ class Asked(Struct, frozen=True):
     def unused(self, to: str) -> list[Notice]:
         """Warnings about options that do not apply to the format `to`, such as a ZeRO stage.
 
-        Sizes such as `dp` get no warning: if a format's files are not divided among ranks, they fit
-        any size. The universal format gives no warnings, because no engine loads it directly.
+        Sizes such as `dp` get no warning: if a format's files are not divided among ranks, they can
+        be loaded with any size. The universal format gets no warnings, because no engine loads it
+        directly.
         """
         other_words = {name: word for name, word in self.words.items() if name not in SIZES_OF_RUN}
         words = {} if formats.named(to).is_neutral else other_words
@@ -100,7 +101,10 @@ class Asked(Struct, frozen=True):
 
 
 class Conversion(Struct, frozen=True):
-    """A conversion that makes a checkpoint fit: `zckpt.reshard`, or `zckpt.convert` to `to`."""
+    """A conversion that makes a checkpoint fit: `zckpt.reshard`, or `zckpt.convert`.
+
+    `to` is the format for `zckpt.convert`.
+    """
 
     words: Words
     to: str | None = None
@@ -164,7 +168,7 @@ def sizes_of(words: Mapping[str, Any]) -> Words:
 
 
 def name_for(name: str, words: Mapping[str, Any]) -> str:
-    """The name of a resharded checkpoint: checkpoint-500-dp16."""
+    """The name of a resharded checkpoint, such as checkpoint-500-dp16."""
     parts = [f"{IN_NAMES[word]}{size}" for word, size in sizes_of(words).items()]
     return "-".join([name.replace("/", "-"), *parts])
 
@@ -174,7 +178,7 @@ def batch(
 ) -> list[Notice]:
     """A warning about the batch size per rank, if the number of data-parallel ranks changes.
 
-    The list is empty if one of `lines`, the notices so far, warns of it already.
+    The list is empty if one of `lines`, the report's notices so far, warns of this already.
     """
     before, now = manifest.run.origin.dp, words["dp"]
     of_zero = manifest.format in ("deepspeed", "onnxruntime")  # other formats state no size

@@ -28,10 +28,11 @@ def interrupted(
 ) -> Report | None:
     """Reports on the newest checkpoint of a run, if its save was interrupted; None otherwise.
 
-    `path` is a run, or a checkpoint of one; `tag` chooses a checkpoint. The report's `files` lists
-    the files of this checkpoint and whether each is complete. `older` is the newest complete
-    checkpoint. `tensors` counts the tensors of the interrupted one, and `alike` those that have the
-    same type and shape in the older one. `frozen` names the frozen weights among these.
+    `path` is a run, or a checkpoint of a run; `tag` chooses a checkpoint. The report's `files`
+    lists the files of this checkpoint and whether each is complete. `older` is the newest complete
+    checkpoint. `tensors` counts the tensors of the interrupted checkpoint, and `alike` those
+    tensors that have the same type and shape in `older`. `frozen` names the frozen weights among
+    the tensors in `alike`.
     """
     reading = reading or {}
     with suppress(ZckptError, OSError):

@@ -186,7 +186,7 @@ def _row(
 
 
 def _answer(problems: Sequence[Notice], is_known: bool) -> bool | None:
-    """False if there are problems; else True, or None (unknown) if it could not be read."""
+    """False if there are problems, True if it is known that there are none, otherwise None."""
     return False if problems else True if is_known else None
 
 

@@ -38,7 +38,7 @@ def refuse_engine(source: str, engine: str) -> None:
 
 
 def tag_in(source: str, report: Mapping[str, Any]) -> str:
-    """Returns the target's tag: the name of the folder with its files in the report of `reshard`.
+    """Returns the target's tag: the folder with the target's files in the report of `reshard`.
 
     Raises WrongOption if the engine could not load these files from memory.
     """

@@ -1,7 +1,8 @@
 """The steps of `auto_resume` until all ranks have a path.
 
 1. rank 0 lists the checkpoints, and reads the metadata of the newest one
-2. if the engine cannot load it on this number of ranks, rank 0 looks for a resharded copy or space
+2. if the engine cannot load it on this number of ranks, rank 0 looks for an earlier resharded copy,
+   or for space for a new copy
 3. all ranks read all bytes of what will be loaded or resharded, and check the checksums
 4. all ranks write the resharded copy together, once; `cache.py` chooses the path and locks it
 """
@@ -133,7 +134,8 @@ class Resuming(Struct, dict=True):
     def _none_is_whole(self, left: list[Words]) -> ZckptError:
         """The error if all checkpoints of a run were skipped.
 
-        `left` has a dictionary for each, the newest first, with `path`, `kind` and `reason`.
+        `left` has a dictionary for each checkpoint, the newest first, with `path`, `kind` and
+        `reason`.
         """
         newest, count = left[0], counted(len(left), "checkpoint")
         if newest["kind"] == UNSUPPORTED:
@@ -179,7 +181,7 @@ class Resuming(Struct, dict=True):
             self.ranks.told(partial(self._discard, target))
 
     def damage(self, path: str, tag: str | None, reading: Words) -> Report | None:
-        """The first fault of a checkpoint, or None. All ranks read the checkpoint together."""
+        """The first fault of a checkpoint, or None if it has none; all ranks read it together."""
         more = {"jobs": self.copying.jobs, "memory": self.copying.memory, **self._shared}
         report = api.verify(path, tag=tag, **reading, **more)
         self.records = report.get("records")  # None if the files contradict each other
@@ -311,9 +313,10 @@ class Resuming(Struct, dict=True):
         return {**plan, **place, "words": more, "lines": [*changes, *place["lines"]]}
 
     def _place(self, candidate: Candidate, name: str, words: Words) -> Words:
-        """Chooses the directory for the copy, and tells whether it is complete already.
+        """Chooses the directory for the copy; tells whether a complete copy is there already.
 
-        If it is not, this job holds the folder's lock and must write it. Raises NotEnoughSpace.
+        If no complete copy is there, this job holds the folder's lock and must write the copy.
+        Raises NotEnoughSpace.
         """
         if os.path.isdir(self.folder):
             cache.opened(self.folder).close()
@@ -366,7 +369,7 @@ class Resuming(Struct, dict=True):
         return None if self.copy else note_of(names.absolute(candidate.path), candidate.tag)
 
     def _becomes_alone(self, target: str) -> bool:
-        """Waits for the folder's lock and acquires it; returns False if this job had it already."""
+        """Waits for the folder's lock and acquires it; returns False if this job already has it."""
         if self._is_alone:
             return False
         cache.make(self.folder, self.run)
@@ -389,7 +392,7 @@ class Resuming(Struct, dict=True):
     def _missing(self, target: str) -> Report | None:
         """The first problem of a resharded copy from an earlier start, as a line of the report.
 
-        Files may have been lost since then. None if there is no problem.
+        Files of the copy may have been lost after that start. None if there is no problem.
         """
         problems = judged(alone(target), {}).problems
         return line_of(problems[0]) if problems else None
@@ -400,11 +403,11 @@ class Resuming(Struct, dict=True):
         self._remove(target)
 
     def _finish(self, candidate: Candidate, plan: Words, report: Words | None) -> Words | None:
-        """Locks the directory that was written, removes old ones, and returns what was done.
+        """Locks the directory that was written, removes old copies, and returns what was done.
 
         `report` is the report of `reshard` about the copy. If no copy is needed, it is None, and
-        the directory of empty files is written here. Returns None if another job's target is at
-        that path.
+        the directory of empty files is written here. Returns None if another job has put its own
+        copy at that path.
         """
         if report is None:
             report = self._written(candidate, plan, {"names": self._note(candidate)})
@@ -423,6 +426,6 @@ class Resuming(Struct, dict=True):
 
 
 def _of(candidate: Words) -> str:
-    """The message about why a checkpoint was skipped. It begins with the checkpoint's path."""
+    """A message: the path of a checkpoint, and why the checkpoint was skipped."""
     path, message = candidate["path"], str(candidate["reason"]["message"])
     return message if message.startswith(path) else f"{path}: {message}"

@@ -5,9 +5,9 @@
     RUN/lightning_logs/version_0/checkpoints/*.ckpt       a folder or a file each: Lightning
     RUN/global_step500, RUN/iter_0000500, RUN/step-500    tags: DeepSpeed, Megatron-Core, torchtitan
 
-A folder whose name differs only in its numbers counts as a checkpoint, even if a save has just
-begun to write it. `formats.by_age` decides which one is the newest. A checkpoint that the run's own
-pointer file names comes first.
+A folder whose name differs from that of a checkpoint only in its numbers counts as a checkpoint
+too, even if a save has just begun to write it. `formats.by_age` decides which one is the newest. A
+checkpoint that the run's own pointer file names comes first.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ Notices = tuple[Notice, ...]
 class Candidate(Struct, frozen=True):
     """A checkpoint of a run; `path` and `tag` are the arguments for `zckpt.read`.
 
-    `loaded` is the path for the engine's loader. `notes` are warnings for a user who resumes from
-    this checkpoint.
+    `loaded` is the path to give to the engine's loader. `notes` are warnings for a user who resumes
+    from this checkpoint.
     """
 
     path: str
@@ -75,7 +75,7 @@ class Candidate(Struct, frozen=True):
 
     @property
     def where(self) -> str:
-        """The folder or file of the checkpoint itself."""
+        """The folder of the checkpoint's own files, or its only file: `path` with the tag."""
         return os.path.join(self.path, self.tag) if self.tag else self.path
 
 
@@ -85,7 +85,7 @@ def alone(path: str, tag: str | None = None) -> Candidate:
 
 
 def no_checkpoint(run: str, error: NotACheckpoint) -> NotACheckpoint:
-    """Returns the error "the run has no checkpoint", with the hint of the error about its path."""
+    """Returns the error "the run has no checkpoint", with the hint of `error`."""
     if error.code == "no-such-path":
         return error.again(code="no-checkpoint")
     return error.again(code="no-checkpoint", message=f"{run} has no checkpoint", file=run)
@@ -129,7 +129,8 @@ def judged(candidate: Candidate, reading: Mapping[str, Any]) -> Verdict:
 def instead_of(path: str, tag: str | None = None) -> str | None:
     """The newest other checkpoint of the same run that is complete by its metadata, or None.
 
-    `path` is a checkpoint, or a run; in a run it stands for the checkpoint `tag`, or the newest.
+    It is another one than the checkpoint at `path`. If `path` is a run, it is another one than the
+    run's checkpoint `tag`, by default the newest.
     """
     with suppress(ZckptError, OSError):
         for candidate in others(path, tag):
@@ -196,10 +197,10 @@ def candidates(run: str) -> list[Candidate]:
 
 
 def _by_tag(run: str, inside: bool = False) -> list[Candidate]:
-    """The checkpoints of a run that stores tags; empty for another folder.
+    """The checkpoints of a run that stores tags; empty if `run` stores none.
 
-    `inside`: `run` is a folder below the run. It may be one checkpoint of a trainer, in which the
-    engine stores one tag.
+    With `inside`, `run` is a folder in a run. It may be a trainer's folder of one checkpoint, in
+    which the engine stores one tag.
 
     The tag that the run's pointer file (such as `latest`) names comes first. If it is not the
     newest tag, a later save has not ended, or the user has gone back to an older checkpoint.
@@ -304,8 +305,8 @@ def _checkpoints(folder: str, names: Iterable[str]) -> list[str]:
 def _ordered(paths: Iterable[str]) -> list[Candidate]:
     """The checkpoints, the newest first, except that the current one comes before all others.
 
-    The current checkpoint is the target of a link such as `latest`, or is named in a file of the
-    program. Without either, it is the newest one.
+    The current checkpoint is the one to which a link such as `latest` leads, or which a file of the
+    program names. Without a link or file, it is the newest one.
     """
     notes = _newest_first(paths)
     links = {
@@ -337,9 +338,9 @@ def _is_tracked(path: str) -> bool:
 
 
 def _lacking(paths: Iterable[str]) -> dict[str, list[Notice]]:
-    """Warns if a checkpoint lacks a trainer's file that all other checkpoints of the run have.
+    """Maps each path to warnings about a trainer's file that only this checkpoint of the run lacks.
 
-    There must be at least two others. Returns the warnings by the checkpoint's path.
+    At least two other checkpoints must have the file.
     """
     roles = {path: roles_beside(path) for path in paths}
     counts = Counter(role for own in roles.values() for role in own)
@@ -381,7 +382,7 @@ def _paths(inside: dict[str, list[str]]) -> list[str]:
 def _names(folder: str) -> list[str]:
     """The names in a folder that may be checkpoints: subfolders, and files by their endings.
 
-    Hidden names are left out, and links to another name in the same folder.
+    Hidden names are left out, and so are links to another name in the same folder.
     """
     if sources.is_denied(folder):
         return []
@@ -419,7 +420,8 @@ def _is_saved(path: str) -> bool:
 def _is_one(path: str, neutral: bool = False) -> bool:
     """Whether a format recognizes the path as a checkpoint.
 
-    zckpt's universal checkpoints count only if `neutral` is True.
+    zckpt's universal checkpoints count only if `neutral` is True. A path that cannot be read
+    counts: reading it later raises the error.
     """
     try:
         return any(f.detect(path) for f in FORMATS if neutral or not f.is_neutral)

@@ -15,7 +15,10 @@ CHANGES = "batch-size-changes"
 
 
 def global_batch(manifest: Manifest) -> int | None:
-    """The number of samples per update, from the engine's configuration or the arguments."""
+    """The number of samples per update; None if it is not stated.
+
+    It is read from Megatron's saved arguments, or else from the engine's configuration.
+    """
     engine, origin = manifest.run.engine, manifest.run.origin
     total: Any = arguments(manifest.state.get("client_state")).get("global_batch_size")
     if isinstance(engine, FlatBufferEngine):
@@ -29,9 +32,10 @@ def global_batch(manifest: Manifest) -> int | None:
 
 
 def changes(source: Manifest, ranks: int) -> list[Notice]:
-    """Warns which batch size per rank keeps the global batch size on `ranks` ranks.
+    """A warning about the batch size per rank that keeps the global batch size, on `ranks` ranks.
 
-    It is for targets whose files do not state a batch size.
+    The target's files do not state a batch size, so the user must set it. The list is empty if the
+    number of ranks stays the same, or if the source states no batch size.
     """
     total = global_batch(source)
     if total is None or ranks == source.dp:

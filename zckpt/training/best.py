@@ -25,30 +25,40 @@ CHOICES = ("all", "best-and-last")
 
 
 def best_of(siblings: Iterable[Sibling]) -> str | None:
-    """The path of the best checkpoint, from a checkpoint's trainer_state.json."""
+    """The path of the run's best checkpoint, which every checkpoint's trainer_state.json states.
+
+    None if there is no such file, or if the Trainer has not chosen a best checkpoint.
+    """
     path = (json_of(siblings, STATE) or {}).get(KEY)
     return path if isinstance(path, str) and path else None
 
 
 def is_best(siblings: Iterable[Sibling]) -> bool:
-    """Whether the checkpoint with these siblings is itself the best one."""
+    """Whether a checkpoint is the best one of its run; `siblings` are the files beside it.
+
+    Its trainer_state.json states the path of the best checkpoint.
+    """
     state = json_of(siblings, STATE) or {}
     match = CHECKPOINT.fullmatch(os.path.basename(os.path.normpath(str(state.get(KEY)))))
     return match is not None and int(match[1]) == state.get("global_step")
 
 
 def pointing_to(siblings: Iterable[Sibling], path: str) -> Shell:
-    """A new trainer_state.json in which `path` is the best checkpoint, as the Trainer writes it."""
+    """The content of trainer_state.json with `path` as the best checkpoint.
+
+    It is formatted as the Trainer formats it.
+    """
     state = {**(json_of(siblings, STATE) or {}), KEY: path}
     text = (json.dumps(state, indent=2, sort_keys=True) + "\n").encode()
     return Shell.of(STATE, text)
 
 
 def not_written(best: str, siblings: Iterable[Sibling], keeps_format: bool) -> Notice:
-    """The warning that the run's best checkpoint is not converted together with this one.
+    """The warning that the run's best checkpoint is not converted, but only the one that was given.
 
-    It proposes `--checkpoints` if the best one is in the same folder as this one and the target
-    keeps the source's format, as with `reshard`: otherwise that option does not work.
+    The Trainer loads the best checkpoint at the end of training. The warning proposes
+    `--checkpoints`, which converts both, if both are in the same folder and `keeps_format` is True:
+    that option works only with commands that keep the format, such as `reshard`.
     """
     text = (
         f"{STATE} names the best checkpoint {best}, which is not written: with "
@@ -69,8 +79,9 @@ def chosen(
 ) -> list[str]:
     """The paths of the checkpoints in a Trainer's output directory that `which` selects.
 
-    `which` is the value of `--checkpoints`. The paths are sorted by `oldest_first`. Raises
-    NotACheckpoint if there are none, or if the best one is missing.
+    `which` is the value of `--checkpoints`: "all", or otherwise the best and the last one. The
+    function `oldest_first` sorts their names. Raises NotACheckpoint if the directory has no
+    checkpoints, or if the best one is missing.
     """
     with os.scandir(run) as items:
         checkpoint_names = [

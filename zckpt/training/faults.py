@@ -13,7 +13,8 @@ from msgspec import Struct
 class Fault(Struct, frozen=True):
     """A bug: the program, what is wrong, the sign in files, the source code, and zckpt's action.
 
-    `message` is the clause about it in reports and errors, and `hint` the next step for the user.
+    `message` describes the bug as a part of a sentence, for reports and errors. `hint` says what
+    the user can do.
     """
 
     name: str

@@ -18,9 +18,10 @@ from .options import Options
 
 
 def are_inferred(source: Manifest) -> bool:
-    """Whether hyper-parameters were read from the ds_config and the scheduler, not from groups.
+    """Whether the source's hyper-parameters were read from the ds_config and the scheduler.
 
-    DeepSpeed's elastic files have no groups with hyper-parameters (0.19.8).
+    This is so for DeepSpeed's elastic files, because their optimizer groups contain no
+    hyper-parameters (0.19.8).
     """
     return isinstance(source.run.engine, FlatBufferEngine) and source.run.engine.elastic
 
@@ -47,8 +48,8 @@ def given_groups(source: Manifest, options: Options) -> list[dict[str, Any]]:
 def unused_defaults(source: Manifest, options: Options, replaceable: bool) -> list[Notice]:
     """A warning about values of `--group-defaults` that change nothing.
 
-    The source stores other values for these hyper-parameters. `replaceable` states whether the
-    target supports `--set-group`.
+    This happens if the source stores another value for a hyper-parameter. If `replaceable`, the
+    target supports `--set-group`, which the warning proposes.
     """
     if not source.groups or are_inferred(source):
         return []

@@ -28,11 +28,11 @@ META = "meta.pt"
 
 
 class Keys(Struct, frozen=True):
-    """The keys under which Lightning stores the state dicts of model and optimizer, and a file.
+    """Where Lightning stores the state dicts of model and optimizer: their keys, and a file.
 
-    In a checkpoint of one file, `file` contains everything. In a directory of
-    torch.distributed.checkpoint, the state dicts are items of the directory, and `file` contains
-    everything else.
+    If the checkpoint is one file, `file` is its name. If it is a directory of
+    torch.distributed.checkpoint, the state dicts are items in its shards, and `file` is the file in
+    it that contains everything else.
     """
 
     model: tuple[Any, ...]
@@ -40,10 +40,10 @@ class Keys(Struct, frozen=True):
     file: str
 
     def numbered_as(self, optimizer: tuple[Any, ...] | None) -> Keys:
-        """These keys for another optimizer, whose keys in the source are `optimizer`.
+        """These keys with the number of another optimizer, such as `optimizer_1` for `optimizer_0`.
 
-        The number at the end of the last key is replaced. Nothing changes if `optimizer` is None or
-        has no number.
+        `optimizer` are the keys of that optimizer in the source; the number at their end is taken.
+        If `optimizer` is None or has no number, the keys are returned unchanged.
         """
         number = NUMBER.search(str(optimizer[-1])) if optimizer else None
         if number is None:
@@ -76,8 +76,9 @@ loads both from a single file only.
 def place_of(state: Collection[Any], model: tuple[Any, ...]) -> tuple[Any, ...]:
     """The keys under which a target stores a model.
 
-    They are those of the source, `model`, with one exception: if Lightning stores averages of the
-    weights as the model and the trained weights elsewhere, the trained weights become the model.
+    These are usually the source's keys, `model`. But Lightning may store averages of the weights in
+    place of the model, and the trained weights elsewhere. If `model` are the keys of these trained
+    weights, the target stores them as the model.
     """
     return WHOLE.model if LIGHTNING in state and model == (TRAINED,) else model
 
@@ -90,10 +91,11 @@ def is_in(source: Manifest) -> bool:
 def resuming(
     source: Manifest, otherwise: Callable[[str], str], file: str = ""
 ) -> Callable[[str], str]:
-    """A function that maps a path to the line of code with which the program resumes from it.
+    """Returns a function that maps a path to the line of code with which a program resumes from it.
 
-    `file` is the file in that directory that Lightning loads. `otherwise` is returned if no known
-    program saved the source, and for an optimizer that is not Lightning's first.
+    `file` is the name of the file that Lightning loads, if the path is a directory. `otherwise` is
+    the function to return if no known program saved the source, or if the source's optimizer is not
+    the first one of Lightning.
     """
     if not is_in(source):
         return trainers.resuming(source.files.siblings, otherwise)
@@ -108,7 +110,8 @@ def resuming(
 def refuse_averages(source: Manifest) -> None:
     """Raises AmbiguousCheckpoint if a program would continue training on averages of the weights.
 
-    A target that is a single file keeps both the averages and the trained weights.
+    A target that is a single file keeps both the averages and the trained weights. For other
+    targets, the user chooses one of the two by `--root`; then there is no error.
     """
     is_chosen = source.run.origin.root is not None or not isinstance(
         source.run.engine, StateDictEngine

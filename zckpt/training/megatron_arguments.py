@@ -1,4 +1,4 @@
-"""The arguments that Megatron's programs save with a run, and the sizes among them.
+"""The arguments that Megatron's programs save with a run, such as its parallel sizes.
 
 When Megatron's programs load, they compare their own arguments with the saved ones, and stop if
 these differ. So zckpt changes the sizes in a target for other parallel sizes. The arguments are in

@@ -39,9 +39,10 @@ ENDING = ".ckpt"
 class Need(Struct, frozen=True):
     """A file that a trainer may read, and what happens if it is `missing` or `damaged`.
 
-    `name` is the file's usual name, and `read_by` the function that reads it. Three fields may
-    limit the row: to the format `engine`, to runs whose scheduler belongs to the "program" or the
-    "engine" (`scheduler_of`), and to saves that also have the file `beside`.
+    `name` is the file's usual name, and `read_by` the function that reads it. Three fields say for
+    which checkpoints this holds, unless they are empty: those of the format `engine`, those of runs
+    whose scheduler belongs to the "program" or to the "engine" (`scheduler_of`), and those that
+    also have the file `beside`.
     """
 
     role: Role
@@ -148,7 +149,7 @@ OF_RUN = frozenset(
 def for_weights_alone(manifest: Manifest) -> Manifest:
     """Leaves out the files that only a resumed run needs, such as a scheduler's; adds a note.
 
-    It is for weights-only targets. `OF_RUN` lists the roles of these files.
+    This is for weights-only targets. `OF_RUN` lists the roles of the files that are left out.
     """
     of_run = [
         item
@@ -196,8 +197,8 @@ def _engine_has_scheduler(manifest: Manifest) -> bool:
 def _program(manifest: Manifest) -> str | None:
     """The program that resumes from a checkpoint; None if unknown.
 
-    It is detected by the trainer's files and by the names of the engine's files. Several files are
-    checked, because any of them may be missing: the Trainer, for example, writes its state last.
+    It is recognized by the trainer's files and by the names of the engine's files. One file is not
+    enough, because any file may be missing: the Trainer, for example, writes its state last.
     """
     names = {item.name for item in (*manifest.files.siblings, *manifest.files.omitted_files)}
     files = manifest.files.paths
@@ -222,7 +223,8 @@ def _program(manifest: Manifest) -> str | None:
 def reads_pointer(manifest: Manifest) -> bool:
     """Whether the program reads the pointer file (`latest`) to find the engine's folder.
 
-    Accelerate passes the folder's name itself (1.15), and a program without own files may do so.
+    True for Lightning, and for transformers' Trainer. Accelerate passes the folder's name itself
+    (1.15). If the program is unknown, the result is False.
     """
     folder, tag = os.path.split(manifest.root)
     of_lightning = tag == TAG and folder.endswith(ENDING)

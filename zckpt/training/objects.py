@@ -126,7 +126,10 @@ REACHES_ALL = "builtins.getattr"  # Python 3.11 writes it for a member of an enu
 
 
 def runs_programs(name: str) -> bool:
-    """Whether a class or function can run programs: it is in `RUNNING`, or in a module there."""
+    """Whether a class or function can run programs.
+
+    This is so if its full name, or the name of a module that contains it, is in `RUNNING`.
+    """
     parts = name.split(".")
     return any(".".join(parts[:count]) in RUNNING for count in range(1, len(parts) + 1))
 
@@ -175,7 +178,7 @@ def others_of(manifest: Manifest, needed: Collection[str]) -> list[str]:
 def _sorted(names: Iterable[str]) -> list[str]:
     """Sorts names of classes and functions for a message; torch's tensor functions come last.
 
-    Users are less interested in these.
+    Users seldom need to know about torch's functions.
     """
     return sorted(names, key=lambda name: (name in DESCRIBING, name))
 
@@ -196,9 +199,9 @@ def _config(manifest: Manifest) -> Mapping[str, Any] | None:
 
 
 def _refusal(names: list[str]) -> str:
-    """Says, for a note, why a value that refers to these classes or functions is left out.
+    """The reason, for a note, why a value that refers to these classes or functions is left out.
 
-    It proposes `--allow-object`, unless a name can run programs.
+    The text proposes `--allow-object`, unless a name can run programs.
     """
     running = [name for name in names if runs_programs(name)]
     if not running and ITSELF.name in names:
@@ -260,7 +263,7 @@ class _Names(Struct, eq=False):
 class _Filter(Struct, eq=False):
     """Leaves out values that refer to classes or functions which are not `allowed`.
 
-    `omitted` collects a note for the report about each.
+    `omitted` collects a note for the report about each value that is left out.
     """
 
     allowed: Collection[str]
@@ -289,10 +292,10 @@ class _Filter(Struct, eq=False):
         return self.named.of(value).difference(self.allowed)
 
     def _lost(self, value: Any) -> frozenset[str]:
-        """The disallowed classes and functions that can only be avoided by leaving out `value`.
+        """The disallowed classes and functions in `value`, if only leaving it out avoids them.
 
-        Names that occur only inside of dictionaries in `value` are not returned, because these
-        dictionaries can leave out single items.
+        A dictionary in `value` can be kept without the items that refer to such names. So names
+        that occur only inside of dictionaries are not returned.
         """
         if not self._wrong(value) or isinstance(value, dict):
             return frozenset()
@@ -315,7 +318,10 @@ class _Filter(Struct, eq=False):
         return self.lost[id(value)]
 
     def _kept(self, value: Any, path: str) -> Any:
-        """The value without the disallowed items of dictionaries in it, at any depth."""
+        """The value without the items of dictionaries in it that refer to disallowed names.
+
+        This is done at any depth.
+        """
         if not self._wrong(value):
             return value
         if id(value) not in self.kept:

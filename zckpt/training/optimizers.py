@@ -65,7 +65,7 @@ UNKNOWN = KnownOptimizer(None)
 
 
 def known_optimizer(name: str) -> KnownOptimizer:
-    """The facts about the optimizer with this `plain_name`; `UNKNOWN` if it is not listed."""
+    """The states and hyper-parameters of the optimizer with this `plain_name`, or `UNKNOWN`."""
     return OPTIMIZERS.get(name, UNKNOWN)
 
 
@@ -75,9 +75,9 @@ def plain_name(name: str) -> str:
 
 
 def keep_other_states(ours: str | None, theirs: str | None) -> bool:
-    """Whether two optimizers are of different families, so that one cannot continue the other.
+    """Whether two optimizers, given by name, store different states: one cannot continue the other.
 
-    False if one of them has no name.
+    Optimizers of one family (see `KnownOptimizer`) store the same states. False if one has no name.
     """
     names = [plain_name(name or "") for name in (ours, theirs)]
     families = [known_optimizer(name).family or name for name in names]
@@ -87,9 +87,9 @@ def keep_other_states(ours: str | None, theirs: str | None) -> bool:
 class Signature(Struct, frozen=True):
     """The states and hyper-parameters by which an unnamed optimizer is recognized.
 
-    A parameter must have all `states`, may have some of `other_states`, and no further ones. A
-    group must have the keys `needed`, may have those in `keys`, and no further ones. Keys that
-    schedulers and programs add are ignored.
+    A parameter must have all of `states`; it may also have some of `other_states`, but nothing
+    else. A group must have all of `needed`; it may also have some of `keys`, but nothing else. Keys
+    that schedulers and programs add are ignored.
     """
 
     name: str
@@ -113,7 +113,10 @@ def _signature(
     other_states: Iterable[str] = (),
     needed: Iterable[str] = (),
 ) -> Signature:
-    """Creates a `Signature`; adds the optimizer's known hyper-parameters to `keys`."""
+    """Creates a `Signature`.
+
+    Hyper-parameters of the optimizer that zckpt knows already are added to `keys`.
+    """
     every = frozenset((*known_optimizer(name.lower()).defaults, *keys, *needed))
     return Signature(name, frozenset(states), every, frozenset(other_states), frozenset(needed))
 
@@ -151,7 +154,7 @@ SIGNATURES = (
 
 
 def strange_to_adam(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The keys in these groups that are neither Adam's nor added by programs, sorted."""
+    """The keys in optimizer groups that are neither Adam's nor added by programs, sorted."""
     known_keys = OF_PROGRAMS.union(*(each.keys for each in SIGNATURES if each.name == "Adam"))
     return sorted({str(key) for group in groups for key in group} - known_keys)
 
@@ -169,7 +172,10 @@ def needed_states(name: str) -> frozenset[str]:
 
 
 def infer_optimizer(keys: Iterable[str], group: Mapping[str, Any] | None) -> str | None:
-    """Infers an optimizer's name from the keys of a state and of its group; None if unsure."""
+    """Infers an optimizer's name from its keys; None if no known optimizer has exactly these.
+
+    `keys` are the keys of a parameter's state, and `group` are the hyper-parameters.
+    """
     states, hyper = frozenset(keys) - {"step"}, group or {}
     name = next((each.name for each in SIGNATURES if each.fits(states, frozenset(hyper))), None)
     return "AdamW" if name == "Adam" and hyper.get("decoupled_weight_decay") else name
@@ -178,10 +184,10 @@ def infer_optimizer(keys: Iterable[str], group: Mapping[str, Any] | None) -> str
 def name_of_groups(
     states: Sequence[Collection[str]], groups: Sequence[Mapping[str, Any]] | None
 ) -> str | None:
-    """The names of the optimizers with these groups ("Muon, AdamW"); None if one is unnamed.
+    """The names of the optimizers with these groups ("Muon, AdamW"); None if one is unknown.
 
-    `states` are the keys of each group's states. A group without states has the same optimizer as
-    the others. Without groups, all states belong to one optimizer.
+    `states` are the keys of each group's states. If a group has no states, it is assumed to have
+    the same optimizer as the other groups. Without groups, all states belong to one optimizer.
     """
     if groups is None:
         return infer_optimizer({key for keys in states for key in keys}, None)
@@ -240,8 +246,9 @@ NUMBERS = {"mu_product": 1.0}
 def begins_with_zeros(key: str, group: Mapping[str, Any]) -> bool:
     """Whether a state is all zeros before the first update; False also for an unknown state.
 
-    `group` are the hyper-parameters. SGD sets its first momentum to the full gradient; with
-    `dampening`, that differs from beginning with zeros.
+    `group` are the hyper-parameters. SGD sets its first momentum to the full gradient, which is the
+    same as if it began with zeros, unless `dampening` is set. Adagrad's sums do not begin with
+    zeros if `initial_accumulator_value` is set.
     """
     unlike = {"sum": "initial_accumulator_value", "momentum_buffer": "dampening"}
     return key in ZEROS and not group.get(unlike.get(key, ""))

@@ -93,7 +93,7 @@ def _check_dp(dp: int) -> None:
 
 
 def _by_group(defaults: GroupDefaults) -> dict[Any, Any]:
-    """Returns hyper-parameters as one dictionary: an item of a list is under its group's number."""
+    """Returns hyper-parameters as one dictionary: a list becomes a dictionary by group number."""
     return dict(defaults) if isinstance(defaults, Mapping) else dict(enumerate(defaults))
 
 
@@ -127,7 +127,10 @@ def _check_objects(names: Sequence[str]) -> None:
 
 
 def _number(name: str, help: str, needed: str, usual: str = "", **more: Any) -> Option[int | None]:
-    """Declares an option whose value is at least 1; `needed` names the unit in its error."""
+    """Declares an option whose value is an integer of at least 1.
+
+    `needed` names what is counted, such as "ranks", for the error message.
+    """
     check = at_least_one(f"--{name.replace('_', '-')}", f"give a number of {needed}")
     words = {"kind": "integer", "usual": usual, "check": check, "group": SIZES, **more}
     return Option(name, None, help, **words)
@@ -419,7 +422,10 @@ class Options(Struct, frozen=True):
         return {**shared, **by_key.get(group, {})}
 
     def defaults(self, count: int) -> list[dict[str, Any]]:
-        """`--group-defaults` for each of `count` groups; raises like `defaults_of`."""
+        """The values of `--group-defaults` for each of `count` groups.
+
+        Raises WrongOption if values are given for a group that the source does not have.
+        """
         return [self.defaults_of(group, count) for group in range(count)]
 
 

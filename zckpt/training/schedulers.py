@@ -29,7 +29,7 @@ Scheduler = Mapping[str, Any]
 
 
 def for_groups(scheduler: Scheduler, origins: Sequence[int]) -> dict[str, Any]:
-    """Adapts a scheduler's lists to new groups.
+    """Returns a scheduler's state for new optimizer groups: changes its lists of values per group.
 
     `origins` has, for each new group, the number of the old group whose values it gets.
     """
@@ -41,7 +41,7 @@ def for_groups(scheduler: Scheduler, origins: Sequence[int]) -> dict[str, Any]:
 
 
 def with_rates(scheduler: Scheduler, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns a scheduler's state with the learning rates of `groups` in place of its own."""
+    """Returns a scheduler's state in which the learning rates are those of `groups`."""
 
     def rated(key: str, values: list[Any]) -> list[Any]:
         name = RATES.get(key)
@@ -53,11 +53,12 @@ def with_rates(scheduler: Scheduler, groups: Sequence[Mapping[str, Any]]) -> dic
 
 
 def keeps_rates(scheduler: Scheduler) -> bool:
-    """Whether the files store the rates from which a scheduler computes the next learning rates.
+    """Whether a checkpoint stores the rates from which a scheduler computes its learning rates.
 
-    They do if its state has `base_lrs`, and for ReduceLROnPlateau (`min_lrs`), which multiplies the
-    rates in the groups. Any other scheduler computes rates from the arguments of its constructor,
-    which the program sets. If a scheduler contains others, all of them must store their rates.
+    This is so if the scheduler's state has `base_lrs`, or `min_lrs` (ReduceLROnPlateau, which
+    multiplies the rates in the optimizer's groups). Any other scheduler computes rates from the
+    arguments of its constructor, which the training program sets. A scheduler that contains other
+    schedulers stores the rates only if all of these do.
     """
     inside = scheduler.get(INSIDE)
     every = inside if isinstance(inside, list) and inside else [scheduler]

@@ -68,9 +68,9 @@ SCHEDULER_COUNTERS = ("last_epoch", "_step_count")
 
 
 def kept_place(source: Manifest) -> StepPlace:
-    """Where the source's optimizer stores its step; a target stores the step there too.
+    """Where the source's optimizer stores its step; a target stores the step in the same place.
 
-    The reason is that a program keeps its optimizer class, even under another engine. The result is
+    This is because a program keeps its optimizer class, even under another engine. The result is
     torch's usual place if the files show no other one, or if the source's engine has its own
     optimizers, such as ONNX Runtime's.
     """
@@ -82,10 +82,10 @@ def kept_place(source: Manifest) -> StepPlace:
 def torch_place(source: Manifest, named: str | None = None) -> StepPlace:
     """Where a target for a torch program stores the step.
 
-    It is the place for the class `named` if given, else the place of the source's optimizer. There
-    are two exceptions, which get the place of torch's own optimizers: an optimizer that a ds_config
-    names, because it exists only in DeepSpeed; and an optimizer of torch, which needs a tensor even
-    if the source stores a number.
+    This is the place of the class `named` if given, else that of the source's optimizer. In two
+    cases it is the place of torch's own optimizers. DeepSpeed's optimizers, which a ds_config
+    names, do not exist in a torch program. And if the source has an optimizer of torch, the
+    optimizer needs a tensor in its state, even if the source stores a number.
     """
     if named is not None:
         return WRITTEN[named]
@@ -110,7 +110,7 @@ def steps_of_groups(manifest: Manifest, count: int) -> list[set[Step]]:
 def counter_sightings(
     where: str, counters: Mapping[str, Any], keys: Iterable[str]
 ) -> list[Sighting]:
-    """Lists counters of an engine or a scheduler as sightings (places that store a step).
+    """Lists counters of an engine or a scheduler, to be reported as places that store a step.
 
     They are marked as not being the optimizer's step. `keys` are the counters' keys in `counters`.
     """
@@ -175,19 +175,20 @@ class StatedSteps(Struct):
 
 
 def believed(in_states: StatedSteps, *in_groups: StatedSteps) -> StatedSteps:
-    """Chooses which stored steps count: those in the optimizer states, if any state has one.
+    """Chooses the stored steps that zckpt uses.
 
-    Otherwise those of the first of `in_groups` that has a step. If there is no step at all, the
-    result is empty.
+    They are the steps in the optimizer states, if any state has one; otherwise the steps in the
+    first of `in_groups` that has one. If no step is stored, the result is empty.
     """
     return next((stated for stated in (in_states, *in_groups) if stated.steps), in_states)
 
 
 def place_of(believed: StatedSteps, in_groups: StatedSteps, named: str | None) -> StepPlace | None:
-    """Where and in which type an optimizer stores its step, if not as torch's own optimizers do.
+    """Where and in which type an optimizer stores its step; None if it does so as torch's own.
 
-    None means: as torch's own optimizers, or in several types. `named` is the class that
-    `--optimizer` named when the files were written.
+    torch's place is assumed too if no step is stored, or if steps have several types. `named` is
+    the class that `--optimizer` named when the files were written. If it is given, the result is
+    never None, and contains this name.
 
     Apex's and TransformerEngine's FusedAdam store one step per group and none in states. Apex's
     step is a tensor of shape [1] if `capturable` is set, because it is incremented in place (commit
@@ -207,10 +208,10 @@ def place_of(believed: StatedSteps, in_groups: StatedSteps, named: str | None) -
 def sightings_of(
     statements: StatedSteps, believed: StatedSteps
 ) -> Iterator[tuple[Sighting, Notice | None]]:
-    """Yields for each different step a `Sighting` (where it is stored), and a warning or None.
+    """Yields each different step of `statements`, as a `Sighting` that says where it is stored.
 
-    The warning says that the step has reached the limit of its type. Owners (ranks or parameters)
-    with the same step share one sighting. `believed` are the steps that zckpt uses.
+    With it comes a warning if the step has reached the limit of its type, else None. Owners (ranks
+    or parameters) with the same step share one sighting. `believed` are the steps that zckpt uses.
     """
     is_true = statements.where == believed.where
     owners = by_key(
@@ -253,7 +254,7 @@ def counts_by_last(place: StepPlace) -> bool:
 def unused_policy(manifest: Manifest, policy: str | None) -> list[Notice]:
     """Warns that the number in `--step-policy N` was not used.
 
-    This happens if all places store the same other step, or if no step is read.
+    This happens if no step is read, or if all stored steps are equal, but are not N.
     """
     step = manifest.step
     if policy is None or not policy.isdecimal() or step == int(policy):
@@ -286,7 +287,7 @@ def stalled(step: Step, kind: str, where: str) -> Notice | None:
 
 
 def may_be_unstepped(manifest: Manifest) -> bool:
-    """Whether the step is 1: then `never_stepped` needs the digests of the moments."""
+    """Whether the step is 1: then `never_stepped` must be called, with checksums of the moments."""
     return manifest.step == 1
 
 

@@ -3,7 +3,8 @@
     transformers    trainer_state.json, scheduler.pt, rng_state*.pth: its Trainer, and TRL's
     accelerate      random_states_R.pkl, scheduler.bin: Accelerator.save_state
 
-These programs store their files beside the engine's files (siblings), for every engine alike.
+These programs store their files beside the engine's files, in the same way for every engine. zckpt
+calls such a file a sibling.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def program_of(siblings: Iterable[Sibling]) -> str | None:
 
 
 def is_of_program(names: Collection[str]) -> bool:
-    """Whether files with these names belong to a program."""
+    """Whether a training program that zckpt knows saves files with these names."""
     return _program(names) is not None
 
 
@@ -73,8 +74,8 @@ def _program(names: Collection[str]) -> str | None:
 def not_loaded(files: str, dialects: Sequence[str]) -> Notice:
     """Warns that the trainer does not load `files` of the target, because of their names.
 
-    It proposes values of `--dialect` (`dialects`) with which the trainer finds the files. Its
-    subject is the first of them.
+    The warning proposes the values `dialects` of the option `--dialect`: with each of them, the
+    files get names that the trainer finds. The warning's subject is the first of `dialects`.
     """
     ways = " or ".join(f"--dialect {name} ({LOADED_WITH[name]})" for name in dialects)
     message = f"the trainer does not find {files}: to resume with it, add {ways}"
@@ -82,9 +83,9 @@ def not_loaded(files: str, dialects: Sequence[str]) -> Notice:
 
 
 def resuming(siblings: Iterable[Sibling], otherwise: Callable[[str], str]) -> Callable[[str], str]:
-    """A function that maps a path to the line of code with which the program resumes from it.
+    """Returns a function that maps a path to the line of code with which a program resumes from it.
 
-    The files show the program. If they belong to no known program, `otherwise` is returned.
+    The program is recognized by its files (`siblings`). If it is unknown, `otherwise` is returned.
     """
     program = program_of(siblings)
     if program is None:
@@ -101,9 +102,10 @@ RESUMING = {
 
 
 def of_model(siblings: Iterable[Sibling], number: int) -> tuple[list[Sibling], list[str]]:
-    """The files beside one of several models, renamed as if there were only one model.
+    """Selects the files beside a checkpoint of several models that are needed for model `number`.
 
-    Also returns the names of the files of other models, which are left out.
+    Of the schedulers' files, only that of this model is kept, and renamed as if there were only one
+    model. Also returns the names of the other schedulers' files, which are left out.
     """
     files, other_names = [], []
     for item in siblings:
@@ -132,7 +134,8 @@ def json_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:
 def config_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:
     """The JSON object in the file `name` beside the weights; None without such a file.
 
-    It may be in the root, or in a folder where programs store the files for from_pretrained.
+    The file may be beside the weights, or in a subfolder in which some programs store the files for
+    from_pretrained.
     """
     files = list(siblings)
     names = (name, *(f"{folder}{name}" for folder in LOADING_FOLDERS[1:]))
@@ -140,10 +143,10 @@ def config_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:
 
 
 def counter(folder: str) -> int | None:
-    """The `global_step` in trainer_state.json of a checkpoint's folder; None if there is none.
+    """The `global_step` in trainer_state.json of a checkpoint's folder; None if not stated.
 
-    Only the beginning of the file is read: the Trainer sorts the keys (transformers 5.23), so the
-    counter comes before the long history.
+    Usually only the beginning of the file is read: the Trainer sorts the keys (transformers 5.23),
+    so this key comes before the long history of logs.
     """
     path = os.path.join(folder, STATE)
     if not sources.is_file(path):
@@ -205,10 +208,11 @@ def beside(
 ) -> tuple[list[Sibling], list[Notice]]:
     """The files in a directory beside the checkpoint, and notes on those that are left out.
 
-    `own_paths` are the checkpoint's own files and folders. A folder is included if it has only
-    configuration and tokenizer files (verl's `huggingface`), or a file of each rank (`rng` and
-    `dataloader` of NeMo AutoModel 0.7), or is `.hf_metadata`. Other folders are left out, with a
-    note. Links are followed only within the directory `source`, by default `root`.
+    `own_paths` are the checkpoint's own files and folders. Three kinds of folders are included:
+    those with only configuration and tokenizer files (verl's `huggingface`), those with only one
+    file per rank (`rng` and `dataloader` of NeMo AutoModel 0.7), and `.hf_metadata`. Other folders
+    are left out, with a note. Links are followed only within the directory `source`, by default
+    `root`.
     """
     siblings = SiblingList(source or root, OPEN_FOLDERS)
     folders: list[Notice] = []
@@ -238,9 +242,10 @@ def inside(
 ) -> tuple[list[Sibling], list[Notice]]:
     """The trainer's files in a folder of the checkpoint, and notes on those that are left out.
 
-    `own_paths` are the checkpoint's files there. NeMo AutoModel stores in such a folder the model's
-    configuration and tokenizer (in `.hf_metadata`), a second copy of the weights (in
-    `consolidated`), and a script that writes this copy and contains the folder's path.
+    `own_paths` are the checkpoint's own files in this folder. NeMo AutoModel puts other files into
+    it: the model's configuration and tokenizer (in `.hf_metadata`), a second copy of the weights
+    (in `consolidated`), and a script that writes this copy and contains the folder's path. The copy
+    and the script are left out.
     """
     siblings = SiblingList(source, OPEN_FOLDERS)
     lines: list[Notice] = []
@@ -263,9 +268,9 @@ def inside(
 
 
 def once_more(folder: str, source: str) -> list[Sibling]:
-    """The files in the subfolder `consolidated`, which has a second copy of the weights.
+    """The files in the subfolder `consolidated`: a second copy of the weights, by NeMo AutoModel.
 
-    They are not copied to a target. Links are followed only within the directory `source`.
+    These files are not copied to a target. Links are followed only within the directory `source`.
     """
     folder_inside = os.path.join(folder, CONSOLIDATED)
     files = SiblingList(source, OPEN_FOLDERS)
@@ -293,10 +298,11 @@ def ranks_of(siblings: Iterable[Sibling]) -> dict[str, int]:
 def for_ranks(
     siblings: Iterable[Sibling], before: int, ranks: int
 ) -> tuple[list[Sibling], list[Notice]]:
-    """Selects the trainer's files for a run of `ranks` data-parallel ranks, with notes on the rest.
+    """Selects the trainer's files for a run of `ranks` data-parallel ranks.
 
-    Random states of single ranks are left out if the data-parallel size changes. `before` is the
-    source's size; 1 or less if the source states none.
+    Also returns notes on files that are left out: if the data-parallel size changes, these are the
+    random states of single ranks. `before` is the source's size, or 1 or less if it is unknown:
+    then the random states are counted.
     """
     taken, lines = list(siblings), []
     of_ranks = [item for item in taken if _RANDOM_STATE.fullmatch(item.name)]

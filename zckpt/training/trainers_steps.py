@@ -84,18 +84,18 @@ def _number(item: Sibling, key: str, number_in: Number) -> int | None:
 
 
 def _folder(manifest: Manifest) -> str:
-    """The path of the folder in which a trainer put its files; "" without such files."""
+    """The path of the folder in which a trainer put its files; "" if there are no such files."""
     paths = [item.path for item in manifest.files.siblings if "/" not in item.name]
     return os.path.dirname(paths[0]) if paths else ""
 
 
 def global_step(manifest: Manifest) -> int | None:
-    """The updates that transformers' Trainer has counted; None without its state."""
+    """The number of updates that transformers' Trainer has counted; None if its file is missing."""
     return _seen(manifest, TRAINER)
 
 
 def counted_updates(source: Manifest) -> int:
-    """The number of updates of a run whose engine does not count them.
+    """The number of updates of a run whose engine does not count its updates.
 
     It is the Trainer's `global_step`, or else the optimizer's step.
     """
@@ -111,10 +111,10 @@ def _seen(manifest: Manifest, kind: str) -> int | None:
 def disagreements(manifest: Manifest) -> list[Notice]:
     """Notices if the Trainer's `global_step` is not the engine's counter or the folder's number.
 
-    A different counter of the engine is a problem: the files are from two saves. There is one
-    exception, which is only a warning: gradients are accumulated, and the engine has at most one
-    update less per epoch. Before accelerate 1.8 (its pull request 3630), DeepSpeed skipped the last
-    update of an epoch if batches were missing for it, but the Trainer counted it.
+    If it is not the engine's counter, the files are from two saves, which is a problem. In one case
+    this is only a warning: if gradients are accumulated, and the engine has counted less, by at
+    most one update per epoch. Before accelerate 1.8 (its pull request 3630), the Trainer counted
+    the last update of an epoch even if DeepSpeed skipped it, because too few batches were left.
     """
     counted = global_step(manifest)
     if counted is None:
@@ -151,7 +151,7 @@ def disagreements(manifest: Manifest) -> list[Notice]:
 
 
 def _epochs(manifest: Manifest) -> float:
-    """The epochs that the Trainer has completed; 0 if its state does not state them."""
+    """The epochs that the Trainer has completed; 0 if its state does not state the epoch."""
     epoch: Any = (json_of(manifest.files.siblings, STATE) or {}).get("epoch")
     return epoch // 1 if is_step(epoch) else 0
 

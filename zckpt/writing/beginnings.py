@@ -4,7 +4,7 @@
     zeros    states of zeros at step 0, for loaders that need a state of each parameter
     group    zeros at the step of the group, where a target keeps one step for all members
 
-Only the last changes the training: Adam's bias correction takes the step as the age of the moments.
+Only `group` changes the training: Adam's bias correction takes the step as the age of the moments.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Group = dict[str, Any]
 def begun(source: Manifest, run: Manifest, format: Format, options: Options) -> Manifest:
     """Adds initial states for parameters that the target trains and the source did not.
 
-    Warnings name them. Nothing is added if all parameters of a group are new and the target keeps
-    one step for a group. `run` has the engine of the target. Raises UnsupportedState for states of
-    an optimizer that zckpt does not know.
+    Warnings name these parameters. Nothing is added if all parameters of a group are new and the
+    target keeps one step for a group. `run` has the engine of the target. Raises UnsupportedState
+    for states of an optimizer that zckpt does not know.
     """
     new = {*states.untouched(source)}
     begins = format.functions.begins
@@ -79,8 +79,9 @@ def _beginning(
 ) -> tuple[Parameter, list[Entry], Mapping[str, Scalar]] | None:
     """The initial state of the parameter `name`, modeled on the trained parameter `like`.
 
-    Returns the parameter, its states of zeros, and its one-number states. If zckpt does not know
-    how the optimizer begins, returns None; with `at_groups_step`, raises UnsupportedState instead.
+    Returns the parameter, its states of zeros, and its states that are single numbers. If zckpt
+    does not know with which values the optimizer begins, returns None; but with `at_groups_step`,
+    raises UnsupportedState.
     """
     new_parameter, trained = source.parameters[name], source.parameters[like]
     slots = [
@@ -130,7 +131,7 @@ def _fresh(names: Sequence[str]) -> list[Notice]:
 def _late(source: Manifest, names: Mapping[str, int]) -> list[Notice]:
     """Warnings about parameters that begin with zero moments at the step of their group.
 
-    If the group has betas, they state how much larger the first updates are.
+    If the group has betas, the warnings state how much larger the first updates are.
     """
     groups = source.groups or ()
     lines = []
@@ -157,11 +158,11 @@ MOST_UPDATES = 10_000
 
 
 def _larger(beta1: float, beta2: float) -> str:
-    """The end of a warning: Adam's first updates are up to so many times the learning rate.
+    """The end of a warning: how many times the learning rate Adam's first updates may be.
 
-    That happens if moments begin with zeros at a late step, because Adam's bias correction is then
-    over. With equal gradients, the moments after n updates are 1 - beta ** n of their final value.
-    "" for betas outside of [0, 1).
+    If moments begin with zeros at a late step, the first updates are too large, because Adam's bias
+    correction is then over. With equal gradients, the moments after n updates are 1 - beta ** n of
+    their final value. Returns "" for betas outside of [0, 1).
     """
     if not 0 <= beta1 < 1 or not 0 < beta2 < 1:
         return ""

@@ -95,7 +95,7 @@ def read_for(
 
 
 def read_source(source: str | os.PathLike[str], reading: Reading, options: Options) -> Manifest:
-    """Reads the source with the options of reading that the target's options imply."""
+    """Reads the source with the user's options, and with those that the target's options imply."""
     names, weights_only = options[PARAM_NAMES], options.weights_only
     if names is not None and options[RENAME]:  # the user gives the names as they are after renaming
         about = reading.format, reading.tag, reading.root
@@ -112,7 +112,7 @@ class Decision(Struct, frozen=True):
 
     `manifest` is what was read, without dropped states. `named` has the target's names, `grouped`
     also the groups of the next run, and `source` fills the files of `layout`. `is_loaded` is False
-    if the source lacks something that its program needs.
+    if the source lacks something that its program needs to load it.
     """
 
     manifest: Manifest
@@ -201,7 +201,7 @@ def try_out(manifest: Manifest, to: str, reading: Reading, options: Options) -> 
 
 
 def shells_of(decision: Decision) -> Callable[[str], Manifest]:
-    """Returns a function that reads a target's files from a directory, and checks them.
+    """Returns a function that reads and checks a target's files in a directory.
 
     The files have no tensor data yet. The function raises the errors of `write`.
     """
@@ -314,7 +314,10 @@ def write(
 
 
 def _without_copied(manifest: Manifest, layout: Layout, source: Manifest) -> Manifest:
-    """Drops from `manifest` the records of sibling files, which the copy reads and checks."""
+    """Drops from `manifest` the checksums of files that are copied unchanged.
+
+    These checksums are compared during the copy.
+    """
     copied = {sibling.path for _, sibling in layout.siblings}
     copied_extents = {
         record.extent for record in source.files.records if record.extent.file in copied
@@ -328,7 +331,7 @@ def _full_checks(
 ) -> list[FullCheck]:
     """The comparisons of complete tensors that the conversion makes while it copies.
 
-    All processes that share it list the same ones.
+    All processes that share the conversion get the same list.
     """
     hint = COMPARED_LATE if reading.masters_from_weights and reading.is_shared else None
     of_source = full_checks(manifest, reading.replicas, options[ACCEPT_WEIGHTS], hint)
@@ -349,10 +352,10 @@ def _for_few(manifest: Manifest, options: Options) -> Options:
 
 
 def _there(target: str, run: Identity, gives_way: bool) -> str:
-    """The key under which the report mentions a complete target at the path; "" if there is none.
+    """The report's key for a complete target that exists already; "" if no target exists.
 
-    The key is `already_complete` for a target of this run. A target of another run raises
-    TargetExists; but if this run `gives_way`, the key `is_of_another` is returned instead.
+    The key is "already_complete" for a target of this run. For a target of another run,
+    TargetExists is raised; but if this run `gives_way`, the key "is_of_another" is returned.
     """
     try:
         return "already_complete" if targets.is_complete(target, run) else ""
@@ -363,9 +366,9 @@ def _there(target: str, run: Identity, gives_way: bool) -> str:
 
 
 def _without_buffers(options: Options, format: Format) -> Options:
-    """The options without --buffers, which applied when the source was read.
+    """The options without --buffers, which has been applied when the source was read.
 
-    If the target's format has this option too, it stays.
+    If the target's format has an option --buffers too, it stays.
     """
     if BUFFERS.name in {known.name for known in format.options or ()}:
         return options
@@ -373,7 +376,7 @@ def _without_buffers(options: Options, format: Format) -> Options:
 
 
 def _called(command: str, to: str) -> str:
-    """How an error names the target's format: `--to FORMAT` only if the user had to type that."""
+    """How errors call the target's format: `--to FORMAT` only if the user had to type that."""
     if command == "reshard":
         return f"{to}, which reshard keeps as the format"
     if to == "universal":
@@ -391,7 +394,7 @@ def _filled(
     warnings: list[Report],
     checks: Sequence[FullCheck],
 ) -> CopyOutcome | None:
-    """Writes and fills the files, `size` bytes in all; adds warnings about what the bytes show.
+    """Writes and fills the files, `size` bytes in all; adds warnings about tensors' values.
 
     Returns None if another process, or another part, will complete the target. Raises
     UnsupportedState if the files cannot store a state of the source.
@@ -426,10 +429,10 @@ def _filled(
 
 
 def _has_digests(layout: Layout) -> convert.HasDigests:
-    """Returns the function by which `convert` decides whether to compute each tensor's CRC-32.
+    """Returns a function that decides whether `convert` computes a CRC-32 of each tensor.
 
-    It must if the target's files contain these CRC-32s, or if the optimizer may not have made its
-    first step, which only the values of its states show.
+    The CRC-32s are computed if the target's files contain them. They are also computed if the
+    optimizer may not have made its first step, which only the values of its states show.
     """
     return lambda shells: layout.has_digests or steps.may_be_unstepped(shells)
 
@@ -437,7 +440,7 @@ def _has_digests(layout: Layout) -> convert.HasDigests:
 def _identity(
     manifest: Manifest, to: str, reading: Reading, options: Options, files: Mapping[str, int]
 ) -> Identity:
-    """Describes this conversion, so that no other one continues its unfinished target."""
+    """Describes this conversion, so that no other conversion continues its unfinished target."""
     mark = f"{mark_of(manifest.files.records):08x}"
     source = {"records": mark, **files_seen(manifest.root, manifest.files.fingerprints)}
     flags = {option.flag: value for option, value in options.given}

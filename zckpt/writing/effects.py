@@ -44,7 +44,7 @@ TOLERANT = frozenset({ACCEPT_WEIGHTS.name})
 
 
 def refuse_unread(options: Options) -> None:
-    """Raises WrongOption if an option in `ASKS_FOR_MORE` was given and no writer has read it."""
+    """Raises WrongOption if the user gave an option in `ASKS_FOR_MORE` that no writer has read."""
     for option in options.unread:
         if option.name in ASKS_FOR_MORE:
             why, way = ASKS_FOR_MORE[option.name]

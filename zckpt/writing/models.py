@@ -60,10 +60,10 @@ def _has_place(format: Format, manifest: Manifest, options: Options) -> bool:
 def parts_of(
     format: Format, manifest: Manifest, reading: Reading, options: Options
 ) -> list[Manifest]:
-    """A manifest for each of several models; empty if there is one, or the target cannot store all.
+    """A manifest for each model, if there are several models and the target can store them all.
 
-    Raises WrongOption for an option that applies to only one model. Raises MissingData if the files
-    do not state to which weights an optimizer's states belong.
+    Otherwise the list is empty. Raises WrongOption for an option that applies to only one model.
+    Raises MissingData if the files do not state to which weights an optimizer's states belong.
     """
     if not are_numbered(manifest) or not _has_place(format, manifest, options):
         return []
@@ -103,9 +103,9 @@ def parts_of(
 
 
 def need_one(format: Format, manifest: Manifest, options: Options) -> None:
-    """Raises AmbiguousCheckpoint if the files have several models and the target can have only one.
+    """Raises AmbiguousCheckpoint if the files have several models and the target only one.
 
-    With --weights-only the weights of all may be written, except by `export`.
+    With --weights-only, the weights of all models may be written, except by `export`.
     """
     if not options.weights_only:
         ways = f"{_way_to_all(format, manifest, options)}; or write the weights of all with "
@@ -161,8 +161,8 @@ def _joined(
 ) -> list[Notice]:
     """The notices about all models, without duplicates: the reader's, then the writers'.
 
-    `lines` has the notices about each of the `parts`; `of_source` returns which of a part's notices
-    come from the reader. A writer's notice is prefixed with the name of its model.
+    `lines` has the notices about each model in `parts`. `of_source` returns the reader's notices
+    about a model; all others are the writer's, and are prefixed with the model's name.
     """
     lines_of_writer = [
         replace(line, message=f"{name}: {line.message}")

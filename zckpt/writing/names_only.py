@@ -1,7 +1,7 @@
 """Changes a layout so that only file names are written: a loader fills the files in memory.
 
-The files of the engine's ranks are empty, and a note states the checkpoint that has the data. Files
-beside them are complete, except for weights, which no program of such an engine loads from there
+The files of the engine's ranks are empty, and a note states the checkpoint that has the data. All
+other files are complete, except for weights, which no program of such an engine loads from there
 (`training/needs.py`).
 """
 
@@ -23,7 +23,7 @@ from ..training.needs import ROLES, WEIGHTS
 def names_only(layout: Layout, format: Format, source: Manifest, document: bytes) -> Layout:
     """Makes the files of ranks in a layout empty, and adds the file with the note `document`.
 
-    Files beside them that hold weights are left out, with a notice for each.
+    Other files that hold weights are left out, with a notice for each.
     """
     omitted = [name for name, _ in layout.siblings if _has_weights(name)]
 

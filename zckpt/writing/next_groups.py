@@ -48,8 +48,8 @@ DOES_NOT_FIT = "like-does-not-fit"
 def as_asked(format: Format, named: Manifest, options: Options) -> tuple[Manifest, list[Report]]:
     """Applies --groups-from or --set-group to the groups of the manifest `named`.
 
-    Also returns report lines about states of parameters that are no longer trained. Raises
-    WrongOption, and MissingData for a run that does not fit.
+    Also returns report lines about states that are dropped because their parameters are no longer
+    trained. Raises WrongOption, and MissingData for a run (--groups-from) that does not fit.
     """
     asked = [option.flag for option in (GROUPS_FROM, SET_GROUP) if options[option]]
     if asked and options.weights_only:
@@ -76,7 +76,10 @@ def as_asked(format: Format, named: Manifest, options: Options) -> tuple[Manifes
 
 
 def _run(path: str) -> Manifest:
-    """Reads the run of --groups-from; raises MissingData if it lacks its optimizer or names."""
+    """Reads the run of --groups-from.
+
+    Raises MissingData if the run does not state its optimizer's groups or parameter names.
+    """
     hint = (
         "let the next program save after its first update, with its optimizer and without "
         "elastic_checkpoint; if its files lack names, convert it to a universal checkpoint with "
@@ -94,7 +97,10 @@ def _run(path: str) -> Manifest:
 
 
 class _RunsGroups:
-    """Applies the groups of the run at `path` to the source `named` (under the target's names)."""
+    """Applies the groups of another run, at `path`, to the source's manifest `named`.
+
+    `named` has the target's names.
+    """
 
     def __init__(self, named: Manifest, run: Manifest, path: str) -> None:
         if named.ranks:
@@ -115,7 +121,7 @@ class _RunsGroups:
     def _owners(self) -> dict[str, str]:
         """Maps every weight of the run to its name in the source.
 
-        Raises MissingData if one side has weights that the other lacks.
+        Raises MissingData if the run or the source has weights that the other one lacks.
         """
         named, run = self.named, self.run
         names_of_weights = {
@@ -187,9 +193,10 @@ class _RunsGroups:
         return members
 
     def _origins(self) -> list[int]:
-        """For each group of the run, the number of a source group from which values are taken.
+        """For each group of the run, the number of the source's group from which values are taken.
 
-        It is the group of the first parameter that both train; 0 if there is none.
+        It is the group of the first parameter that the run's group and the source both train; 0 if
+        there is no such parameter.
         """
         before = self.named.parameters
         first: dict[int, int] = {}
@@ -199,7 +206,7 @@ class _RunsGroups:
         return [first.get(number, 0) for number in range(len(self.run.groups or ()))]
 
     def taken(self) -> tuple[Manifest, list[Report]]:
-        """The source with the run's groups, and report lines about dropped states.
+        """The source with the run's groups; also report lines about the states that are dropped.
 
         The states of parameters that the run does not train are dropped.
         """
@@ -232,7 +239,10 @@ class _RunsGroups:
         return result.replace(warnings=(*result.notices.warnings, *self.warnings)), dropped
 
     def _parameter(self, name: str) -> Parameter:
-        """The parameter `name`, trained or frozen as in the run; no step if the source froze it."""
+        """The parameter `name`, trained or frozen as in the run.
+
+        It has no step if the source froze it.
+        """
         before = self.named.parameters.get(name) or Parameter(_shape(self.named, name), False)
         if name not in self.members:
             frozen = replace(before, trainable=False, group=None, step=None, updated=True)
@@ -244,8 +254,8 @@ class _RunsGroups:
     def _group(self, number: int) -> Group:
         """The run's hyper-parameters of a group, with the learning rate reached by the source.
 
-        A scheduler changes the rate after each update, while the run's group has the rate of the
-        first update.
+        A scheduler changes the rate after each update. The run has saved the rate of its first
+        update.
         """
         assert self.run.groups is not None
         group = dict(self.run.groups[number])
@@ -273,9 +283,10 @@ class _RunsGroups:
         return group
 
     def _engine(self) -> Any:
-        """The record of the source's engine.
+        """What is known of the source's engine.
 
-        If its files lack hyper-parameters, it now states that the user gave them (from the run).
+        If the source's files lack hyper-parameters, the result states that they were given by the
+        user, since they now come from the run.
         """
         engine = self.named.run.engine
         if isinstance(engine, FlatBufferEngine) and engine.elastic:
@@ -283,9 +294,9 @@ class _RunsGroups:
         return engine
 
     def _pipeline(self) -> Any:
-        """The run's pipeline, if it has as many stages as the source's; else the source's.
+        """The division into pipeline stages: the run's if it has as many stages as the source's.
 
-        The stages of the run's pipeline list the parameters that the run trains.
+        Otherwise it is the source's. The run's stages list the parameters that the run trains.
         """
         stages, its = self.named.run.pipeline, self.run.run.pipeline
         fits = stages and its and len(stages.parameters) == len(its.parameters)
@@ -294,8 +305,8 @@ class _RunsGroups:
     def _state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The source's state, with the run's lists of names in each group (`optimizer.members`).
 
-        The names are given as indices into the source's list of the module's names. If the run has
-        no such lists, or the source lacks a name, the state gets none.
+        A name is given as an index into the source's list of the module's names. The result has no
+        such lists if the run has none, or if a name is not in the source.
         """
         optimizer = dict(state.get("optimizer") or {})
         listed_before = optimizer.pop("members", None)

@@ -4,9 +4,9 @@
     target    DST/model_and_optim/.metadata      DST/train/rank0.pt
 
 A target of the same engine has this form again, even if it was converted through a universal
-checkpoint. A target of another engine has all files directly in its directory. So has the target of
-a format with tags, which are folders already. If only weights are written, the other files are left
-out.
+checkpoint. A target of another engine has all files directly in its directory, and so has the
+target of a format with tags, which are folders already. If only weights are written, files around
+the engine's folder (train) are left out.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from ..training.options import DIALECT, Options
 
 
 def as_run(manifest: Manifest) -> Manifest:
-    """Moves the checkpoint into a numbered folder, for a target that is the directory around it.
+    """Places the checkpoint in a numbered folder inside the target.
 
-    The folder has the source's name. A source that is not in a numbered folder stays as it is.
+    The folder has the same name as the source's. A source that is not in a numbered folder is
+    returned unchanged.
     """
     name, origin = name_of(manifest), manifest.run.origin
     if not name or origin.inside is None:
@@ -44,13 +45,13 @@ def as_run(manifest: Manifest) -> Manifest:
 def in_its_folder(
     layout: Layout, source: Manifest, format: Format, target: str, options: Options
 ) -> Layout:
-    """Gives a target the subfolder that its source had in a numbered folder.
+    """Places a target's files as those of its source, which may be in a numbered folder.
 
-    `layout` is unchanged for other sources. A target of the same format and kind gets the same
-    subfolder for its files, and the files around the source beside it; a warning is added if the
-    target's name has no number. A target of another format or with tags has its files and those
-    around the source in one folder. If only weights are written, the files around the source are
-    left out.
+    `layout` is unchanged for a source without such a folder. A target of the same format and kind
+    gets the source's subfolder for its own files. The files around this subfolder are copied to the
+    same place; a warning is added if the target's name has no number. A target of another format,
+    or with tags, has all these files in one folder. If only weights are written, the files around
+    the subfolder are left out.
     """
     inside, around = source.run.origin.inside, source.files.around
     if format.is_neutral or not inside:

@@ -26,8 +26,9 @@ def write_run(
 ) -> Report:
     """Writes several checkpoints of a Trainer's run, which appear together.
 
-    `which` is "all" or "best-and-last". `write_one` writes one checkpoint; it gets the source's and
-    the target's path, the options of running, and the directory in which the best one will lie.
+    `which` is "all" or "best-and-last". `write_one` writes one checkpoint; its arguments are the
+    source's and the target's path, the options of running, and the directory in which the best
+    checkpoint will lie.
     """
     if not running.sharing.is_alone:
         raise WrongOption(

@@ -30,19 +30,20 @@ class Keywords(TypedDict, total=False):
 
 
 class Running(Struct, frozen=True):
-    """The options of running.
+    """How a conversion runs, as opposed to what it writes.
 
     With `dry_run`, the run reports what it would write, and writes nothing. With `resume`, it
-    continues an earlier run. On a filesystem without locks nothing can be continued, and `resume`
-    is refused, unless the run `begins_anew`: it then starts from the beginning, and accepts a
-    target that another run completes meanwhile. If that target has other options or another source,
-    a run that `gives_way` reports it (`is_of_another`) instead of raising an error.
+    continues an earlier run. On a filesystem without locks nothing can be continued: `resume` is
+    then refused, unless `begins_anew` is set. In this case the run starts from the beginning, and
+    accepts a target that another run completes meanwhile. If that target has other options or
+    another source, a run that `gives_way` reports it (`is_of_another`) instead of raising an error.
 
-    If the source is in a numbered folder and `as_run` is set, the target is the directory around
-    such a folder. With `read_back`, uploads to an object store that states no MD5 are read again.
-    `before_rename` is called before the last check. With `names`, a note, the target gets only file
-    names (names_only.py). `sharing` says which portions of the target this process writes. `above`
-    is the directory of the target, if that is itself a part of an unfinished target.
+    If the source is in a numbered folder and `as_run` is set, the target gets such a folder inside.
+    With `read_back`, uploads to an object store that states no MD5 are read again. `before_rename`
+    is called just before the target gets its final name. If `names` is set (the content of a note),
+    the target gets only file names (names_only.py). `sharing` says which portions of the target
+    this process writes. `above` is the directory of the target, if that is itself a part of an
+    unfinished target.
     """
 
     copying: Copying = DEFAULT_COPYING
@@ -61,5 +62,5 @@ class Running(Struct, frozen=True):
 
     @property
     def continues(self) -> bool:
-        """Whether the run may find files of an earlier run, or of other parts of this one."""
+        """Whether an earlier run, or another part (--part), may have written files already."""
         return self.resume or bool(self.sharing.part)

@@ -27,7 +27,7 @@ OTHER_RATES = ("max_lr", "min_lr", "swa_lr")
 
 
 def with_values(manifest: Manifest, options: Options) -> Manifest:
-    """Sets the hyper-parameters of --set-group in the groups, and wherever they are stored twice.
+    """Sets the hyper-parameters of --set-group in the groups, and where files store them again.
 
     Raises WrongOption for hyper-parameters or groups that do not exist.
     """
@@ -118,11 +118,11 @@ def about_files(names: Sequence[str]) -> list[Notice]:
 
 
 def _about_schedules(manifest: Manifest, options: Options) -> list[Notice]:
-    """Warnings about schedulers that will replace the new rates after the first update.
+    """Warnings about schedulers that will replace the learning rates that the user has set.
 
     Such a scheduler takes its rates from the ds_config or the program, not from its state in the
-    checkpoint. Further warnings name other hyper-parameters and lists from which a scheduler
-    computes rates.
+    checkpoint, and sets them after the first update. Further warnings name other hyper-parameters
+    and lists from which a scheduler computes rates.
     """
     first_rank, engine, config = manifest.each[0], manifest.run.engine, options[CONFIG]
     if config is None and isinstance(engine, FlatBufferEngine):
@@ -167,7 +167,7 @@ def number_of(value: Any) -> float | None:
 def of_form(key: str, before: Any, value: Any) -> Any:
     """Converts a value of --set-group to the type of the group's present value `before`.
 
-    Raises WrongOption if it does not fit.
+    Raises WrongOption if the value does not fit this type.
     """
     is_number = type(value) in (int, float)
     if isinstance(before, Scalar) and is_number:

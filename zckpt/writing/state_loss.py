@@ -35,7 +35,7 @@ from ..training.options import DROP_STATE, OPTIMIZER, WEIGHTS_ONLY, Options
 def dropped_states(manifest: Manifest, options: Options) -> list[Report]:
     """Report lines about the states that --drop-state or --weights-only drops.
 
-    Raises WrongOption for a state that the checkpoint does not have.
+    Raises WrongOption if --drop-state names a state that the checkpoint does not have.
     """
     keys = options[DROP_STATE]
     if keys and options.weights_only:
@@ -55,8 +55,8 @@ def dropped_states(manifest: Manifest, options: Options) -> list[Report]:
 def unable_to_step(manifest: Manifest, options: Options) -> list[Notice]:
     """A warning if the optimizer will fail at its first update, because it needs a dropped state.
 
-    `manifest` lacks the dropped states already. A parameter without any state causes no failure:
-    the optimizer starts afresh for it.
+    `manifest` has no dropped states any more. A parameter without any state causes no failure: the
+    optimizer makes new states for it.
     """
     if options.weights_only:
         return []
@@ -80,10 +80,10 @@ def unable_to_step(manifest: Manifest, options: Options) -> list[Notice]:
 
 
 def _numbers(manifest: Manifest) -> dict[str, Any]:
-    """The optimizer's numbers that belong to no parameter, by key.
+    """The numbers in the optimizer's state that belong to no parameter, by key.
 
-    A number `n` inside the optimizer's dictionary `state` has the key `state.n`; a number beside
-    that dictionary keeps its key.
+    A number `n` inside the optimizer's dictionary `state` has the key `state.n`. A number beside
+    that dictionary has its own key.
     """
     numbers: dict[str, Any] = {}
     for rank in manifest.each:
@@ -101,8 +101,8 @@ class Keeping(Struct, frozen=True):
     """Checks that a target can store all states of the source, unless the user drops them.
 
     `source` is what was read, without dropped states. `named` has the target's names. `grouped`
-    lacks the states of parameters that the next run does not train. `admitted` lacks the objects
-    that no pickle of the target may contain. Findings are added to `report`.
+    lacks the states of parameters that the next run does not train. `admitted` lacks the pickled
+    objects that no target may contain without --allow-object. Findings are added to `report`.
     """
 
     source: Manifest
@@ -116,9 +116,9 @@ class Keeping(Struct, frozen=True):
     def read_back(self, layout: Layout) -> Callable[[str], Manifest]:
         """Returns a function that reads a target's files, and checks which states they can store.
 
-        The files have no tensor data yet. The function raises UnsupportedState for a state that
-        they cannot store, and UnsupportedCheckpoint for elements of a tensor that no source bytes
-        would fill.
+        The files have no tensor data yet. The function raises UnsupportedState for a state that the
+        files cannot store, and UnsupportedCheckpoint if no bytes of the source would fill some
+        elements of a tensor.
         """
         reader_of_shells = layout.read_back or self.format.read_shells
 
@@ -170,7 +170,10 @@ class Keeping(Struct, frozen=True):
 
     @property
     def _unsupported_in_groups(self) -> list[dict[str, Any]]:
-        """For each group, its hyper-parameters that are objects not admitted by the user."""
+        """The hyper-parameters of each group that are objects, and that the user has not allowed.
+
+        `--allow-object` allows objects of a class.
+        """
         if self.options.weights_only:
             return []
         lost = []
@@ -188,7 +191,10 @@ class Keeping(Struct, frozen=True):
         return lost
 
     def _keep_groups(self) -> None:
-        """Raises UnsupportedState for a hyper-parameter that no pickle of the target may have."""
+        """Raises UnsupportedState for a hyper-parameter that is an object and not allowed.
+
+        `--allow-object` allows objects of a class.
+        """
         values = self._unsupported_in_groups
         if not (keys := dict.fromkeys(str(key) for own in values for key in own)):
             return
@@ -203,7 +209,7 @@ class Keeping(Struct, frozen=True):
         )
 
     def _computed_afresh(self, shells: Manifest) -> list[Report]:
-        """Report lines on states that the target lacks and the optimizer recomputes.
+        """Report lines about states that the target lacks and the optimizer will recompute.
 
         Raises UnsupportedState for any other state that the target lacks.
         """
@@ -221,7 +227,7 @@ class Keeping(Struct, frozen=True):
         return [_line(state, reasons[key]) for key, state in lost.items()]
 
     def _beside(self, shells: Manifest) -> list[Notice]:
-        """Notices about numbers that belong to no parameter and that the target lacks."""
+        """A notice about numbers of the optimizer, not of a parameter, that the target lacks."""
         lost = _numbers(self.source).keys() - _numbers(shells).keys()
         if not lost or self.options.weights_only or not self.format.is_resumed:
             return []
@@ -278,7 +284,7 @@ class Keeping(Struct, frozen=True):
         )
 
     def _classes(self, keys: Iterable[str]) -> list[str]:
-        """The classes of objects in these states that --allow-object could admit."""
+        """The classes of the objects in these states that `--allow-object` could allow."""
         rows = [row for m in self.grouped.each for row in m.states.of_form("other", "partition")]
         values = [row.value for row in rows if row.key in keys]
         return objects.admissible(values, formats.engine_objects())
@@ -303,7 +309,7 @@ OBJECTS = "objects whose classes would run when a program loads the target"
 
 @contextmanager
 def _laid_out(shells: Iterable[Shell]) -> Iterator[str]:
-    """Inside the block, a temporary folder has the target's files without tensor data."""
+    """Yields a temporary folder with the target's files, which have no tensor data."""
     with tempfile.TemporaryDirectory(prefix="zckpt-") as folder:
         for shell in shells:
             path = os.path.join(folder, shell.name)

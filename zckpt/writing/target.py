@@ -187,7 +187,7 @@ def _with_files(layout: Layout, files: Sequence[Shell]) -> Layout:
 def _pointing_to_the_best(
     layout: Layout, manifest: Manifest, to: str, target: str, best_in: str | None
 ) -> Layout:
-    """In trainer_state.json, sets the path of the best checkpoint to its future path.
+    """Sets the path of the best checkpoint, in trainer_state.json, to where it will lie.
 
     If the best checkpoint is another one that is not written too, the layout gets a warning.
     """

@@ -1,4 +1,4 @@
-"""Decides which step is true if several files or ranks state one."""
+"""Decides which training step is true if several files or ranks state a step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def agree(places: Sequence[tuple[str, Step]], policy: str | None) -> Step | None
     """Returns the one step that all places state; if they differ, `policy` decides.
 
     `places` are pairs: a file or rank, as messages name it, and the step found there. The policies
-    `max`, `min` and a number choose a step. The policy `keep` allows different steps of different
-    parameters; it does not decide between several places of one parameter. Raises
-    InconsistentCheckpoint if places differ and no policy decides. Without any policy, also raises
-    it for a step that is not a whole number. None if there are no places.
+    `max`, `min` and a number choose a step. The policy `keep` allows different parameters to have
+    different steps, but it does not decide if several places state different steps of one
+    parameter. Raises InconsistentCheckpoint if places differ and no policy decides; without any
+    policy, also for a step that is not a whole number. None if there are no places.
     """
     if policy is None:
         need_whole(places)
@@ -55,8 +55,8 @@ def need_one_save(steps_in_files: Iterable[tuple[str, Step]], policy: str | None
 
     `steps_in_files` yields pairs: the path of a file, and a step that it states for one parameter.
     If any file states several steps, the parameters were not updated equally often, for example
-    because layers were unfrozen late. Then different steps prove nothing, and no error is raised.
-    With a `policy` (--step-policy), no error is raised either.
+    because layers were unfrozen late. In that case different steps prove nothing, and no error is
+    raised. With a `policy` (--step-policy), no error is raised either.
     """
     by_file: dict[str, set[Step]] = {}
     for file, step in steps_in_files:
@@ -76,7 +76,7 @@ def need_one_save(steps_in_files: Iterable[tuple[str, Step]], policy: str | None
 
 
 def _by_step(places: Sequence[tuple[str, Step]]) -> str:
-    """Lists each different step for a message, with up to three of the places that state it."""
+    """Lists each different step for a message, with up to three files or ranks that state it."""
     values = {step for _, step in places}
     lines = [
         f"{step} ({listed([where for where, s in places if s == step], 3)})" for step in values

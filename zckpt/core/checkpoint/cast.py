@@ -1,8 +1,8 @@
 """Casts numbers from one float type to another, as torch does: to nearest, ties to even.
 
-numpy casts many numbers; ml_dtypes provides its bfloat16. `rounded` casts a few numbers without
-them. So two commands import neither: `inspect`, and a conversion that compares only the first
-elements of masters with their weights.
+`cast` converts many numbers with numpy, and with the bfloat16 of ml_dtypes. `rounded` converts a
+few numbers without these packages. So two commands need not import them: `inspect`, and a
+conversion that compares only the first elements of masters with their weights.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _float16(value: float) -> bytes:
 def are_rounded(wide: bytes, wide_dtype: str, narrow: bytes, narrow_dtype: str) -> bool | None:
     """Whether a few weights (`narrow`) equal their masters (`wide`) after rounding, bit for bit.
 
-    Two equal types are compared without rounding. None if zckpt does not round between the two
-    types: it rounds only F32 to BF16 or F16.
+    If both types are equal, nothing is rounded. None if zckpt does not round between the two types:
+    it rounds only F32 to BF16 or F16.
     """
     if wide_dtype == narrow_dtype:
         return wide == narrow
@@ -111,8 +111,8 @@ def refuse_overflow(
 ) -> None:
     """Raises UnsupportedCheckpoint if `cast` has made a finite number of tensor `name` infinite.
 
-    F16 ends at 65,504, and models that were trained in BF16 may have larger weights. BF16 has the
-    range of F32, and is not searched.
+    The largest finite F16 is 65,504, and models that were trained in BF16 may have larger weights.
+    A BF16 target needs no check, because BF16 has the range of F32.
     """
     import numpy as np
 

@@ -27,9 +27,9 @@ HINT = (
 def refuse_holes(manifest: Manifest, reader: str) -> None:
     """Raises UnsupportedCheckpoint if a tensor of the manifest lacks elements, or has some twice.
 
-    Replicas are checked too, and so are the manifests of model ranks that are kept separate.
-    `reader` is the format's name: the error blames zckpt's reader of this format, because readers
-    themselves have checked what the files state about the shards of tensors.
+    Replicas are checked too, and the manifests of model ranks that are kept separate. `reader` is
+    the name of the format. The error says that zckpt's reader of this format is wrong, not the
+    user's files: the reader itself has already refused files whose shards do not fit together.
     """
     wrong = [entry.name for entry in uncovered(_tensors(manifest))]
     if wrong:
@@ -77,7 +77,7 @@ def uncovered(entries: Iterable[Entry]) -> Iterator[Entry]:
 def _is_sliced(entry: Entry, slices: Slices, shortest: list[int]) -> bool:
     """Whether each rank's flat buffer is long enough to contain its slice of the tensor (ZeRO-3).
 
-    `shortest[n]` is the length in bytes of the shortest among the first n + 1 flat buffers.
+    `shortest[n]` is the length in bytes of the shortest flat buffer of ranks 0 to n.
     """
     size, filled = SIZES[entry.dtype], len(slices)
     if slices.numel != entry.numel or slices.size != size:
@@ -91,7 +91,7 @@ def _is_sliced(entry: Entry, slices: Slices, shortest: list[int]) -> bool:
 
 
 def _is_run_through(entry: Entry, runs: Runs) -> bool:
-    """Whether the fragments hold all elements, and each begins where the one before it ends."""
+    """Whether each fragment begins where the previous one ends, and they hold all elements."""
     size, reached = SIZES[entry.dtype], 0
     for run in runs.listed:
         if run.start != reached or run.extent.length != (run.stop - reached) * size:
@@ -103,8 +103,8 @@ def _is_run_through(entry: Entry, runs: Runs) -> bool:
 def _is_tiled(entry: Entry, fragments: Fragments) -> bool:
     """Whether the boxes fit into their byte ranges and together hold each element exactly once.
 
-    A box is a block of a tensor, given by its offset and size along every axis. The boxes may cut a
-    view of the tensor: another shape with as many elements.
+    A box is a block of a tensor, given by its offset and size along every axis. The tensor may have
+    been reshaped before it was cut into boxes.
     """
     parts, size = boxes_of(fragments), SIZES[entry.dtype]
     # a view of the entry's shape, which must be the same for all boxes

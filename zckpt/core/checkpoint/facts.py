@@ -46,7 +46,7 @@ class ExpertLayer(Struct, frozen=True):
 
 
 def layers_of(engine: Any) -> tuple[ExpertLayer, ...]:
-    """The MoE layers that the record of the engine lists; empty if it lists none."""
+    """The MoE layers that `engine` lists; empty if it lists none."""
     layers: tuple[ExpertLayer, ...] = getattr(engine, "experts", ())
     return layers
 
@@ -55,7 +55,7 @@ class FlatBufferEngine(Struct, frozen=True):
     """An engine whose ranks each hold a part of flat buffers; its files keep its configuration.
 
     A writer for this kind of engine copies `config`, `version` and the groups unchanged. So an
-    engine whose configuration has another structure needs another record.
+    engine whose configuration is structured differently needs a record class of its own.
     """
 
     name: str
@@ -163,10 +163,10 @@ class NamedWeightsEngine(Struct, frozen=True):
     """An engine with its own optimizers, whose files identify weights by name alone.
 
     Examples are ONNX Runtime, which trains an exported graph, and Megatron, whose layers may share
-    one key. `dialect` is the kind of its files, or the way in which they shard the optimizer's
-    state. `dtype` is the type of the 16-bit copies of weights, else F32; `moments` is that of
-    optimizer states. No file states the order of the module's parameters: `ordered` is true only if
-    the user stated it.
+    one key. `dialect` is the kind of the engine's files, or the way in which they shard the
+    optimizer's state. `dtype` is the type of the 16-bit copies of weights; F32 if there are no such
+    copies. `moments` is the type of optimizer states. No file states the order of the module's
+    parameters: `ordered` is true only if the user stated it.
     """
 
     name: str
@@ -192,12 +192,12 @@ Engine = FlatBufferEngine | StateDictEngine | NamedWeightsEngine
 class StepPlace(Struct, frozen=True):
     """Where an optimizer keeps its step, and in which type.
 
-    `where` is `state` (per parameter) or `group` (per param group). `kind` is a dtype (a tensor of
-    `shape`), `int` or `float`. `stale` is a wrong step that the groups store beside the true one;
-    None if there is none. The counter begins with `first`, and each update adds `times` to it. With
-    `last_only`, only the state of a group's last parameter counts, and the other states keep
-    `first`. `optimizer` is the class that a configuration or the user named, if this class reads
-    its step from this place.
+    `where` is `state` (per parameter) or `group` (per param group). `kind` is a dtype (for a tensor
+    of `shape`), `int` or `float`. `stale` is a wrong step that the groups store beside the true
+    one; None if there is none. The counter begins with `first`, and each update adds `times` to it.
+    With `last_only`, only the last parameter of a group counts updates; the steps of its other
+    parameters stay at `first`. `optimizer` is the optimizer's class, if a configuration or the user
+    named it and this class reads its step from this place.
     """
 
     where: str = field(name="in")
@@ -220,13 +220,13 @@ class StepPlace(Struct, frozen=True):
     def to_state(self) -> dict[str, Any]:
         """Converts this record to the value of `state.optimizer.step` in a manifest.
 
-        It leaves out `stale`, which is written as `group_step` beside it.
+        The result does not contain `stale`: the manifest has it as `state.optimizer.group_step`.
         """
         return _document(self, [name for name in self.__struct_fields__ if name != "stale"])
 
     @classmethod
     def of_state(cls, optimizer: Mapping[str, Any]) -> "StepPlace | None":
-        """Reads the step's place from `state.optimizer` of a manifest; None if there is none."""
+        """Reads the step's place from `state.optimizer` of a manifest; None if none is stated."""
         if not (value := _dictionary(optimizer, "step")):
             return None
         place = _record(cls, {"in": "state", "type": "F32", **value})
@@ -272,7 +272,7 @@ class Pipeline(Struct, frozen=True):
 
 
 class Vocabulary(Struct, frozen=True):
-    """The number of rows of a vocabulary, and how many are `used`; the rest are padding."""
+    """The number of rows of a vocabulary, and how many are `used`; the other rows are padding."""
 
     rows: int
     used: int
@@ -297,14 +297,14 @@ class TensorParallel(Struct, frozen=True):
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "TensorParallel":
-        """Makes the record from `state.tensor_parallel`; raises ValueError for other types."""
+        """Makes the record from `state.tensor_parallel`; other values raise ValueError."""
         rules = _record(_Rules, state)
         placements = {name: from_text(text) for name, text in rules.rules.items()}
         return cls(placements, rules.vocabulary)
 
 
 class _Rules(Struct, frozen=True):
-    """The JSON form of a `TensorParallel`: `rules` has each placement as text, such as `0:2x`."""
+    """The JSON form of a `TensorParallel`: `rules` has each placement as a text, such as `0:2x`."""
 
     rules: Mapping[str, str]
     vocabulary: Mapping[str, Vocabulary]
@@ -333,8 +333,8 @@ def with_facts(
 ) -> dict[str, Any]:
     """The key `state` of a manifest's JSON: the program's state, and facts about its run.
 
-    `groups` is the number of the optimizer's param groups. If a program of state dicts keeps the
-    step in its groups, only the dtype of that step is written (as `group_step`).
+    `groups` is the number of the optimizer's param groups. If `engine` is a StateDictEngine that
+    keeps the step in its groups, only the dtype of the step is written (as `group_step`).
     """
     state = with_cuts(with_states(state, states, groups), pipeline, tensor_parallel)
     if isinstance(engine, StateDictEngine):
@@ -375,8 +375,8 @@ class Facts(NamedTuple):
 def facts_of(state: Mapping[str, Any]) -> Facts:
     """Parses the value that `with_facts` returns; raises ValueError for values of other types.
 
-    The keys show the kind of engine: `config` or `elastic` is a FlatBufferEngine's, `model` a
-    StateDictEngine's.
+    The keys tell the kind of engine: `config` or `elastic` means a FlatBufferEngine, `model` a
+    StateDictEngine.
     """
     rest = dict(state)
     keys = ("engine", "pipeline", "tensor_parallel")
@@ -410,7 +410,7 @@ def facts_of(state: Mapping[str, Any]) -> Facts:
 def _document(record: Struct, names: Iterable[str] | None = None) -> dict[str, Any]:
     """Converts a record to JSON; if `names` are given, only these fields.
 
-    Fields are left out that have their default, or are None and optional.
+    A field is left out if its value is its default, or if it is optional and None.
     """
     document = {}
     for item in fields(record):
@@ -437,7 +437,7 @@ BLANK = {
 def _record(kind: type[T], document: Mapping[str, Any]) -> T:
     """Makes a record of class `kind` from JSON; a missing or null field gets its default.
 
-    If there is no default, it gets an empty value. This is the inverse of `_document`.
+    A field without a default gets an empty value. This function is the inverse of `_document`.
     """
     nothing = dict.fromkeys(each.encode_name for each in fields(kind) if each.required)
     given = {key: value for key, value in document.items() if value is not None}

@@ -22,7 +22,7 @@ class GridPlace(Struct, frozen=True):
     """A model rank: its number in the grid of ranks, and the names of buffers that its file lists.
 
     `tied` maps the number in the name of a tied layer's file to the layer's key. It is None if the
-    files do not state which layers are tied, so that only equal tensors can show it.
+    files do not state which layers are tied: then only equal values of tensors can show which are.
     """
 
     number: int

@@ -77,8 +77,9 @@ It cannot be written to a pickle. The items of OmegaConf's containers refer to t
 class Foreign(Struct, eq=False):
     """An object of a class that is not imported: `function(*arguments)`, then its state.
 
-    `how` is the pickle's way to create it: "call" (REDUCE) or "new" (NEWOBJ: `cls.__new__`).
-    `appended` holds the values that the opcode APPENDS adds to it, `items` the pairs of SETITEMS.
+    `how` is the pickle's way to create the object: "call" (REDUCE) or "new" (NEWOBJ:
+    `cls.__new__`). `appended` holds the values that the opcode APPENDS adds to the object, `items`
+    the pairs of SETITEMS.
     """
 
     function: "Global | Foreign"
@@ -123,7 +124,10 @@ class Scalar(Struct, frozen=True):
 
 
 class TensorName(Struct, frozen=True):
-    """A tensor inside the state: `name` is the parameter name of its entry (slot `state`)."""
+    """A tensor inside a saved state: `name` is the parameter name of its entry (slot `state`).
+
+    The tensor's elements are found through that entry of the manifest.
+    """
 
     name: str
 
@@ -146,7 +150,8 @@ def types_in(values: Iterable[Any]) -> set[type]:
 def map_values(value: Any, change: Callable[[Any, Any], Any]) -> Any:
     """Copies a container, with each item replaced by `change(item, key)`.
 
-    Items of the types in PLAIN stay as they are. Within one container all keys differ.
+    Items that contain no other values, such as numbers and texts (PLAIN), stay as they are. `key`
+    is different for each item of one container.
     """
     kind = type(value)
 
@@ -290,7 +295,7 @@ def require_tree(
 
 
 def _cut(value: Any, outer: Collection[int]) -> None:
-    """Replaces each reference from `value` back to an object that contains it by ITSELF.
+    """Puts ITSELF in place of each reference from `value` back to an object that contains it.
 
     `outer` has the ids of all containers and objects around `value`. Raises CorruptCheckpoint for a
     reference back to a container, or inside a value that cannot be changed, such as a tuple.
@@ -327,7 +332,7 @@ def require_spread(keys: Iterable[Hashable]) -> None:
     """Raises CorruptCheckpoint if many keys of one dictionary or set have the same hash.
 
     Python randomizes only the hashes of texts and bytes. A hostile file could contain many numbers
-    with one hash, and every insertion would compare the key with all of them.
+    with one hash, and every insertion would compare the new key with all earlier keys.
     """
     keys = list(keys)
     numbers = [key for key in keys if type(key) is int]
@@ -343,7 +348,7 @@ def require_spread(keys: Iterable[Hashable]) -> None:
 
 
 def to_json(value: Any) -> Any:
-    """Encodes a value as tagged JSON.
+    """Encodes a value as tagged JSON: an object with one `$` key stands for a tuple, bytes etc.
 
     Raises CorruptCheckpoint for a value that is too large, or of a type that no pickle yields.
     """
@@ -417,7 +422,7 @@ def plain_group(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_json(value: Any) -> Any:
-    """Decodes tagged JSON; raises CorruptCheckpoint for JSON that `to_json` does not write."""
+    """Decodes tagged JSON, the result of `to_json`; raises CorruptCheckpoint for other JSON."""
     try:
         result = _decoded(value)
     except MALFORMED as error:

@@ -1,7 +1,8 @@
 """Keys of dictionaries that were numbers in one checkpoint and are texts in another.
 
 torch.distributed.checkpoint turns all keys into texts: its files do not show whether `0.9` was a
-number. When a program loads them, torch puts the values under the keys of the program's state dict.
+number. When a program loads such files, torch puts the values under the keys of the program's own
+state dict.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def in_doubt(value: Any, path: str) -> Iterator[str]:
 
 
 def _is_text_of_number(key: Any) -> bool:
-    """Whether Python writes some number as this text."""
+    """Whether a key is a text that Python writes for some number, such as `0.9`."""
     for kind in (int, float):
         try:
             if isinstance(key, str) and len(key) < 100 and str(kind(key)) == key:
@@ -52,7 +53,7 @@ def _is_text_of_number(key: Any) -> bool:
 
 
 def matched(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
-    """If one manifest's keys are all texts, converts the other's keys to texts too.
+    """If the keys of one manifest are all texts, converts the keys of the other one to texts too.
 
     Returns both manifests, ready to be compared.
     """

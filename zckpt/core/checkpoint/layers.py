@@ -28,7 +28,7 @@ class Places(Struct, frozen=True):
         return self.of[parameter][0]
 
     def name(self, parameter: str) -> str:
-        """The name of the parameter's row, for people."""
+        """The name of the parameter's layer (its row in the table), as reports show it."""
         return self.names[self.of[parameter][0]]
 
     def layer(self, parameter: str) -> str:
@@ -38,10 +38,11 @@ class Places(Struct, frozen=True):
 def places_of(parameters: Iterable[str]) -> Places:
     """Arranges parameters, given in the order of the model, as a table of layers and kinds.
 
-    Each layer is a row. Layers are in the order of their numbers, at the position of the first
-    parameter of any layer. If there is only one stack of layers, the prefix of its name is dropped
-    from all names. A name without a number is in the row of its first part: `norm` for
-    `model.norm.weight`. If there are several stacks, their names are part of the rows.
+    Each layer is a row. The rows of all numbered layers follow each other, sorted by number, and
+    begin where the first parameter of a numbered layer stood. If there is only one stack of layers,
+    the prefix of its name is dropped from all names. If there are several stacks, their names are
+    part of the rows' names. A name without a number is in the row of its first part: `norm` for
+    `model.norm.weight`.
     """
     matches = {name: LAYER.fullmatch(name) for name in dict.fromkeys(parameters)}
     stacks = list(dict.fromkeys(match["stack"] or "" for match in matches.values() if match))

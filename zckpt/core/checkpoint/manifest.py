@@ -50,7 +50,7 @@ class Parameter(Struct, frozen=True):
 def parameters_to_json(parameters: Mapping[str, Parameter], states: States) -> dict[str, Any]:
     """Converts parameters, with their steps and other numbers, to JSON.
 
-    Universal manifests and saved proofs contain it.
+    Universal manifests and saved proofs (`--save-proof`) contain this JSON.
     """
     scalars = states.scalars
     return {
@@ -82,7 +82,7 @@ class _Stated(Struct):
 def parameters_from_json(
     document: Mapping[str, Any],
 ) -> tuple[dict[str, Parameter], list[StateRow]]:
-    """Parses the JSON of `parameters_to_json`; raises one of MALFORMED for other documents."""
+    """Parses the JSON of `parameters_to_json`; other JSON raises one of the errors in MALFORMED."""
     parameters, numbers = {}, list[StateRow]()
     for name, item in document.items():
         item_record = convert(item, _Stated)
@@ -134,7 +134,7 @@ def crc_from_json(value: Any) -> int:
 
 
 def _scalar_to_json(scalar: Scalar) -> dict[str, Any]:
-    """A scalar as JSON. If it has no dimensions, `shape` is left out, as in older versions."""
+    """Converts a scalar to JSON. As in older versions, `shape` is left out if it is empty."""
     shape = {"shape": list(scalar.shape)} if scalar.shape else {}
     return {"value": to_json(scalar.value), "dtype": scalar.dtype, **shape}
 
@@ -151,8 +151,8 @@ def _scalar_from_json(document: Mapping[str, Any]) -> Scalar:
 class Sighting(Struct, frozen=True):
     """A place in the files that states a step, with its value.
 
-    `truth` is True if the optimizer reads its step there. `counter` is the name of a trainer
-    program's counter, if the place is such a counter, else "".
+    `truth` is True if the optimizer reads its step from this place. `counter` is the counter's name
+    if the place is a counter of the trainer program, else "".
     """
 
     where: str
@@ -305,8 +305,8 @@ class Manifest(Struct, frozen=True):
     """The description of one checkpoint: its tensors, parameters, groups and states, without bytes.
 
     It has three further parts: `run`, `files` and `notices`. Parameters are in the order of the
-    optimizer, then the frozen ones; buffers follow. The method `replace` changes fields of all
-    parts; msgspec's function `replace` changes only the manifest's own fields.
+    optimizer, followed by frozen parameters, and then buffers. The method `replace` changes fields
+    of all parts; msgspec's function `replace` changes only the manifest's own fields.
     """
 
     root: str
@@ -367,9 +367,10 @@ class Manifest(Struct, frozen=True):
 
     @property
     def where(self) -> str:
-        """The path that a user gives for the checkpoint: its numbered folder if there is one.
+        """The path that a user gives for the checkpoint, for messages and reports.
 
-        Otherwise it is `root`.
+        If the checkpoint lies in a numbered folder (`global_step_3`), this is that folder's path,
+        else `root`.
         """
         return self.files.numbered or self.root
 
@@ -380,10 +381,10 @@ class Manifest(Struct, frozen=True):
 
     @property
     def with_models(self) -> "tuple[Manifest, ...]":
-        """All manifests in `ranks` and `models`; without ranks, this manifest alone.
+        """All manifests in `ranks` and `models`; without separate ranks, only this manifest.
 
         `models` has one manifest for each tensor rank: the model that its pipeline stages form.
-        Tensors that lie in files of layers are in the models only, and in no rank.
+        Tensors in files of layers belong to no rank's manifest, only to those in `models`.
         """
         return (*self.ranks, *self.models) if self.ranks else (self,)
 
@@ -401,7 +402,8 @@ class Manifest(Struct, frozen=True):
     def whole_state(self) -> dict[str, Any]:
         """The `state`, plus the optimizer's states, the pipeline and the tensor-parallel cuts.
 
-        A target of another engine may lack some of these values.
+        If the checkpoint is converted for another engine, that engine may not keep all of these
+        values.
         """
         return with_cuts(self.state_with_states, self.run.pipeline, self.run.tensor_parallel)
 
@@ -411,7 +413,7 @@ class Manifest(Struct, frozen=True):
         return with_states(self.state, self.states, len(self.groups or ()))
 
     def with_state(self, state: Mapping[str, Any]) -> "Manifest":
-        """The inverse of `state_with_states`: a manifest for which that property equals `state`."""
+        """Returns a manifest whose `state_with_states` equals `state`."""
         optimizer = state.get("optimizer") or {}
         rest = {key: value for key, value in state.items() if key != "optimizer"}
         if "optimizer" in self.state:
@@ -442,7 +444,7 @@ class Manifest(Struct, frozen=True):
 
     @property
     def step(self) -> float | int | None:
-        """The number of completed updates; None if parameters differ in it, or none is stated."""
+        """The number of completed updates; None if parameters differ in it, or none is known."""
         parameters = (item for own in self.each for item in own.parameters.values())
         steps = {item.step for item in parameters if item.step is not None}
         return steps.pop() if len(steps) == 1 else None
@@ -455,17 +457,17 @@ class Manifest(Struct, frozen=True):
 
     @property
     def slots(self) -> dict[str, list[Entry]]:
-        """The entries grouped by slot, each group in the order of the manifest."""
+        """The entries grouped by slot (`param`, `exp_avg` and so on), in the manifest's order."""
         return by_key((entry.slot, entry) for entry in self.entries.values())
 
 
 def fitting_roots(
     roots: Iterable[str], parameters: Mapping[str, Parameter], model: Mapping[str, Parameter]
 ) -> list[str]:
-    """Selects the `roots` (name prefixes) under which `parameters` contains the whole `model`.
+    """Selects the `roots` (name prefixes) under which `parameters` contains the complete `model`.
 
-    All names and shapes of `model` must be there. Under the root `a`, its parameter `w` is `a.w` in
-    `parameters`.
+    Under the root `a`, the model's parameter `w` is called `a.w` in `parameters`. Each parameter of
+    `model` must be there, with the same shape.
     """
     return [
         root

@@ -41,12 +41,13 @@ Value = float | int | bool | str | None
 class Mended(Struct, frozen=True):
     """A range of bytes that `zckpt mend` restored within one record (such as a zip member).
 
-    `file` is a path below the checkpoint, `offset` the first restored byte in it, and `bytes` their
-    number. `bit` is set if only one bit was flipped: its number. If only one `element` of the
-    `tensor` was restored, `before` and `after` are its values. `chance` is the probability that
-    damage of many bits would have led to the same repair. `witness` names the bytes that confirm
-    the restored ones, or the origin of made-up bytes. `value` names a value that is no tensor, such
-    as `global_steps`; `after` has it if it is a number or a text.
+    `file` is a path below the checkpoint, `offset` the first restored byte in this file, and
+    `bytes` the number of restored bytes. `bit` is set if a single bit had flipped: it is that bit's
+    number. If a single `element` of the `tensor` was restored, `before` and `after` are its values.
+    `chance` is the probability that damage to many bits would have led to the same repair.
+    `witness` names the bytes that confirm the restored ones; or, if the bytes were lost and zckpt
+    chose new ones, where these are from. `value` is the name of a restored value that is no tensor,
+    such as `global_steps`; `after` has this value if it is a number or a text.
     """
 
     file: str
@@ -64,9 +65,9 @@ class Mended(Struct, frozen=True):
 
 
 class MadeValue(Struct, frozen=True):
-    """A value other than a tensor that takes the place of a lost one.
+    """A value that replaces a lost one, and is not a tensor.
 
-    `how` is the report's phrase for where it is from.
+    `how` is the phrase by which a report says where the value is from.
     """
 
     name: str
@@ -120,7 +121,7 @@ def beside(root: str) -> tuple[Mended, ...]:
 
 
 def warnings(mended: Iterable[Mended], where: str) -> list[Notice]:
-    """Warnings about restored values; every command gives them for a mended checkpoint."""
+    """Warnings about restored values, which every command prints for a mended checkpoint."""
     kinds: Mapping[str, list[Mended]] = {"": [], "chance": [], "made-up": []}
     for record in mended:
         kinds[record.by if record.by in kinds else ""].append(record)

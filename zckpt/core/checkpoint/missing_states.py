@@ -1,12 +1,12 @@
 """Finds parameters that lack a state of the optimizer which similar parameters have.
 
 An optimizer usually keeps the same states for all parameters of a group. A parameter that lacks
-some of them has probably lost them: a file or a key is damaged, and a target would start with other
-states. Not every difference is a loss:
+some of them has probably lost them: a file or a key is damaged, and a resumed training would start
+with other states. Not every difference is a loss:
 
     no state at all     never updated, unfrozen late, or frozen without the checkpoint stating it
-    other states        Adafactor factors matrices; Muon's class trains vectors as Adam does
-    other groups        amsgrad, momentum 0
+    other states        Adafactor factors matrices only; Muon's class trains vectors as Adam does
+    other groups        groups with other options: amsgrad, momentum 0
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ class _States(Struct, frozen=True):
 def missing_states(manifest: Manifest) -> tuple[list[Notice], list[Notice]]:
     """Warns about parameters that lack some optimizer states, or all of them.
 
-    Returns two lists: the warnings about parameters that lack some states, and those about
-    parameters without any. A parameter that lacks some states is compared with the parameters of
-    its group that have as many axes. Only a state of the parameter's shape, or the step, can count
-    as lost. It does not count if the parameter has another state that the others lack, or if most
-    of them lack it too.
+    Returns two lists: the warnings about parameters that lack some states, and the warnings about
+    parameters without any state. A parameter that lacks some states is compared with the parameters
+    of its group that have the same number of axes. Only a state of the parameter's shape, or the
+    step, can count as lost. There is no warning in two cases:
+
+        the parameter has another state instead, which the compared parameters lack
+        most of the compared parameters lack the same state
     """
     groups = list(_groups(manifest))
     return _missing_of_some(groups), _missing_all(groups)
@@ -65,7 +67,7 @@ def _missing_of_some(groups: Sequence[list[_States]]) -> list[Notice]:
 
 
 def _missing_all(groups: Sequence[list[_States]]) -> list[Notice]:
-    """Warns about parameters without any state, if others of their group have one."""
+    """Warns about parameters without any state, if other parameters of their group have states."""
     names = [
         states.name
         for group in groups
@@ -86,7 +88,7 @@ def _missing_all(groups: Sequence[list[_States]]) -> list[Notice]:
 
 
 def _groups(manifest: Manifest) -> Iterator[list[_States]]:
-    """Yields, for each group, the states of its trained parameters."""
+    """Yields, for each group of the optimizer, the states of its trained parameters."""
     slots = {entry.slot for rank in manifest.each for entry in rank.entries.values()}
     key_of = {slot: slot_key(slot) for slot in slots if is_optimizers(slot)}
     # a group's step is stated also for parameters that were never updated
@@ -117,8 +119,8 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
 class _Kinds:
     """Counts parameters by the set of their state keys.
 
-    `holders` maps a key to the number of parameters that have it, and `having` lists the sets that
-    contain it.
+    `holders` maps a key to the number of parameters that have it. `having` maps a key to the sets
+    that contain it.
     """
 
     def __init__(self, counts: Counter[frozenset[str]]) -> None:
@@ -145,12 +147,12 @@ def _missing_in(group: list[_States]) -> Iterator[tuple[_States, set[str]]]:
 
 
 def _missing(keys: frozenset[str], like: _Kinds, every: _Kinds) -> set[str]:
-    """The keys that a parameter with the states `keys` has lost, by comparison with others.
+    """The keys that a parameter with the states `keys` has lost, by comparison with its group.
 
-    `like` counts the parameters of its group with as many axes; `every` counts all parameters of
-    the group. A key counts as lost if at least half of the parameters in `like` have it. If no
-    other parameter has as many axes, all others of the group must have the key. In both cases, one
-    of the parameters with the key must also have all of `keys`.
+    `every` counts all parameters of the group; `like` counts those with the same number of axes. A
+    key counts as lost if at least half of the parameters in `like` have it. If `like` has only this
+    one parameter, all other parameters of the group must have the key. In both cases, one of the
+    parameters with the key must also have all of `keys`.
     """
     alone = len(like.counts) == 1 and like.counts[keys] == 1
     # the only parameter with this number of axes: all others must have the key

@@ -1,5 +1,7 @@
 """The table of optimizer states that are not tensors of their parameter's shape: a row for each.
 
+The form of a state is one of
+
     number       one number of a parameter, other than its step
     other        any other value of a parameter
     partition    a state that each rank keeps for its part of a flat buffer, not for one parameter
@@ -8,9 +10,9 @@
     beside       a number or text beside the optimizer's `state`
     unsupported  a state in the files that no target gets: it is only compared
 
-Tensors of a parameter's shape are entries; `states.states_of` lists them too. The step is not in
-the table: see training/steps.py. docs/format-v1.md says where a universal checkpoint keeps each
-form.
+Tensors of a parameter's shape are entries of the manifest; `states.states_of` lists them too. The
+step is not in the table: see training/steps.py. docs/format-v1.md says where a universal checkpoint
+keeps each form.
 """
 
 import json
@@ -48,9 +50,10 @@ class StateRow(Struct, frozen=True):
     """A state of the optimizer: its `key`, the parameters that have it, and its value.
 
     There are several `parameters` if the state belongs to a part of a flat buffer, or was not read.
-    An estimate has a `group` instead. `value` is inert. For a partition or an estimate, it is a
-    list of all ranks' values. For an unsupported state it is a text of JSON that names `tensors`;
-    "" if the value is unknown. `reason` says why a state is unsupported.
+    An estimated hyper-parameter has a `group` instead. `value` consists of plain data and records
+    of inert.py, never of objects of imported classes. For the forms `partition` and `estimate`, it
+    is a list of all ranks' values. For the form `unsupported` it is a text of JSON that names
+    `tensors`; "" if the value is unknown. `reason` says why a state is unsupported.
     """
 
     key: Any
@@ -64,7 +67,10 @@ class StateRow(Struct, frozen=True):
 
 
 class States(Struct, frozen=True, dict=True):
-    """The optimizer states in a manifest, as rows; rows of one form and parameter are adjacent."""
+    """The optimizer states in a manifest, as rows (`StateRow`).
+
+    Rows with the same `form` and the same parameter are adjacent.
+    """
 
     rows: tuple[StateRow, ...] = ()
 
@@ -110,8 +116,8 @@ class States(Struct, frozen=True, dict=True):
     def by_rank(self, groups: int) -> list[dict[Any, Any]]:
         """For each group, a dictionary from estimated hyper-parameters to the values of all ranks.
 
-        The list is empty if no rank estimates any. Otherwise it has `groups` items, or more if an
-        estimate belongs to a later group.
+        The list is empty if no rank has estimated any hyper-parameter. Otherwise it has `groups`
+        items, or more if an estimate belongs to a later group.
         """
         rows = self.of_form("estimate")
         last = max((row.group or 0 for row in rows), default=-1)
@@ -131,14 +137,18 @@ class States(Struct, frozen=True, dict=True):
         return values
 
     def without(self, keys: Collection[str]) -> "States":
-        """Drops states with these keys; keeps estimates and values that belong to no parameter."""
+        """Drops the states with these keys, unless they belong to no parameter.
+
+        Hyper-parameters that each rank estimates for itself are not dropped either.
+        """
         stay = (*OF_NO_PARAMETER, "estimate")
         return self.where(lambda row: row.form in stay or str(row.key) not in keys)
 
     def with_numbers_of(self, owners: Mapping[str, str]) -> "States":
-        """Replaces all one-number states: each parameter in `owners` gets those of its owner.
+        """Replaces all one-number states, such as a parameter's own counter.
 
-        The one-number states of other parameters are dropped.
+        `owners` maps a parameter to the parameter whose one-number states it gets. The one-number
+        states of all other parameters are dropped.
         """
         numbers = {name: self.scalars.get(owner, {}) for name, owner in owners.items()}
         return States((*of_parameters("number", numbers), *self.without_form("number")))
@@ -178,7 +188,7 @@ NO_STATES = States()
 
 
 def of_parameters(form: Form, values: Mapping[str, Mapping[Any, Any]]) -> list[StateRow]:
-    """Makes rows of one form; `values` maps a parameter to a dictionary from keys to values."""
+    """Makes rows whose `form` is given; `values` maps a parameter to a dictionary of its states."""
     return [
         StateRow(key, form, (name,), value)
         for name, states_of_parameter in values.items()
@@ -198,7 +208,8 @@ def unsupported(
 def estimates(groups: Sequence[Mapping[Any, Any]]) -> list[StateRow]:
     """Makes a row for each hyper-parameter that every rank estimates for itself.
 
-    `groups` has a dictionary for each group: it maps a hyper-parameter to the values of all ranks.
+    `groups` has a dictionary for each group of the optimizer, which maps a hyper-parameter to the
+    values of all ranks.
     """
     return [
         StateRow(key, "estimate", value=value, group=number)

@@ -67,7 +67,7 @@ class Origin(Struct, frozen=True):
     def sequence_ranks(self, dp: int) -> int:
         """The number of ranks that share a sequence in a run of `dp` ranks.
 
-        It is `sp` if `sp` divides `dp`, else 1.
+        This is the stated sequence-parallel size `sp` if it divides `dp`, else 1.
         """
         return self.sp if self.sp and dp % self.sp == 0 else 1
 

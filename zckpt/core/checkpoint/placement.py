@@ -16,7 +16,7 @@ Row       the parameters of one rank, with their order and shapes
 Table     one axis: `merge` uses its cuts to join ranks, `split` uses its rows to make ranks
 
 A rule is the text of a placement: users write it, and files keep it. `from_text` reads the texts of
-all versions. A new kind is a record, and its place in `KINDS`.
+all versions. To add a kind, write a class of it and list the class in `KINDS`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ STAGE, TENSOR_RANK, EP_RANK = "stage", "tensor rank", "ep rank"
 class Placement(Struct, frozen=True):
     """How the ranks of one axis hold one parameter.
 
-    The properties of this class describe a replica on every rank; other kinds override them.
+    The properties of this class describe a parameter of which every rank has a replica; the classes
+    of other kinds override them.
     """
 
     word: ClassVar[str] = ""
@@ -55,33 +56,35 @@ class Placement(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The rule of this placement, as users and files write it."""
+        """The rule of this placement, such as `0:2x`, as users and files write it."""
         return self.word
 
     @classmethod
     def of_rule(cls, text: str) -> Placement | None:
-        """Parses a rule; None if it describes another kind of placement."""
+        """Parses a rule such as `0:2x`; None if it describes another kind of placement."""
         return cls() if text == cls.word else None
 
     @property
     def plain(self) -> Placement:
-        """This placement; for a padded vocabulary `Cut(0)`, which treats padding as normal rows."""
+        """This placement; for `PaddedRows` it is `Cut(0)`, which treats padding as normal rows."""
         return self
 
     @property
     def row_parts(self) -> object:
-        """The sub-parameters into which the rule cuts rows, as a value that can be compared.
+        """The sub-parameters into which the rule cuts rows, as a value for comparison by `==`.
 
-        It must be equal for a layer's weight and its bias. None if the rule does not cut rows.
+        A layer's weight and its bias must have equal values. None if the rule does not cut rows.
         """
         return None
 
     @property
     def fused(self) -> int:
-        """The number of equally wide layers that the rule takes to be fused along the rows.
+        """Into how many equal parts the rule divides the rows before it cuts them over ranks.
 
-        It is 1 for the rule `0`, and 2 for `0:2x`. It is 0 if the rule cuts no rows, states widths,
-        or is `0:1x`, by which a user states that the rows are not fused.
+        The caller checks whether the layer's rows are fused in this way (gate and up projections):
+        1 for the rule `0`, and 2 for `0:2x`. 0 means that there is nothing to check: the rule cuts
+        no rows or those of a vocabulary, or it states widths, or it is `0:1x`, by which a user
+        states that the rows are not fused.
         """
         return 0
 
@@ -89,12 +92,12 @@ class Placement(Struct, frozen=True):
     def is_by_outputs(self) -> bool:
         """Whether the rows of a weight are taken to be the outputs of its layer, as in `nn.Linear`.
 
-        False for the rule `1:1x`, which states that the rows are the inputs, and for boxes.
+        False for the rule `1:1x`, which states that the rows are the inputs, and for `Boxes`.
         """
         return True
 
     def agree(self, are_weights: bool) -> bool:
-        """Whether the bytes of elements that several ranks hold must be equal on all of them.
+        """Whether elements that several ranks hold must have equal bytes on all of these ranks.
 
         `are_weights` is False for states of the optimizer.
         """
@@ -113,8 +116,8 @@ class Placement(Struct, frozen=True):
     def sliced(self, shapes: Shapes, says: str) -> Sliced | None:
         """Joins the ranks' shapes of one parameter to the shape and slices of the complete tensor.
 
-        None for blocks whose offsets only the files state. `says` is the beginning of the error
-        message. Raises InconsistentCheckpoint for shapes that do not fit together.
+        None for `Boxes`, since only the files state their offsets. `says` is the beginning of the
+        error message. Raises InconsistentCheckpoint for shapes that do not fit together.
         """
         all_shapes = _known(shapes, says)
         if len(set(all_shapes)) > 1:
@@ -132,7 +135,7 @@ class Replicated(Placement, frozen=True):
 class Sum(Placement, frozen=True):
     """Each rank has a summand: torch's Partial.
 
-    All have the same gradient, and so the same moments.
+    The summands of all ranks have the same gradient, and so the same moments.
     """
 
     word = "sum"
@@ -145,8 +148,9 @@ class Sum(Placement, frozen=True):
 class Cut(Placement, frozen=True):
     """Each rank has a slice along `axis`: torch's Shard, if there are no sub-parameters.
 
-    `parts` are the widths of the sub-parameters in the complete tensor. If all are equally wide,
-    `equal` is their number: 0 if no rule states it, 1 if a rule states that there is only one.
+    `parts` are the widths of the sub-parameters in the complete tensor. If all sub-parameters are
+    equally wide, `equal` is their number instead: 0 if the rule does not state a number, 1 if it
+    states that there is only one.
     """
 
     axis: int
@@ -216,7 +220,7 @@ class Cut(Placement, frozen=True):
 
 
 class PaddedRows(Placement, frozen=True):
-    """Rows of a vocabulary, of which each rank has a slice; rows from `used` on are padding."""
+    """Each rank has a slice of a vocabulary's rows; the rows from `used` on are padding."""
 
     used: int
 
@@ -266,12 +270,12 @@ KINDS: Sequence[type[Placement]] = (Replicated, Sum, Cut, PaddedRows)
 
 
 def of_rule(text: str) -> Placement | None:
-    """Parses a rule; None if the text is not a rule."""
+    """Parses a rule such as `0:2x`; None if the text is not a rule."""
     return next((own for kind in KINDS if (own := kind.of_rule(text)) is not None), None)
 
 
 def from_text(text: str) -> Placement:
-    """Parses the text of a placement in a file; it means `Boxes(text)` if it is not a rule."""
+    """Parses the placement that a file states: a rule such as `0:2x`, else the text of `Boxes`."""
     return of_rule(text) or Boxes(text)
 
 
@@ -294,7 +298,7 @@ def _on_ranks(shapes: Sequence[tuple[int, ...]]) -> str:
 class Sliced(Struct, frozen=True):
     """How a parameter is cut: its full shape, its pieces, and the `placement` that they follow.
 
-    `vocabulary` is the number of rows that are not padding; None if it is no vocabulary.
+    `vocabulary` is the number of rows that are not padding; None if the parameter is no vocabulary.
     """
 
     shape: tuple[int, ...]
@@ -319,8 +323,8 @@ class Table(Struct, frozen=True):
     """How the ranks of one parallel axis share a model.
 
     A parameter that is not in `cuts` is replicated. `word` is what messages call a rank of this
-    axis. `rows` lists the parameters of each rank. Only `split` needs it: `merge` finds them in the
-    manifests of the ranks.
+    axis. `rows` lists the parameters of each rank. Only `split` needs `rows`: `merge` finds the
+    parameters in the manifests of the ranks.
     """
 
     word: str

@@ -2,8 +2,8 @@
 
 A directory is often passed on, or comes from somebody else. So hidden files (`.env`) are not
 copied, links are followed only to files inside the directory, and no pipe or device is opened.
-Caches of data (DVC, git-annex, `cp -rs`) consist of links that lead out. Inside of `following`,
-which `--follow-links` uses, these are followed too.
+Caches of data (DVC, git-annex, `cp -rs`) consist of links that lead out of the directory. Such
+links are followed only inside a `following` block, which the option `--follow-links` begins.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _follows: ContextVar[bool] = ContextVar("follows", default=False)
 
 @contextmanager
 def following(links: bool) -> Iterator[None]:
-    """Inside the block, links out of the directory are followed if `links` is true.
+    """Inside the block, links that lead out of the directory are followed if `links` is true.
 
-    The file to which such a link leads is then copied in its place.
+    The file to which such a link leads is then copied in place of the link.
     """
     token = _follows.set(links)
     try:
@@ -71,7 +71,7 @@ def leads_out(path: str, root: str) -> bool:
 
 
 def _blobs(folder: str) -> Iterator[str]:
-    """Yields candidates for the folder of blobs, for a folder in a snapshot of the Hub's cache.
+    """Yields paths at which the Hugging Face cache may keep the blobs of the snapshot at `folder`.
 
     For `models--ORG--NAME/snapshots/REVISION` it yields `models--ORG--NAME/blobs`.
     """
@@ -82,11 +82,11 @@ def _blobs(folder: str) -> Iterator[str]:
 
 
 def links_out(paths: Iterable[str], omitted: Iterable[Notice], root: str) -> list[Notice]:
-    """A list of one warning about files in `root` that lie outside of it, because they are links.
+    """A list of one warning about files in `root` that are links to places outside of it.
 
-    `paths` are the files that were read, and `omitted` notices about files that were left out.
-    Blobs of a hub's cache count as outside here. Files that the user has named are not listed. The
-    list is empty if there are no such files. Raises OSError.
+    `paths` are the files that were read, and `omitted` are notices about files that were left out.
+    Blobs of the Hugging Face cache count as outside here. Files that the user has named are not
+    listed. The list is empty if there is nothing to warn about. Raises OSError.
     """
     inside, below = real_path(root), os.path.join(os.path.abspath(root), "")
     leading = dict[str, str]()
@@ -95,7 +95,7 @@ def links_out(paths: Iterable[str], omitted: Iterable[Notice], root: str) -> lis
     def place_of(folder: str) -> tuple[str, bool, set[str]]:
         """The real path of a folder, whether it is inside of `root`, and the names of links in it.
 
-        A folder that the user named outside of `root` counts as inside.
+        A folder outside of `root` that the user named counts as inside.
         """
         if not os.path.join(os.path.abspath(folder), "").startswith(below):
             return "", True, set()
@@ -132,7 +132,7 @@ def _links_in(folder: str) -> set[str]:
 
 
 def relative(path: str, folder: str) -> str:
-    """The path relative to a folder, as by os.path.relpath; 20 times faster for paths below it."""
+    """The path relative to a folder, as by os.path.relpath; 20 times faster inside the folder."""
     above = os.path.join(folder, "")
     return path[len(above) :] if path.startswith(above) else os.path.relpath(path, folder)
 
@@ -150,8 +150,8 @@ def real_path(path: str) -> str:
 class SiblingList(Struct, eq=False):
     """Collects the files beside a checkpoint whose directory is `root`.
 
-    `files` are to be copied. `omitted` has a notice for each reason why files are left out, with
-    their names. Hidden files are left out, unless their names are in `listed`.
+    `files` are to be copied. `omitted` has a notice for each reason why files are left out, and
+    each notice names these files. Hidden files are left out, unless their names are in `listed`.
     """
 
     root: str
@@ -172,12 +172,12 @@ class SiblingList(Struct, eq=False):
         ]
 
     def refuse(self, names: Iterable[str], reason: str) -> None:
-        """Notes that the files of these names are left out, and why."""
+        """Notes that the files with these names are left out, and why."""
         for name in names:
             self._refused.setdefault(reason, []).append(name)
 
     def add(self, name: str, path: str) -> None:
-        """Adds a file to the copied ones, or its name to those that are left out; raises OSError.
+        """Adds a file to those that are copied, or its name to those left out; raises OSError.
 
         The fingerprint of a link is taken from the file to which it leads now. If the link leads
         elsewhere when it is copied, the file counts as changed.
@@ -216,10 +216,11 @@ class SiblingList(Struct, eq=False):
         is_other: Callable[[str, os.DirEntry[str]], bool] = lambda name, entry: False,
         root: str | None = None,
     ) -> None:
-        """Adds everything below a folder, by its path relative to `root`, or else to the folder.
+        """Adds everything below a folder to the files that are copied along.
 
-        `is_other` gets such a path and its directory entry. If it returns true, the file or folder
-        is no sibling: it is neither copied nor mentioned. Raises OSError.
+        Paths are relative to `root`, if it is given, else to the folder. `is_other` gets such a
+        path and its directory entry. If it returns true, the file or folder belongs to something
+        else: it is neither copied nor mentioned. Raises OSError.
         """
         closed: set[str] = set()
         above = os.path.join(root or folder, "")

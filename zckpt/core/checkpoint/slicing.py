@@ -35,10 +35,10 @@ class Piece(Struct, frozen=True):
 class Slicing(Struct, frozen=True):
     """How one tensor is cut into slices, one for each rank.
 
-    `whole` is the shape of the complete tensor, `slices[r]` that of slice r. The shapes may be
-    views of the real shapes with as many elements; all have the same number of axes. Together the
-    `pieces` contain each element of the complete tensor at least once. If several slices hold an
-    element, each of them has a piece with it.
+    `whole` is the shape of the complete tensor, `slices[r]` the shape of slice r. All shapes have
+    the same number of axes. They may differ from the real shapes if they have as many elements
+    (views). Together the `pieces` contain each element of the complete tensor at least once. If
+    several slices hold an element, each of these slices has a piece with it.
     """
 
     whole: tuple[int, ...]
@@ -52,7 +52,8 @@ class Slicing(Struct, frozen=True):
     def covers(self) -> bool:
         """Whether the pieces contain each element of the tensor, and of every slice, exactly once.
 
-        If several ranks hold an element of the tensor, only the first rank's piece is counted.
+        If several ranks hold the same element of the tensor, only the first of their pieces is
+        counted.
         """
         if not tile(self.whole, [(piece.offsets, piece.sizes) for piece in self.chosen(0)]):
             return False
@@ -69,8 +70,8 @@ class Slicing(Struct, frozen=True):
     def chosen(self, copy: int) -> list[Piece]:
         """Selects one piece for each different block of the complete tensor.
 
-        If several ranks hold a block, `copy` is the index, among them, of the rank whose piece is
-        selected; the last one if there are fewer.
+        If several ranks hold a block, `copy` is the index, among these ranks, of the rank whose
+        piece is selected; if there are fewer ranks, the last one's.
         """
         return [ranks[min(copy, len(ranks) - 1)] for ranks in self._holders().values()]
 
@@ -89,7 +90,8 @@ def cut(outer: int, inner: int, widths: Sequence[Sequence[int]]) -> Slicing:
     """Cuts tensors, viewed as (outer, width, inner), along their middle axis.
 
     `widths[j][r]` is the width of sub-parameter j in slice r. In the complete tensor the
-    sub-parameters follow each other; each slice has its parts of them in the same order.
+    sub-parameters follow each other; each slice has its parts of the sub-parameters in the same
+    order.
     """
     ranks = len(widths[0])
     totals = [sum(part[rank] for part in widths) for rank in range(ranks)]
@@ -114,12 +116,12 @@ def dealt(part: int, ranks: int) -> tuple[int, ...]:
 
 
 def even(part: int, ranks: int) -> tuple[int, ...] | None:
-    """The width of each rank's slice if all are equal; None if `ranks` does not divide `part`."""
+    """The width of each rank's slice if the ranks can have equal widths, else None."""
     return None if part % ranks else dealt(part, ranks)
 
 
 def even_parts(parts: Sequence[int], ranks: int) -> list[tuple[int, ...]] | None:
-    """For each sub-parameter, the equal widths of its slices; None if one cannot be divided."""
+    """For each sub-parameter, the equal widths of its slices; None if one cannot be cut equally."""
     return None if any(part % ranks for part in parts) else [dealt(part, ranks) for part in parts]
 
 
@@ -129,7 +131,7 @@ def joined(
     """The fragments of the complete tensor, from those of its slices; `size` is bytes per element.
 
     An item of `slices` is None if that slice is empty. If several ranks hold the same elements,
-    `copy` is the index, among these ranks, of the one whose elements are used.
+    `copy` is the index, among these ranks, of the rank whose elements are used.
     """
     by_rank = by_key((piece.rank, piece) for piece in slicing.chosen(copy))
     parts: list[Box] = []
@@ -146,7 +148,10 @@ def joined(
 
 
 def boxes_in(fragments: Fragments | None, shape: Sequence[int], size: int) -> Iterator[Box]:
-    """Converts the fragments of a slice of this shape to boxes; `size` is bytes per element."""
+    """Converts a slice's fragments to boxes: blocks with an offset and a size along every axis.
+
+    `shape` is the shape of the slice, `size` is bytes per element.
+    """
     if fragments is None:
         return
     parts = boxes_of(fragments)
@@ -160,9 +165,10 @@ def boxes_in(fragments: Fragments | None, shape: Sequence[int], size: int) -> It
 
 
 def _placed(box: Box, piece: Piece, whole: Sequence[int]) -> Box | None:
-    """The intersection of a slice's box with a piece, as a box of the complete tensor.
+    """The part of `box` that lies in `piece`, as a box of the complete tensor.
 
-    None if they do not intersect.
+    `box` is a block of one rank's slice, `whole` the shape of the complete tensor. None if the box
+    and the piece do not intersect.
     """
     low = [max(pair) for pair in zip(box.offsets, piece.inside, strict=True)]
     ends = zip(box.offsets, box.sizes, piece.inside, piece.sizes, strict=True)

@@ -1,16 +1,18 @@
 """The states that an optimizer keeps for its parameters, and those that a target lacks.
 
+The form of a state is one of
+
     slot         a tensor of the parameter's shape: an entry
     number       one number
-    none         None for all parameters that have it
+    none         the value None, for all parameters that have the state
     other        any other value of a parameter
     partition    a state that a rank keeps for its part of a flat buffer
     wrapper      tensors around the optimizer's state dict: see wrapper.py
     unsupported  a state in the files that has none of these forms
 
-Slots are entries, wrappers are in the program's state, and the table of optimizer_states.py has the
-others. A state has the same key in every form, so two manifests can be compared whatever their
-formats are. The step is not a state here: see training/steps.py.
+Slots are entries of the manifest, wrappers are in the program's state, and the table of
+optimizer_states.py has all other forms. A state has the same key in every form, so two manifests
+can be compared whatever their formats are. The step is not a state here: see training/steps.py.
 """
 
 from __future__ import annotations
@@ -98,8 +100,9 @@ class State(Struct, frozen=True):
 def states_of(manifest: Manifest) -> dict[str, State]:
     """Maps the keys of all optimizer states to `State` records.
 
-    If a state has different forms for different parameters, its record has the form that is last in
-    FORMS. If model ranks are kept separate, the states of all ranks are merged by key.
+    If a state has different forms for different parameters (such as a number for some, and a tensor
+    for others), its record has the one that is last in FORMS. If model ranks are kept separate, the
+    states of all ranks are merged by key.
     """
     if manifest.ranks:
         return _united(states_of(rank).values() for rank in manifest.ranks)
@@ -144,7 +147,7 @@ def entries_in(value: Any) -> list[Key]:
 def _united(states_of_ranks: Iterable[Iterable[State]]) -> dict[str, State]:
     """Merges the states of several ranks: each key gets the parameters and tensors of all ranks.
 
-    If a state is None on some ranks and a tensor on others, the ranks with None are ignored.
+    If a state is None on some ranks and a tensor on other ranks, the ranks with None are ignored.
     """
     united = {}
     for key, states_of_key in by_key(
@@ -178,8 +181,8 @@ def tensors_in(value: Any) -> list[str]:
 def with_updates(manifest: Manifest) -> Manifest:
     """Sets `updated` to False for parameters that were never updated.
 
-    Such a parameter is listed by the optimizer, but has no state and no step, though others have
-    steps. It is frozen, or never used.
+    The optimizer lists such a parameter, and has steps for other parameters, but no state and no
+    step for this one. The parameter is frozen, or never used.
     """
     manifest = manifest.with_each(with_updates)
     parameters = manifest.parameters
@@ -213,9 +216,10 @@ def harmless(state: State, manifest: Manifest) -> str:
 def missing_in(source: Manifest, target: Manifest) -> list[State]:
     """The states of `source` that `target` lacks, each with the parameters concerned.
 
-    A parameter of `source` may have another name in `target`, or be a part of another one there.
-    Then its state counts as missing only if no parameter of `target` has this state. If the model
-    ranks have the same parameters in both manifests, they are compared rank by rank.
+    A parameter of `source` may have another name in `target`, or be a part of another parameter. In
+    that case a state of the parameter counts as missing only if no parameter of `target` has this
+    state. If the model ranks have the same parameters in both manifests, they are compared rank by
+    rank.
     """
     ours, theirs = ([own.parameters.keys() for own in side.ranks] for side in (source, target))
     if ours and ours == theirs:
@@ -245,8 +249,8 @@ def missing_in(source: Manifest, target: Manifest) -> list[State]:
 def of_vectors(source: Manifest, target: Manifest) -> list[State]:
     """Finds states of flat buffers that a target with matrices cannot use.
 
-    An optimizer that factors matrices (Adafactor) sees only vectors in a flat buffer, and keeps
-    other states for them. Empty if `target` has flat buffers too.
+    In a flat buffer, an optimizer that factors matrices (Adafactor) sees only vectors, and keeps
+    other states for vectors than for matrices. Empty if `target` has flat buffers too.
     """
     if not _is_flat(source) or _is_flat(target):
         return []
@@ -280,9 +284,9 @@ def with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
 def of_numbers(source: Manifest, target: Manifest) -> list[State]:
     """States with dictionaries whose keys are texts now, but may have been numbers.
 
-    torch.distributed.checkpoint turns all keys into texts. A target whose keys keep their types
-    cannot get the original ones. Empty unless `source` has only texts as keys and `target` does
-    not.
+    torch.distributed.checkpoint turns all keys into texts, so a target that keeps the types of keys
+    cannot get the original keys. Empty unless all keys of `source` are texts, and those of `target`
+    need not be.
     """
     if not has_texts_alone(source) or has_texts_alone(target):
         return []
@@ -303,7 +307,7 @@ def _is_flat(manifest: Manifest) -> bool:
 
 
 def without(manifest: Manifest, keys: Collection[str]) -> Manifest:
-    """The manifest without the states of these keys; other keys are ignored."""
+    """The manifest without the states of these keys; keys that it does not have are ignored."""
     if not keys:
         return manifest
     gone = {*keys}
@@ -338,7 +342,7 @@ def require_known(keys: Collection[str], manifests: Sequence[Manifest]) -> None:
 
 
 def as_unsupported(manifest: Manifest, reason: str) -> Manifest:
-    """Turns states without a plain form into unsupported ones, which are only compared.
+    """Turns some states into unsupported ones, which are only compared.
 
     These are all states that are neither numbers nor tensors of a parameter's shape. `reason` says
     why no target gets them. Their tensors are removed from the entries.

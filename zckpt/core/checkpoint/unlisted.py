@@ -1,8 +1,8 @@
 """Finds weights that no optimizer lists.
 
-Most of them are frozen: the base of an adapter, layers that a fine-tune keeps. But if a program
-saved only one rank's share of an optimizer's states, the weights of the other ranks are not listed
-either, and their states are lost. One file rarely shows which of the two it is.
+Most such weights are frozen: the base of an adapter, layers that a fine-tune keeps. But if a
+program saved only one rank's share of an optimizer's states, the weights of the other ranks are not
+listed either, and their states are lost. One file rarely shows which of these two cases it is.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def unlisted(manifest: Manifest) -> list[Notice]:
 def _may_be_share(manifest: Manifest) -> bool:
     """Whether a file may hold only one rank's share of the optimizer without stating so.
 
-    It may if three things are true: it is one file of torch.save for the complete model, it states
-    no more than one rank, and its optimizer identifies parameters by number.
+    This is possible if three things are true: the file is one file of torch.save for the complete
+    model, it states no more than one rank, and its optimizer identifies parameters by number.
     """
     engine = manifest.run.engine
     is_whole = isinstance(engine, StateDictEngine) and engine.whole

@@ -9,8 +9,8 @@ the optimizer updates.
     master                    master             param
 
 An entry of the wanted type is copied. A master of fp32 or fp64 is rounded to the type of a `param`;
-a `param` of fewer bits is widened to a master. No other module chooses. A format states which slots
-and types its files have; it does not state where the values come from.
+a `param` of fewer bits is widened to a master. Only this module makes this choice. A format states
+which slots and types its files have; it does not state where the values come from.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def is_optimizers(slot: str) -> bool:
 def is_rounded(wide: str, narrow: str) -> bool:
     """Whether numbers of type `narrow` may be rounded from masters of type `wide`.
 
-    8-bit floats may not: they are scaled by numbers that are stored elsewhere.
+    False for 8-bit floats: they are scaled by numbers that are stored elsewhere.
     """
     return wide in WIDE and narrow in FLOATS & NUMBERS and wide != narrow
 
@@ -55,9 +55,9 @@ def is_widened(narrow: str, wide: str | None) -> bool:
 
 
 class Weight(Struct, frozen=True):
-    """The `param` and the `master` of one weight; its methods choose between them.
+    """The `param` and the `master` of one weight; the methods choose between these two entries.
 
-    They raise MissingData if there is neither.
+    The methods raise MissingData if the weight has neither.
     """
 
     name: str
@@ -92,7 +92,7 @@ def weight_of(entries: Mapping[Key, Entry], name: str) -> Weight:
 
 
 def states_by_weight(entries: Iterable[Entry]) -> dict[str, set[str]]:
-    """Maps every weight with optimizer states to the slots of these."""
+    """Maps every weight with optimizer states to the slots of these states, such as `exp_avg`."""
     slots = by_key((e.parameter, e.slot) for e in entries if is_optimizers(e.slot))
     return {name: {*own} for name, own in slots.items()}
 
@@ -110,14 +110,19 @@ def agreement(master: Entry, weight: Entry) -> str | None:
 
 
 def counterpart(entry: Entry, other_weight: Weight, weight: Weight) -> tuple[Entry, str] | None:
-    """The tensor of another checkpoint that must equal `entry`, and how to compare them.
+    """The tensor of another checkpoint that must equal `entry`, and how to compare the two.
 
     It is called if the other checkpoint has no entry of the same slot and type. `weight` is the
-    weight that `entry` belongs to, and `other_weight` the same one in the other checkpoint. The
-    comparison is `bits` or `rounded`, as in `agreement`. A `param` may equal the other's master or
-    `param`, or be rounded from them. The other's `param` may be rounded from a master, or from a
-    `param` without a master. An fp32 master may be rounded from a `param` of fp64. None if no such
-    tensor exists.
+    weight to which `entry` belongs, and `other_weight` is the same weight in the other checkpoint.
+    The comparison is `bits` or `rounded`, as in `agreement`. The candidates, by the kind of
+    `entry`:
+
+        a `param`                     the other `master` or `param`: equal, or rounded to `entry`
+        a `master`                    the other `param`: equal, or of fp64 and rounded to `entry`
+        a `master`, a `param`         the other 16-bit `param`: `entry` is rounded to it
+        without `master`
+
+    None if no candidate fits.
     """
     for other in (other_weight.master, other_weight.param):
         how = None if other is None else agreement(other, entry)

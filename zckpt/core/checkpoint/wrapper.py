@@ -1,8 +1,8 @@
 """Finds tensors that are stored around the state dict of the optimizer.
 
-A wrapper (such as Lookahead with its slow weights, or a 16-bit wrapper with masters) or the program
-itself has put them there. torch programs keep them as their own state; other engines do not read
-them.
+They were stored by the program itself, or by a wrapper around the optimizer: Lookahead with its
+slow weights, or a 16-bit wrapper with masters. A conversion to another torch program keeps these
+tensors as a part of the program's state; other engines do not read them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .manifest import Manifest
 def wrapped(manifest: Manifest) -> dict[str, Any]:
     """The values that lie around the optimizer's state dict and contain tensors.
 
-    The key of a value is its name with the prefix `around.`, such as `around.slow`: no state of a
-    parameter has such a key. Random states are left out: they belong to the program.
+    The prefix `around.` is put before the name of each value, as in `around.slow`, because no state
+    of a parameter has such a key. Random states are left out: they belong to the program.
     """
     values = _find(manifest)[1]
     return {
@@ -59,8 +59,8 @@ def _is_random(key: Any) -> bool:
 def _find(manifest: Manifest) -> tuple[tuple[Any, ...], dict[Any, Any]]:
     """Finds the dictionary around the optimizer's state dict: its path, and the other values in it.
 
-    Both are empty unless a key of the path names an optimizer and the dictionary does not contain
-    the model. Otherwise the dictionary belongs to the program.
+    Both are empty if the dictionary belongs to the program: that is, if no key of the path names an
+    optimizer, or if the dictionary contains the model too.
     """
     engine = manifest.run.engine
     if not isinstance(engine, StateDictEngine) or not engine.optimizer:
@@ -80,7 +80,7 @@ def _find(manifest: Manifest) -> tuple[tuple[Any, ...], dict[Any, Any]]:
 
 
 def _with(value: Any, path: tuple[Any, ...], rest: Any) -> Any:
-    """Copies nested dictionaries and lists, with the value at a path replaced by `rest`."""
+    """Copies nested dictionaries and lists; the value at `path` becomes `rest`."""
     if not path:
         return rest
     inner = _with(value[path[0]], path[1:], rest)

@@ -1,8 +1,8 @@
 """Compares the tensors that two checkpoints share: which elements differ, and by how much.
 
 Both checkpoints are read in the order of the first one, one buffer at a time, and compared as
-bytes. Only elements that differ are compared as numbers (`difference`). The pass also computes the
-CRC-32 of every tensor, and of every record that it reads.
+bytes. Only elements that differ are compared as numbers (`difference`). While reading, the CRC-32
+of every tensor is computed, and of every record (byte range with a stated CRC-32).
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Result(Struct, frozen=True):
 class ComparisonOutcome(Struct, eq=False):
     """The results of a comparison.
 
-    `results` are in the order of the compared pairs. `damage` lists the damaged records. `beside`
-    lists padding that is not zero. `records` counts the records of both checkpoints. `bytes` is the
-    number of bytes that were read.
+    `results` are in the order of the compared pairs. `damage` lists the damaged records (such as
+    zip members). `beside` lists padding that is not zero. `records` counts the records of both
+    checkpoints. `bytes` is the number of bytes that were read.
     """
 
     results: list[Result] = field(default_factory=list)
@@ -66,9 +66,9 @@ class ComparisonOutcome(Struct, eq=False):
 
 
 class _MatchPart(Struct, frozen=True):
-    """Elements [start, stop) of pair number `number`, to be read and compared in one piece.
+    """Elements [start, stop) of the pair of tensors `number`, to be read and compared in one piece.
 
-    In the buffers they begin at element `first`.
+    In the buffers of both sides, these elements begin at element `first`.
     """
 
     number: int
@@ -90,7 +90,7 @@ class _Side(Struct, frozen=True):
 
 
 class _Comparison(Struct, eq=False, dict=True):
-    """One comparison in progress, which its threads share."""
+    """One comparison in progress, which the threads of this process share."""
 
     matches: Sequence[Match]
     manifests: tuple[Manifest, Manifest]
@@ -133,7 +133,10 @@ class _Comparison(Struct, eq=False, dict=True):
         ]
 
     def findings(self) -> Any:
-        """The CRC-32s of tensors and of records, in the same order in all processes."""
+        """The CRC-32s of tensors and of records (zip members etc.), in the same order everywhere.
+
+        All processes use this order, so they can exchange the CRC-32s.
+        """
         return {
             "tensors": [cover.parts() for cover in self.covers.values()],
             "records": [[*checker.parts()] for checker in self.checkers],
@@ -207,7 +210,7 @@ class _Comparison(Struct, eq=False, dict=True):
     def _read(
         self, parts: Sequence[_MatchPart], side: str, reader: ElementReader, buffer: memoryview
     ) -> _Side:
-        """Reads the elements of all parts from one side, row-major."""
+        """Reads the elements of all parts from one side (checkpoint `a` or `b`), row-major."""
         requests = []
         for part in parts:
             entry: Entry = getattr(part.match, side)
@@ -219,11 +222,11 @@ class _Comparison(Struct, eq=False, dict=True):
         return _Side(view, requests)
 
     def _hash(self, side: _Side, crcs_of_equal: Mapping[int, int]) -> dict[int, int]:
-        """Adds the CRC-32s of the parts that one side has read to those of their tensors.
+        """Adds the CRC-32s of the parts read from one side to the CRC-32s of their tensors.
 
-        Returns the parts' CRC-32s, by the element of the buffer at which each part begins.
-        `crcs_of_equal` are the CRC-32s of the other side if the bytes of both sides are equal: then
-        they are not computed again.
+        Returns the CRC-32 of each part, by the element of the buffer at which the part begins. If
+        the bytes of both sides are equal, `crcs_of_equal` is what this method returned for the
+        other side, and these CRC-32s are not computed again.
         """
         crcs: dict[int, int] = {}
         for item in side.requests:
@@ -267,7 +270,7 @@ class _Comparison(Struct, eq=False, dict=True):
         return match.how == "values" or self.measure == "all"
 
     def finish(self, everything: bool) -> ComparisonOutcome:
-        """Checks the remaining records, and assembles the outcome."""
+        """Checks records (zip members etc.) that were only partly read; returns the outcome."""
         outcome = ComparisonOutcome(bytes=self.bytes)
 
         def beside(record: Record, extent: Extent, data: memoryview) -> None:
@@ -287,7 +290,7 @@ class _Comparison(Struct, eq=False, dict=True):
 
 
 class Buffers:
-    """One thread's buffers: one for each side, and one for rounded elements.
+    """One thread's buffers: one for each checkpoint, and one for rounded elements.
 
     With `are_few`, elements are rounded without numpy, whose import costs time and 14 MiB of
     memory.
@@ -300,9 +303,10 @@ class Buffers:
     def alike(
         self, match: Match, a: memoryview, b: memoryview
     ) -> tuple[memoryview, str, memoryview, str]:
-        """The elements of both sides, each with its dtype, ready to be compared.
+        """The elements of both checkpoints, each with its dtype, ready to be compared.
 
-        If the pair is compared `rounded`, the side with the wider dtype is rounded to the other's.
+        If the pair is compared `rounded`, the elements of the wider dtype are rounded to the other
+        dtype.
         """
         assert match.b is not None
         a_dtype, b_dtype = match.a.dtype, match.b.dtype
@@ -335,15 +339,16 @@ def compare(
 ) -> ComparisonOutcome:
     """Reads and compares all pairs of tensors; `b` may be the same manifest as `a`.
 
-    With `everything`, records that hold no tensor are read too. `measure` says which elements are
-    compared as numbers:
+    With `everything`, records (such as zip members) that hold no tensor are read too. `measure`
+    says which elements are compared as numbers:
 
-        first       those in the first part of each tensor that differs
-        differing   those in all parts that differ
+        first       the elements in the first part of each tensor that differs
+        differing   the elements in all parts that differ
         all         all elements, which exact cosines need
 
-    `begin` is called with the number of bytes to read; it returns the progress function. Damage is
-    listed in the outcome, not raised. The processes of `copying.pool` share the reading.
+    `begin` is called with the number of bytes to read, and returns the function to call with the
+    number of bytes that were read. Damage is listed in the outcome, not raised. The processes of
+    `copying.pool` share the reading.
     """
     # up to five buffers a thread
     chunk = chunk_size(max(a.dp, b.dp), copying.jobs, copying.memory * 2 // 5)
@@ -362,7 +367,7 @@ def compare(
 
 
 def _bytes_of(parts: Sequence[_MatchPart]) -> int:
-    """The number of bytes to read for these parts, on both sides together."""
+    """The number of bytes to read for these parts, from both checkpoints together."""
     match = parts[0].match
     sides = [SIZES[entry.dtype] for entry in (match.a, match.b) if entry]
     return sum(part.stop - part.start for part in parts) * sum(sides)

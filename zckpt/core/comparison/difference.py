@@ -66,7 +66,10 @@ class Difference(Struct, eq=False):
 
     @property
     def cosine(self) -> float | None:
-        """The cosine of the angle between both vectors; None if one is zero or not finite."""
+        """The cosine of the angle between both tensors (as vectors); None if it is undefined.
+
+        It is undefined if a tensor is all zero, or if a sum is not finite.
+        """
         length = math.sqrt(self.aa) * math.sqrt(self.bb)
         if not 0 < length < math.inf:
             return None
@@ -78,7 +81,7 @@ _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def same(a: memoryview, b: memoryview) -> bool:
-    """Whether all bytes are equal. `==` of memoryviews is twelve times slower."""
+    """Whether all bytes are equal; twelve times faster than `==` of memoryviews."""
     if a.nbytes != b.nbytes or not a.nbytes:  # the length of a view counts its elements
         return a.nbytes == b.nbytes
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (a, b)]
@@ -157,9 +160,9 @@ def _measure(
 
 
 def _extremes(a: Any, b: Any) -> Iterator[tuple[int, int]]:
-    """The two pairs with the smallest and the largest difference a - b, as Python integers.
+    """The two pairs of elements with the smallest and the largest a - b, as Python integers.
 
-    The differences of 64-bit integers may not fit into 64 bits.
+    The difference of two 64-bit integers may not fit into 64 bits.
     """
     distance = a.astype("f8") - b.astype("f8")
     for place in {int(distance.argmin()), int(distance.argmax())}:

@@ -9,9 +9,9 @@ tensors prove nothing:
     weights       experts that were initialized from one layer, layers of a model that was deepened
 
 Some checkpoints have a file for each state of a parameter (DeepSpeed's universal directories). Two
-parameters with equal gradients have equal moments of every kind. So a warning is given if one state
-of two parameters is equal and another is not. A weight and a moment, or two kinds of moments, are
-never equal, unless they are zero.
+parameters with equal gradients have equal moments of every kind. So a warning is given if two
+parameters are equal in one state, but not in another. A weight and a moment, or two kinds of
+moments, are never equal, unless they are zero.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ SAMPLE = 1 << 12
 def check_duplicates(manifest: Manifest) -> list[Notice]:
     """Warns about files with equal bytes that should differ, because one was copied over the other.
 
-    A pair of equal files is reported if each holds weights of several parameters, or one state of
-    one parameter. If files of several parameters also hold optimizer states, InconsistentCheckpoint
-    is raised. Only files that state checksums are compared.
+    Two equal files are reported if each of them holds weights of several parameters, or a single
+    state of a single parameter. If they hold several parameters and optimizer states,
+    InconsistentCheckpoint is raised. Only files that state checksums are compared.
     """
     pairs = _pairs(manifest)
     values = _values(manifest, {file for pair in pairs for file in pair}) if pairs else {}
@@ -76,7 +76,7 @@ def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) ->
     They should differ if they are values of two kinds (a weight and a moment), or if they are the
     same state of two parameters whose other states differ. There is no warning for constant
     weights, such as those of norms, for rounded weights, and for moments that are zero. `pairs` are
-    files whose records are all equal, including the padding after a tensor of one element.
+    files that are equal in all zip members, including the padding after a tensor of one element.
     """
     tensors = by_key(
         (file, entry)
@@ -122,7 +122,7 @@ def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) ->
 
 
 def _pairs(manifest: Manifest) -> list[tuple[str, str]]:
-    """Pairs of files that have the same records: equal offsets, lengths and CRC-32s."""
+    """Pairs of files whose records (zip members etc.) have equal offsets, lengths and CRC-32s."""
     records = by_key(
         (record.extent.file, (record.extent.offset, record.extent.length, record.crc))
         for record in manifest.files.records
@@ -139,7 +139,8 @@ def _pairs(manifest: Manifest) -> list[tuple[str, str]]:
 def _values(manifest: Manifest, files: Collection[str]) -> dict[str, set[tuple[str, str]]]:
     """Maps each file to the weights and optimizer states in it, as pairs of a parameter and a kind.
 
-    The kind is `weight` or `state`. Constants are left out, because equal constants prove nothing.
+    The kind is `weight` or `state`. Constant tensors are left out, because equal constants prove
+    nothing.
     """
     values: dict[str, set[tuple[str, str]]] = {}
     for entry in chain.from_iterable(own.entries.values() for own in manifest.each):

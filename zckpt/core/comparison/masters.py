@@ -57,8 +57,9 @@ def with_masters(entries: Mapping[Key, Entry]) -> Iterator[Match]:
 def check(manifest: Manifest, elements: str, hint: str, accepted: bool) -> list[Notice]:
     """Compares masters with weights; warns about differing ones if the user has `accepted` them.
 
-    `elements` is BEGINNINGS or ALL. If differences are not accepted, raises InconsistentCheckpoint
-    with the `hint`, or CorruptCheckpoint if a damaged file is the cause.
+    `elements` is BEGINNINGS (the first elements of each fragment) or ALL. If differences are not
+    accepted, raises InconsistentCheckpoint with the `hint`, or CorruptCheckpoint if a damaged file
+    is the cause.
     """
     return _told(manifest, unlike(manifest, elements), hint, accepted)
 
@@ -66,10 +67,10 @@ def check(manifest: Manifest, elements: str, hint: str, accepted: bool) -> list[
 def _told(
     manifest: Manifest, wrong: Sequence[tuple[Manifest, Result]], hint: str, accepted: bool
 ) -> list[Notice]:
-    """A warning about masters that do not round to their weights; empty if `wrong` is.
+    """A warning about masters that do not round to their weights; no warning if `wrong` is empty.
 
-    If they are not accepted, raises InconsistentCheckpoint instead, or CorruptCheckpoint if their
-    record is damaged.
+    If the user has not `accepted` the differences, raises InconsistentCheckpoint instead, or
+    CorruptCheckpoint if the bytes of a master are damaged.
     """
     if not wrong:
         return []
@@ -91,8 +92,8 @@ def _told(
 def unlike(manifest: Manifest, elements: str) -> list[tuple[Manifest, Result]]:
     """The masters that do not round to their weights, each with the first element that differs.
 
-    Each result comes with the manifest that holds the master: that of a model rank, if the ranks
-    are not joined.
+    Each result comes with the manifest that holds the master: the manifest of a model rank, if
+    ranks are kept separate.
     """
     compared = [*_compared(manifest, elements)]
     results = results_of(manifest, [each.match for each in compared])
@@ -104,10 +105,10 @@ def unlike(manifest: Manifest, elements: str) -> list[tuple[Manifest, Result]]:
 
 
 class _Compared(Struct, frozen=True):
-    """A master of the manifest `rank`, and the weights of which it must round to at least one.
+    """A master, and the weights that it is compared with: it must round to at least one of them.
 
-    `match` has the first weight, `other_matches` the rest. `whole` is True if all elements are
-    compared.
+    `rank` is the manifest that holds the master. `match` pairs the master with the first weight,
+    `other_matches` with the further ones. `whole` is True if all elements are compared.
     """
 
     rank: Manifest
@@ -132,9 +133,9 @@ def _compared(manifest: Manifest, elements: str) -> Iterator[_Compared]:
 
 
 class Rounding:
-    """The masters whose elements are all compared while a conversion copies: a `FullCheck`.
+    """Compares all elements of masters with weights while a conversion copies: a `FullCheck`.
 
-    `matches` pairs them with weights.
+    `matches` pairs each master with a weight.
     """
 
     name, about = "masters", "comparing masters with their weights"
@@ -148,11 +149,11 @@ class Rounding:
         self.matches: Sequence[Match] = [each.match for each in self._wholes]
 
     def compared(self) -> list[Notice]:
-        """Compares all masters in this process; returns warnings, or raises as `check`."""
+        """Compares all masters in this process; returns warnings, or raises as `check` does."""
         return check(self._manifest, ALL, *self._about)
 
     def begin(self) -> None:
-        """Compares the beginnings of masters before a byte is written; raises as `check`."""
+        """Compares the first elements before a byte is written; raises errors as `check` does."""
         hint, accepted = self._about
         if not accepted:
             check(self._manifest, BEGINNINGS, hint, accepted)
@@ -164,7 +165,7 @@ class Rounding:
             _told(self._manifest, self._wrong(differing), hint, accepted)
 
     def conclude(self, differing: Mapping[int, Differing]) -> list[Notice]:
-        """Reports all masters that differ, after the comparison: warns, or raises as `check`."""
+        """Returns warnings about all masters that differ, or raises errors as `check` does."""
         return _told(self._manifest, self._wrong(differing, copies=True), *self._about)
 
     def _wrong(
@@ -189,11 +190,11 @@ class Rounding:
 
 
 def _masters(manifest: Manifest) -> Iterator[tuple[Entry, list[Entry]]]:
-    """Pairs every master with the weights of which it must round to at least one.
+    """Pairs every master with its weights: the master must round to at least one of them.
 
-    A replica of a master (another tensor rank's, a tied layer's) may round to any copy of the
-    weight, since each rank rounds its own. If there are fewer weights than masters, some ranks have
-    saved no weight; replicas of masters are then not checked.
+    A master may have replicas, such as those of other tensor ranks or of a tied layer. Each rank
+    rounds its own replica, so a replica may round to any copy of the weight. If there are fewer
+    weights than masters, some ranks have saved no weight; then replicas of masters are not checked.
     """
     tensors = (*manifest.entries.values(), *manifest.replicas)
     weights = _of_slot("param", (*tensors, *manifest.files.sibling_weights))
@@ -205,7 +206,7 @@ def _masters(manifest: Manifest) -> Iterator[tuple[Entry, list[Entry]]]:
 
 
 def _of_slot(slot: str, tensors: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """Groups the tensors of one slot by parameter."""
+    """Groups the tensors of one slot, such as `master`, by parameter."""
     return by_key((entry.parameter, entry) for entry in tensors if entry.slot == slot)
 
 
@@ -225,7 +226,7 @@ def begins_as(weight: Entry, master: Entry, count: int) -> bool:
 
 
 def results_of(manifest: Manifest, matches: Sequence[Match]) -> list[Result]:
-    """Compares matches; returns the results in the same order. Checksums are not checked."""
+    """Compares pairs of tensors; returns the results in the same order. Checksums are ignored."""
     if not matches:
         return []
     bare = manifest.replace(records=())
@@ -236,14 +237,14 @@ def results_of(manifest: Manifest, matches: Sequence[Match]) -> list[Result]:
 
 
 def beginning(match: Match) -> Match:
-    """The match of the first elements only: those of each fragment of both entries."""
+    """Reduces a match to the first elements of each fragment, of both tensors of the match."""
     assert match.b is not None
     ranges = sorted({*_heads(match.a.fragments), *_heads(match.b.fragments)})
     return Match(_part(match.a, ranges), _part(match.b, ranges), match.how, match.copy)
 
 
 def _heads(fragments: Fragments) -> Iterator[tuple[int, int]]:
-    """Yields the first FEW elements of each fragment, or of each box, as ranges [start, stop)."""
+    """Yields the first FEW elements of each fragment (or box), as element ranges [start, stop)."""
     parts = boxes_of(fragments)
     if not parts:
         for fragment in fragments:
@@ -274,7 +275,7 @@ def _part(entry: Entry, ranges: Iterable[tuple[int, int]]) -> Entry:
 
 
 def first_difference(result: Result) -> list[Extent]:
-    """The extents of the fragments that hold the first differing element: one for each entry."""
+    """The byte range of the fragment that holds the first differing element, for each tensor."""
     first = (result.difference and result.difference.first) or 0
     entries = (entry for entry in (result.match.a, result.match.b) if entry is not None)
     parts = (entry.fragments.overlapping(first, first + 1) for entry in entries)
@@ -288,7 +289,10 @@ def _files(root: str, extents: Iterable[Extent]) -> str:
 
 
 def refuse_damage(manifest: Manifest, places: Sequence[Extent]) -> None:
-    """Raises CorruptCheckpoint if one of the extents begins in a record with a wrong CRC-32."""
+    """Raises CorruptCheckpoint if one of these byte ranges begins in a damaged record.
+
+    A record is a byte range with a stated CRC-32, such as a zip member.
+    """
     around = [
         record
         for record in manifest.files.records

@@ -1,12 +1,12 @@
 """Compares the replicas that ranks hold of one tensor, and checks that slices are not replicas.
 
-Before a conversion writes anything, it compares the first elements of replicas, and leaves the rest
-to the processes that copy (`Replicas`). What may be done if replicas differ depends on the
-axis whose ranks hold them (`AXES`). Some drift by nature. For others the user has to choose one
-replica, or their mean; a format's hints say how.
+Before a conversion writes anything, it compares the first elements of replicas; the processes that
+copy compare all other elements (`Replicas`). What may be done if replicas differ depends on the
+axis whose ranks hold them (`AXES`). On some axes the engine lets replicas drift. On the others, the
+user has to choose one replica, or the mean of all; a format's hints say how.
 
 Slices of a parameter that is cut over ranks never have equal moments. If they do, the rule that
-cuts it is wrong.
+cuts the parameter is wrong.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ OWN = "own"
 class Ranks(Struct, frozen=True):
     """How messages name the ranks of an axis, and the rank whose replica is used (`taken`).
 
-    `drift` is True if the engine lets replicas differ along this axis: then the replica of `taken`
-    is used, and a warning reports the difference.
+    `drift` is True if the engine lets replicas differ along this axis. If replicas do differ, the
+    replica of `taken` is used, and a warning reports the difference.
     """
 
     words: str
@@ -79,9 +79,10 @@ Judge = Callable[[Sequence[Result]], list[Notice]]
 
 
 class Replicas:
-    """The replicas that a conversion compares with the tensors that are used: a `FullCheck`.
+    """Compares replicas with the tensors that are used, while a conversion copies (a `FullCheck`).
 
-    `judge` gets the results of those that differ, in the order of `matches`.
+    `judge` gets the results of the replicas that differ, in the order of `matches`. It returns
+    warnings, or raises InconsistentCheckpoint.
     """
 
     name, about = "copies", "comparing the replicas of ranks"
@@ -92,27 +93,28 @@ class Replicas:
         self._manifest, self._judge = manifest, judge
 
     def compared(self) -> list[Notice]:
-        """Compares all elements in this process; returns warnings, or raises."""
+        """Compares all elements in this process; returns warnings, or raises errors of `judge`."""
         results = compare(self.matches, self._manifest, self._manifest).results
         return self._judge([result for result in results if result.differs])
 
     def begin(self) -> None:
-        """Compares the first elements of all fragments; raises if a difference may not be."""
+        """Compares the first elements of all fragments; raises if a replica may not differ."""
         results = masters.results_of(self._manifest, [*map(masters.beginning, self.matches)])
         self._refuse({n: result for n, result in enumerate(results) if result.differs})
 
     def refuse(self, differing: Mapping[int, Differing]) -> None:
-        """Raises if a difference may not be."""
+        """Raises the errors of `judge` if a replica may not differ."""
         self._refuse(self._results(differing))
 
     def conclude(self, differing: Mapping[int, Differing]) -> list[Notice]:
-        """Returns the warnings of all differences, or raises."""
+        """Returns the warnings about all replicas that differ, or raises the errors of `judge`."""
         return self._judge([*self._results(differing).values()])
 
     def _refuse(self, results: Mapping[int, Result]) -> None:
-        """Raises if a difference may not be.
+        """Raises the errors of `judge` if a replica may not differ.
 
-        Other elements may differ too: those of the parameter that the error names are measured.
+        Before that, all elements of the parameter that the error names are compared, because
+        `results` may cover only a part of them.
         """
         try:
             self._judge([*results.values()])
@@ -138,11 +140,11 @@ class Replicas:
 
 
 def replicas_of(manifest: Manifest, chosen: str | None, hints: Hints) -> Replicas:
-    """The comparison of every replica with the tensor that is used.
+    """Prepares the comparison of every replica with the tensor that is used instead of it.
 
-    `chosen` says which value is used if replicas differ: RANK0, MEAN or OWN. With OWN, replicas
-    that drift by nature, which may be large, are not compared. InconsistentCheckpoint is raised if
-    replicas that should be equal differ and nothing is chosen.
+    `chosen` says which value is used if replicas differ: RANK0, MEAN or OWN. With OWN, replicas on
+    axes whose ranks may drift are not compared; they may be large. If replicas that should be equal
+    differ, and `chosen` is None, the comparison raises InconsistentCheckpoint.
     """
     axes = {axis: ranks for axis, ranks in AXES.items() if chosen != OWN or not ranks.drift}
     matches = [match for match in copies_of(manifest) if _axis(match.a) in axes]
@@ -193,7 +195,7 @@ def _judged(
 
 
 def not_compared(manifest: Manifest) -> list[Notice]:
-    """The warning about replicas that were not compared, because no tensor was to be read."""
+    """The warning about replicas that were not compared, because the command reads no tensor."""
     if not manifest.notices.uncompared:
         return []
     tensors = counted(manifest.notices.uncompared, "tensor")
@@ -205,16 +207,17 @@ def not_compared(manifest: Manifest) -> list[Notice]:
 
 
 def check_joined(manifest: Manifest) -> None:
-    """Checks that the ranks of a joined model hold slices, and no parts of a sum.
+    """Checks that the ranks of a joined model hold slices, not summands.
 
-    Raises as `check_slices`, and UnsupportedCheckpoint if a parameter is a sum of the ranks' parts.
+    Raises as `check_slices`, and UnsupportedCheckpoint if a parameter is the sum of the ranks'
+    tensors.
     """
     _refuse_sums(manifest)
     check_slices(manifest)
 
 
 def copies_of(manifest: Manifest) -> Iterator[Match]:
-    """Pairs every replica with the entry of the same name, which is used instead.
+    """Pairs every replica with the entry of the same name, which a conversion uses instead of it.
 
     Tensors of the program's state are left out.
     """
@@ -224,11 +227,11 @@ def copies_of(manifest: Manifest) -> Iterator[Match]:
 
 
 def compare_apart(manifest: Manifest) -> list[Notice]:
-    """Warns if masters differ along an axis whose replicas the engine lets drift.
+    """Warns if replicas of a master differ on an axis where the engine lets replicas drift.
 
     Only the first elements of each fragment are compared. The ranks of `manifest` are kept
     separate. A pipeline stage that uses a tied layer through a function saves no weight with which
-    its master could be compared.
+    the stage's master could be compared.
     """
     matches = [
         match
@@ -289,7 +292,7 @@ def _line(result: Result) -> str:
 
 
 def check_slices(manifest: Manifest) -> None:
-    """Raises InconsistentCheckpoint if a rule cuts a parameter whose slices are equal on all ranks.
+    """Raises InconsistentCheckpoint if a parameter is cut by a rule, but its slices are all equal.
 
     The slices of second moments are compared. Moments that are all zero prove nothing, since the
     weight was never trained.

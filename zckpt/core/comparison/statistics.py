@@ -1,10 +1,10 @@
 """Statistics of a tensor in one pass over its bytes, block by block.
 
-A block stays in the processor's cache. It is widened to float64, summed, and squared. Where the
-mean makes up most of the squares (weights far from zero), distances from the mean are squared
+A block stays in the processor's cache. It is widened to float64, summed, and squared. If the mean
+accounts for most of the sum of squares (weights far from zero), distances from the mean are squared
 instead. Blocks are merged by the formula of Chan, Golub and LeVeque. So the result is exact to the
-last digits where sums of squares would cancel, and where sums in the tensor's type would overflow
-(float16). Integers beyond 2**53 lose digits, except in min and max.
+last digits where plain sums of squares would cancel, and where sums in the tensor's type would
+overflow (float16). Integers beyond 2**53 lose digits, except in min and max.
 
 All statistics are over the finite numbers; NaN and infinities are only counted.
 """
@@ -224,7 +224,8 @@ def _measure(values: Any, dtype: str, wide: Any, histogram: bool) -> Statistics:
 def sum_of_squares(values: Any) -> float:
     """The sum of the squares of a block.
 
-    It sums in the block's type within a row of ROW elements, and in float64 over the rows.
+    The squares are summed in the block's type within a row of ROW elements, and in float64 over
+    rows.
     """
     import numpy as np
 

@@ -29,7 +29,7 @@ T = TypeVar("T", bound="Entry | Match")
 
 
 def line_of(notice: Notice, **more: Any) -> Report:
-    """Converts a notice to a JSON object for a report; the keywords `more` become further keys."""
+    """Converts a notice to a JSON object for a report, with the keywords `more` as further keys."""
     return {**to_builtins(notice), **more}
 
 
@@ -122,10 +122,10 @@ FORMS = {
 
 
 def advice(manifest: Manifest, bare: int) -> Report:
-    """The key `advice` of a report: names records without checksums, and says what to do.
+    """The key `advice` of a report: says that records lack checksums, and what to do.
 
-    `bare` is the number of records without checksums that were read. If it is 0, an empty
-    dictionary.
+    A record is a byte range such as a zip member. `bare` is the number of records without checksums
+    that were read. If it is 0, an empty dictionary is returned.
     """
     if not bare:
         return {}
@@ -144,10 +144,10 @@ def advice(manifest: Manifest, bare: int) -> Report:
 
 
 def unopened(manifest: Manifest) -> Report:
-    """The key `unopened` of a report: the number of records whose files were not opened.
+    """The key `unopened` of a report: the number of unopened items of torch.distributed.checkpoint.
 
-    Such items of torch.distributed.checkpoint look like other items that were opened. If all were
-    opened, an empty dictionary.
+    The reader leaves an item unopened if it opened similar items, from which it computed where the
+    item's data lie. If all items were opened, an empty dictionary is returned.
     """
     count = sum(record.is_unopened for record in manifest.files.records)
     return {"unopened": count} if count else {}
@@ -156,7 +156,7 @@ def unopened(manifest: Manifest) -> Report:
 def matching(tensors: Iterable[T], pattern: str) -> list[T]:
     """The entries whose name (`parameter/slot`) matches a glob such as '*/exp_avg'.
 
-    Raises WrongOption if there is none.
+    Raises WrongOption if no name matches.
     """
     tensors = list(tensors)
     selected = [tensor for tensor in tensors if fnmatchcase(tensor.name, pattern)]
@@ -174,7 +174,7 @@ MOST_COMPARED = 5000
 
 
 def _near(pattern: str, names: Sequence[str]) -> str:
-    """A hint for a glob that matches no name: similar names, or how names are formed."""
+    """A hint for a glob that matches no name: similar names, or how names are written."""
     owners = list(dict.fromkeys(name.rpartition("/")[0] for name in names))
     if any(fnmatchcase(owner, pattern) for owner in owners):
         return f"Did you mean {pattern + '/*'!r}? Names are parameter/slot"
@@ -218,7 +218,7 @@ def _tensor(entry: Entry, fragments: bool) -> Report:
 
 
 def state(manifest: Manifest) -> Any:
-    """Everything that is not a tensor, as tagged JSON."""
+    """Everything in the checkpoint that is not a tensor, as tagged JSON (see inert.py)."""
     return to_json(
         with_facts(
             manifest.state,

@@ -1,12 +1,12 @@
-"""What a conversion must know of a comparison of complete tensors that it makes while it copies.
+"""The interface of a comparison of complete tensors that a conversion makes while it copies.
 
-    begin       before the first byte: the first elements of each tensor, so that what is plainly
-                wrong fails immediately
-    refuse      after each region: an error for a difference that may not be
-    conclude    when all elements are compared, by whichever processes: warnings
+    begin       before the first byte is written: compares the first elements of each tensor, so
+                that what is plainly wrong fails immediately
+    refuse      after each region of the target: raises an error if a difference is not allowed
+    conclude    after all processes have compared all elements: returns warnings
 
 `comparison` has the checks: masters with their weights, and replicas of ranks. `copying` divides
-the elements among processes. It passes on differences, and does not judge them.
+the elements among processes. It passes the differences on to the check, which judges them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .plan import Match
 class Differing(Struct, frozen=True):
     """By how much compared elements of two tensors differ.
 
-    `first` is the number of the first element that differs, `count` the number of those found.
-    `max_abs` is the largest distance, or None if the elements are not numbers. `nans` counts the
-    NaNs on both sides.
+    `first` is the number of the first element that differs, `count` the number of differing
+    elements. `max_abs` is the largest distance, or None if the elements are not numbers. `nans`
+    counts the NaNs on both sides.
     """
 
     first: int
@@ -34,7 +34,7 @@ class Differing(Struct, frozen=True):
     nans: int = 0
 
     def with_more(self, other: Differing | None) -> Differing:
-        """The difference of these elements and of `other` ones of the same two tensors."""
+        """Combines this with `other`, which covers other elements of the same two tensors."""
         if other is None:
             return self
         distances = [one for one in (self.max_abs, other.max_abs) if one is not None]
@@ -47,7 +47,7 @@ class Differing(Struct, frozen=True):
 
 
 class FullCheck(Protocol):
-    """A comparison of the tensors in `matches`, which all processes list in the same order."""
+    """A check of pairs of tensors (`matches`), which all processes list in the same order."""
 
     name: str
     """The check's name in the journal; several checks of a conversion may have the same."""
@@ -65,9 +65,10 @@ class FullCheck(Protocol):
         """Compares the first elements of each tensor; raises as `refuse`."""
 
     def refuse(self, differing: Mapping[int, Differing]) -> None:
-        """Raises an error if one of these differences may not be.
+        """Raises an error if one of these differences is not allowed.
 
-        `differing` maps the index of a match to the difference of its elements in one region.
+        `differing` maps the index of a match to the difference of its elements in one region of a
+        target file (256 MiB).
         """
 
     def conclude(self, differing: Mapping[int, Differing]) -> list[Notice]:

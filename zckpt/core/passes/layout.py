@@ -31,7 +31,7 @@ class Shell(Struct, frozen=True):
 
 
 class Layout(Struct, frozen=True):
-    """The files of a target that a format is going to write, and how they are filled."""
+    """The files of a target that a format is going to write, and how the copy fills them."""
 
     shells: Callable[[], Iterator[Shell]]
     """Yields all files. Every call yields them again."""
@@ -72,11 +72,11 @@ class CopyOutcome(Struct, eq=False):
 
     `digests` maps the position of a model rank to a dictionary from the keys of the target's
     entries to their CRC-32s, as far as these were requested. `files` maps paths to sizes and
-    CRC-32s. `records` maps the extents of records in the target's files to CRC-32s. `differing` has
-    the differences that each check has found, in the order of the checks, by index of the match.
-    `tensors` is the number of all tensors. `counts` says how many records of the source were
-    checked. A record stays unchecked if it was saved without a CRC, or if only a small part of it
-    was read.
+    CRC-32s. `records` maps byte ranges in the target's files that state checksums (zip members) to
+    their CRC-32s. `differing` has the differences that each check has found, in the order of the
+    checks, by index of the match. `tensors` is the number of all tensors. `counts` says how many
+    records of the source were checked. A record stays unchecked if it was saved without a CRC, or
+    if only a small part of it was read.
     """
 
     digests: dict[int, dict[Key, int]] = field(default_factory=dict)

@@ -81,7 +81,7 @@ def head(entry: Entry, count: int) -> bytes:
 
 
 def as_torch(entry: Entry, records: Sequence[Record]) -> torch.Tensor:
-    """Loads the tensor on the CPU; raises UnsupportedCheckpoint if this torch lacks its dtype."""
+    """Loads a tensor on the CPU; raises UnsupportedCheckpoint if this torch lacks its dtype."""
     import torch
 
     dtype = getattr(torch, TORCH_NAMES[entry.dtype], None)
@@ -99,7 +99,7 @@ def as_torch(entry: Entry, records: Sequence[Record]) -> torch.Tensor:
 
 
 def as_numpy(entry: Entry, records: Sequence[Record]) -> Any:
-    """Loads the array; raises MissingExtra if torch has its dtype and numpy does not."""
+    """Loads a tensor as a numpy array; raises MissingExtra for a dtype that only torch has."""
     import numpy
 
     name = TORCH_NAMES[entry.dtype]

@@ -1,7 +1,8 @@
 """Reports the progress of a pass over bytes, one line a minute, for a log that nobody watches.
 
 A thread writes the lines. So a pass that hangs is reported too, which a callback per chunk could
-not do. A command that ends within FIRST seconds writes nothing, unless it begins with a line.
+not do. A command that ends within FIRST seconds writes nothing, unless `telling` was called with
+`at_once`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ FIRST, EVERY = 10.0, 60.0  # seconds
 class Line(Struct, frozen=True):
     """The content of a progress line; the first line's `event` is `begin`.
 
-    Times are in seconds, sizes in bytes. `total` is the number of bytes to process, None until it
-    is known. `seconds_left` is None while no bytes were processed.
+    Times are in seconds, sizes in bytes. `total` is the number of bytes to process; None until this
+    number is known. `seconds_left` is None as long as no bytes were processed.
     """
 
     event: str
@@ -73,7 +74,10 @@ class Pace:
         self._begun = self._last = self._started
 
     def begin(self, total: int) -> Pace:
-        """Begins a pass over `total` bytes; returns the function to call with processed bytes."""
+        """Begins a pass over `total` bytes; returns a function to call with each number of bytes.
+
+        The caller calls it whenever bytes were processed, with their number.
+        """
         with self._lock:
             self._done, self._total, self._doing, self._before = 0, total, "", 0
             self._begun = self._last = time.monotonic()
@@ -87,7 +91,7 @@ class Pace:
         self._doing = text
 
     def line(self, event: str = "progress") -> Line:
-        """The progress line for now; its rate is that since the last line."""
+        """The progress line for this moment; its rate covers the time since the previous line."""
         with self._lock:
             now = time.monotonic()
             rate = (self._done - self._before) / max(now - self._last, 1e-9)

@@ -1,9 +1,9 @@
 """Reads elements of tensors from files into a buffer.
 
-Ranges that are consecutive both in a file and in the buffer become one read. Small slices of ZeRO-3
-become one read per rank for many tensors, and are then copied to their places one by one. numpy
-would copy tiny slices faster. But importing it takes 11 MiB, and more time than most runs need for
-all of their slices. So numpy is imported for strided tensors only.
+Byte ranges that follow each other both in a file and in the buffer become one read. The small
+slices of many tensors (ZeRO-3) become one read per rank, and are then copied to their places one by
+one. numpy would copy tiny slices faster. But importing numpy takes 11 MiB, and more time than most
+commands need for all of their slices. So numpy is imported for strided tensors only.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ SHORT = 4 << 10  # bytes; runs of a strided tensor below this are read together
 class ReadRequest(Struct, frozen=True):
     """A request for elements [start, stop) of an entry, to be put at byte `at` of a buffer.
 
-    With `check`, the bytes are hashed to check their record. A second read of the same bytes is
-    ignored. `is_cut` is True if the chunk of the target file holds only a part of the tensor. A
-    small slice that is not cut can be read together with its neighbors.
+    With `check`, the bytes are hashed, to check the CRC-32 of the zip member (or other record) that
+    contains them; bytes that are hashed twice count once. `is_cut` is True if the chunk of the
+    target file holds only a part of the tensor. A small slice that is not cut can be read together
+    with its neighbors.
     """
 
     entry: Entry
@@ -51,7 +52,8 @@ class ReadRequest(Struct, frozen=True):
 class ElementReader(Struct, eq=False, dict=True):
     """Reads elements of entries into buffers, for one thread.
 
-    If `passed` is a list, every read appends to it which parts of records it has read.
+    A record is a byte range with a checksum. If `passed` is a list, every read appends to it which
+    parts of records were read.
     """
 
     reader: Reader
@@ -78,7 +80,7 @@ class ElementReader(Struct, eq=False, dict=True):
     ) -> Mapping[tuple[int, int], int]:
         """Puts the elements of every request at its place in `view`.
 
-        Returns the CRC-32s that were computed on the way, by bytes [begin, end) of `view`.
+        Returns the CRC-32s that were computed while reading, by bytes [begin, end) of `view`.
         """
         crcs = {}
         for extent, begin, check in self._reads(requests, view):
@@ -93,8 +95,8 @@ class ElementReader(Struct, eq=False, dict=True):
     ) -> Iterator[tuple[Extent, int, bool]]:
         """Yields the reads to make: a byte range, its position in `view`, and whether to hash it.
 
-        Small slices and short runs are not yielded: this function reads them itself, and copies
-        them to their places.
+        Small slices, and short runs of consecutive elements of strided tensors, are not yielded:
+        this function reads them itself, and copies them to their places.
         """
         pending: tuple[Extent, int, bool] | None = None  # the next read may still extend it
         small: dict[int, list[ReadRequest]] = {}  # by their flat buffers, since files may mix slots
@@ -162,10 +164,10 @@ class ElementReader(Struct, eq=False, dict=True):
                 refuse_overflow(entry.name, elements, entry.dtype, result, dtype)
 
     def _long(self, item: ReadRequest, view: memoryview) -> Iterator[tuple[int, Extent]]:
-        """Yields each long run of a request, with the byte in `view` where it belongs.
+        """Yields each long byte range of a request, with the byte in `view` where it belongs.
 
-        Short runs are not yielded: this function reads them itself, and copies them to their
-        places.
+        A strided tensor may lie in many short ranges. These are not yielded: this function reads
+        them itself, and copies them to their places.
         """
         size = SIZES[item.entry.dtype]
         for fragment in item.entry.fragments.overlapping(item.start, item.stop):
@@ -181,10 +183,10 @@ class ElementReader(Struct, eq=False, dict=True):
     def _batch(self, requests: Sequence[ReadRequest], place: int) -> Sequence[ReadRequest]:
         """Selects requests, from number `place` on, that can be served by one read per rank.
 
-        These are small slices that are neighbors in every rank's flat buffer. The batch ends with a
-        tensor that lies in two chunks, because its slices would be read twice. Batches end at the
-        same tensors for every file of a target. So if the files of two ranks need elements of one
-        slice, both read the same range of bytes.
+        They are requests for small slices that are neighbors in every rank's flat buffer. The batch
+        ends before a tensor that is cut by the edge of a target file's chunk, because its slices
+        would be read twice. Batches end at the same tensors for every target file. So if the files
+        of two ranks need elements of the same slice, both read the same range of bytes.
         """
         first = _slices(requests[place])
         room = self.memory // (first.size * len(first.flats))  # elements of each flat buffer
@@ -228,9 +230,9 @@ class ElementReader(Struct, eq=False, dict=True):
                 view[at:stop] = scratch[row : row + stop - at]
 
     def _read_runs(self, item: ReadRequest, fragment: Fragment, view: memoryview) -> None:
-        """Reads the requested part of a strided fragment, and copies its runs to their places.
+        """Reads the requested part of a strided fragment, and copies its elements to their places.
 
-        The part is first read into the working memory.
+        The part is first read into the working memory (`scratch`).
         """
         import numpy as np
 
@@ -252,7 +254,7 @@ class ElementReader(Struct, eq=False, dict=True):
 
 
 def _ranks(item: ReadRequest) -> range:
-    """The range of ranks whose slices contain the requested elements."""
+    """The ranks whose slices contain the requested elements."""
     return _slices(item).ranks(item.start, item.stop)
 
 

@@ -1,8 +1,8 @@
 """Plans copies and comparisons: both join two manifests on tensor elements.
 
 The plan of a copy says which bytes of a source go where in a target. The plan of a comparison pairs
-the tensors of two checkpoints. No file is opened. The plan of a copy is lazy, one target file at a
-time: at dp 1024 with 50,000 tensors there are millions of byte ranges.
+the tensors of two checkpoints. No file is opened. The plan of a copy is made for one target file at
+a time: at dp 1024 with 50,000 tensors there are millions of byte ranges.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ class Pair(Struct, frozen=True):
 
 
 class TargetPiece(Struct, frozen=True):
-    """A piece of a target file: elements [start, stop) of a pair, and their byte `offset` there.
+    """A piece of a target file: elements [start, stop) of a pair of tensors, at byte `offset`.
 
     If `count` is above one, the piece consists of that many runs of equal length, which follow each
     other in the file without gaps. Run i holds elements [start + i * stride, stop + i * stride).
-    `is_cut` is True if the edge of a chunk cuts the piece; another piece then has the rest.
+    `is_cut` is True if the edge of a chunk cuts the piece; another piece then has the other
+    elements.
     """
 
     offset: int
@@ -56,7 +57,7 @@ class TargetPiece(Struct, frozen=True):
         return self.offset + numel * SIZES[self.pair.target.dtype]
 
     def runs(self) -> Iterator[TargetPiece]:
-        """Yields each run as a separate piece."""
+        """Yields each of the `count` runs as a separate piece."""
         length = (self.stop - self.start) * SIZES[self.pair.target.dtype]
         for number in range(self.count):
             first = number * self.stride
@@ -124,15 +125,15 @@ def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) ->
 class Match(Struct, frozen=True):
     """A pair of entries that should hold the same elements; if `b` is None, `a` is only read.
 
-    `how` says how they are compared:
+    `how` says how the entries are compared:
 
         bits        as bytes
-        rounded     the wider one, a master weight, is first rounded to the other's type
+        rounded     as bytes, after the entry of the wider type (a master weight) was rounded
         values      as numbers, since their types differ
         types       not at all, since one of the types is not a number
         shapes      not at all, since the shapes differ
 
-    `copy` is True for a replica of a compared tensor: another rank's, or a tied weight's.
+    `copy` is True if the pair compares a replica, such as that of another rank or of a tied weight.
     """
 
     a: Entry
@@ -142,7 +143,7 @@ class Match(Struct, frozen=True):
 
     @property
     def is_read(self) -> bool:
-        """Whether bytes must be read: not if the types or shapes cannot be compared."""
+        """Whether bytes must be read; False if the types or shapes cannot be compared."""
         return self.how in ("bits", "rounded", "values")
 
     @property
@@ -154,22 +155,22 @@ class Match(Struct, frozen=True):
 
     @property
     def compared(self) -> Entry:
-        """The entry whose type is used to compare: the narrower one if rounded, else `a`."""
+        """The entry whose type is used to compare: the narrower one for `rounded`, else `a`."""
         return self.b if self.rounds_a and self.b is not None else self.a
 
     @property
     def name(self) -> str:
-        """The name of the compared entry."""
+        """The name (`parameter/slot`) of the entry that `compared` returns."""
         return self.compared.name
 
 
 def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], list[Key]]:
     """Pairs the entries of two checkpoints, in the order of `a`.
 
-    Also returns the keys that only `a` has, and the keys that only `b` has. An F32 weight of a
-    module whose engine keeps no masters is paired with a master weight. A weight of fewer bits is
-    paired with the master that it was rounded from. The results use the names of tied weights in
-    `a`.
+    Also returns the keys that only `a` has, and the keys that only `b` has. If an engine keeps no
+    masters, an F32 weight of its module is paired with the other side's master. A weight of fewer
+    bits is paired with the master that it was rounded from. The results use the names of tied
+    weights in `a`.
     """
     names = _names_in(a, b)
     ours, theirs = a.entries, _renamed(b, a, names)
@@ -204,7 +205,7 @@ def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], list[Key]]:
 
 
 def of_copies(a: Entry, b: Entry) -> Match:
-    """The pair of two replicas; it is compared as bytes if their types and shapes are equal."""
+    """The pair of two replicas: compared as bytes if their types and shapes are equal."""
     alike = (a.dtype, a.shape) == (b.dtype, b.shape)
     return Match(a, b, "bits" if alike else "shapes", copy=True)
 
@@ -212,8 +213,8 @@ def of_copies(a: Entry, b: Entry) -> Match:
 def _names_in(a: Manifest, b: Manifest) -> dict[str, str]:
     """Maps names of tied weights to the names under which `a` stores these weights.
 
-    The keys are aliases in `a`, and names under which `b` stores weights that `a` stores under
-    other names.
+    The keys are the aliases in `a`. They are also the names under which `b` stores a tied weight,
+    if `a` stores it under another name.
     """
     second = {
         first: alias
@@ -241,7 +242,8 @@ def _counterpart(
 ) -> Match | None:
     """Pairs `entry` with the same tensor of the other side; None if there is none.
 
-    A weight without such a tensor is paired with the one that it was rounded from, or rounds to.
+    If the other side lacks a weight's tensor in this type, `entry` is paired with the `param` or
+    `master` that it was rounded from, or that was rounded from it.
     """
     same = other_side.get(entry.key)
     if same is not None and same.dtype == entry.dtype:
@@ -260,7 +262,7 @@ def _counterpart(
 
 
 def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[TargetPiece]]]:
-    """The paths of target files, and a function that lists the pieces of one file in byte order."""
+    """The paths of target files, and a function that lists one file's pieces in byte order."""
     listed: dict[str, list[tuple[Pair, Fragment]]] = {}
     # by the identity of the flat buffers that many tensors share
     sliced: dict[int, list[tuple[Pair, Slices]]] = {}
@@ -306,8 +308,8 @@ def chunks(
 ) -> Iterator[Chunk]:
     """Cuts the bytes `within` (start, stop) of a target file into chunks of `chunk` bytes.
 
-    Each chunk gets its part of the `pieces`. An edge never splits an element, since every format
-    aligns tensors to their elements.
+    Each chunk gets the `pieces`, or parts of them, that lie in it. An edge never splits an element,
+    since every format aligns tensors to their elements.
     """
     begin, stop = within
     first = bisect_right(pieces, begin, key=_end)
@@ -330,7 +332,8 @@ _offset, _end = attrgetter("offset"), attrgetter("end")
 def _clipped(piece: TargetPiece, offset: int, end: int) -> Iterator[TargetPiece]:
     """Yields the part of a piece that lies in bytes [offset, end) of its file, as pieces.
 
-    A run that the range cuts becomes a separate piece.
+    A piece may have several runs of elements (`count`). A run that the range cuts becomes a
+    separate piece.
     """
     size, length = SIZES[piece.pair.target.dtype], piece.stop - piece.start
     assert (max(piece.offset, offset) - piece.offset) % size == 0, piece

@@ -1,7 +1,7 @@
 """Divides the tasks of a comparison among several processes.
 
-All processes list the same tasks in the same order. A block is a number of consecutive tasks, large
-enough that asking for the next block costs little.
+All processes list the same tasks in the same order. Each process asks for a block of tasks at a
+time: a number of consecutive tasks, large enough that asking costs little.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Pass(Protocol):
     """A pass over tensors, and its results in this process. Processes exchange them as JSON."""
 
     def run(self, claim: Claim) -> None:
-        """Carries out the blocks that are assigned to this process."""
+        """Carries out the blocks of tasks that `claim` assigns to this process."""
 
     def tasks_by_name(self) -> Any:
         """Describes all tasks of the pass, as JSON.
 
-        Processes compare it, to detect that they have not listed the same tasks.
+        Processes compare their descriptions, to detect that they have not listed the same tasks.
         """
         ...
 
@@ -41,10 +41,10 @@ Running = TypeVar("Running", bound=Pass)
 
 
 class Pool:
-    """The processes that share passes; each of them gets the results of all.
+    """The processes that share passes; each process gets the results of all.
 
     This class is for one process, which carries out everything. `processes/sharing.py` has the
-    class for several.
+    class for several processes.
     """
 
     rank = 0
@@ -59,7 +59,7 @@ class Pool:
         return running
 
     def agree_on_problem(self, message: str) -> None:
-        """Tells the other processes that this one cannot read a checkpoint, so no pass follows."""
+        """Tells the other processes that this one cannot read a checkpoint and makes no pass."""
 
 
 SINGLE = Pool()
@@ -73,8 +73,8 @@ def claimed(
 ) -> Iterator[Task]:
     """Yields the tasks that this process must carry out: those in the blocks that it claims.
 
-    `size_of` returns the bytes of a task. `progress` is called with the bytes of tasks that other
-    processes carry out.
+    `size_of` returns the number of bytes that a task reads. `progress` is called with this number
+    for each task that another process carries out.
     """
     mine, number, filled = claim(), 0, 0
     for task in tasks:

@@ -25,7 +25,7 @@ Tell = Callable[[Sequence[dict[str, Any]]], None]
 
 
 def describe(progress: Progress | None, text: str) -> None:
-    """Passes a description of the present work to `progress.describe`, if there is one."""
+    """Passes a description of the present work to `progress.describe`; `progress` may be None."""
     show: Describe | None = getattr(progress, "describe", None)
     if show is not None:
         show(text)
@@ -33,10 +33,10 @@ def describe(progress: Progress | None, text: str) -> None:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Stops the garbage collector while many records are created that will all remain in use.
+    """Stops the garbage collector while many objects are created that will all remain in use.
 
-    It would find nothing, but scan all of them again and again, which takes a quarter of the time
-    for a large checkpoint.
+    The collector would find no garbage, but scan all objects again and again, which takes a quarter
+    of the time for a large checkpoint.
     """
     collects = gc.isenabled()
     gc.disable()

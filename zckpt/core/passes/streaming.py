@@ -1,11 +1,11 @@
-"""Runs one pass over tensors: divides it into tasks, runs threads, and checks records.
+"""Runs one pass over tensors: divides it into tasks, runs threads, and checks CRC-32s.
 
 The caller decides what a task is: a chunk of a target file (`copy`), ranges of two checkpoints side
 by side (`compare`), ranges to measure. Threads spend their time in system calls and in functions
 that release Python's lock.
 
-`reading` alone serves callers that need only a few tensors, in any order: one tensor for a program
-(`loading`), the shards of one process (`dcp/regions.py`).
+Callers that need only a few tensors, in any order, make no pass. They call only `reading`: to load
+one tensor for a program (`loading`), or the shards of one process (`dcp/regions.py`).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def batches(groups: Iterable[Sequence[Entry]], chunk: int) -> Iterator[list[list
     """Cuts tensors into batches of requests, each of which fits into `chunk` bytes.
 
     All tensors of a group have the same number of elements, and are read together: a batch has the
-    same range of elements of each. A batch has a list for each slot, since tensors of one slot are
-    neighbors in their files. Groups with the same slots come one after the other.
+    same range of elements of each tensor. A batch has a list for each slot, since tensors of one
+    slot are neighbors in their files. Groups with the same slots come one after the other.
     """
     kinds = by_key((tuple((entry.slot, entry.dtype) for entry in group), group) for group in groups)
     for kind, alike in kinds.items():
@@ -84,7 +84,7 @@ def stream(
     memory: int,
     start: Callable[[Sequence[ElementReader]], Callable[[Task], None]],
 ) -> None:
-    """Carries out all tasks on `jobs` threads, each of which opens its files itself.
+    """Carries out all tasks on `jobs` threads, each of which opens its own files.
 
     Each thread calls `start` once, with an ElementReader for each checker. `start` returns the
     function that carries out a task. Each reader may use `memory` bytes of working memory.
@@ -102,7 +102,7 @@ def stream(
 def reading(
     checkers: Sequence[RecordChecker], memory: int, jobs: int = 1
 ) -> Iterator[list[ElementReader]]:
-    """Yields an element reader per checker, for one thread; closes their files at the end."""
+    """Yields one ElementReader for each checker, for one thread; closes their files at the end."""
     with closing(Reader(files_per_thread(jobs), _fingerprints(checkers))) as reader:
         yield [ElementReader(reader, checker, memory) for checker in checkers]
 
@@ -110,7 +110,7 @@ def reading(
 def in_turns(groups: Iterator[Iterator[Task]], most: int) -> Iterator[Task]:
     """Yields one task from each of `most` groups in turn, until all tasks were yielded.
 
-    When a group has no more tasks, the next one takes its place.
+    When a group has no more tasks, the next group takes its place.
     """
     active: deque[Iterator[Task]] = deque(islice(groups, most))
     while active:
@@ -168,9 +168,9 @@ def share(tasks: Iterator[Task], jobs: int, worker: Worker[Task]) -> None:
 def carry_out_all(tasks: Sequence[Task], carry_out: Callable[[Task], None]) -> None:
     """Carries out tasks that wait for the disk, up to 16 of them in parallel.
 
-    The first error is raised. A sync waits for the journal of the filesystem, and syncs that wait
-    together share that. 2,000 files of 10 kB took 3.6 s one after the other, and 0.13 s on 16
-    threads (ext4).
+    The first error is raised. A sync waits for the journal of the filesystem, and syncs in parallel
+    wait for the same write of the journal. 2,000 files of 10 kB took 3.6 s one after the other, and
+    0.13 s on 16 threads (ext4).
     """
     share(iter(tasks), min(WAITING, len(tasks)), lambda: nullcontext(carry_out))
 
@@ -186,7 +186,11 @@ def finish(
     everything: bool = False,
     beside: Callable[[Record, Extent, memoryview], None] | None = None,
 ) -> RecordCounts:
-    """Reads and checks what remains of the records after a pass; returns their counts."""
+    """Reads the missing bytes of records after a pass, and checks their CRC-32s; returns counts.
+
+    A record is a byte range with a stated CRC-32, such as a zip member. `everything` and `beside`
+    are explained at `RecordChecker.finish`.
+    """
     with closing(Reader(fingerprints=_fingerprints(checkers))) as reader:
         for checker in checkers:
             checker.finish(reader, everything, beside)

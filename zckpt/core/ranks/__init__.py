@@ -2,5 +2,5 @@
 
 merge.py        joins the manifests of ranks that share a model
 split.py        says which rank of a target gets which part
-partition.py    records for each format's gather.py: how its engine partitions tensors
+partition.py    how an engine partitions tensors, as records that each format's gather.py makes
 """

@@ -52,8 +52,9 @@ def merge(
     """Merges the manifests of `ranks`, the ranks of one axis, into one.
 
     Parameters are in the order of their groups, entries in the order of the ranks. `beside` holds
-    tensors that belong to no single rank, such as those in files of layers; they come first. Raises
-    InconsistentCheckpoint if ranks contradict each other, or are of different saves.
+    tensors that belong to no single rank, such as those in files of layers; these come before all
+    other entries. Raises InconsistentCheckpoint if ranks contradict each other, or are of different
+    saves.
     """
     whole = united(ranks)
     ranks, groups = numbered_alike(ranks)
@@ -85,7 +86,7 @@ def merge(
 
 
 def in_order(manifest: Manifest) -> Manifest:
-    """Sorts the entries of a manifest: parameters and buffers in its order, then the state."""
+    """Sorts the entries of a manifest: in the order of its parameters and buffers, `state` last."""
     names = (*manifest.parameters, *manifest.buffers)
     place = {name: number for number, name in enumerate(names)}
     entries = sorted(
@@ -105,7 +106,7 @@ def _names(each: Iterable[Iterable[str]]) -> list[str]:
 def tensor(key: Key, held: Sequence[Sequence[Entry]], table: Table, root: str) -> list[Entry]:
     """Joins one tensor's entries from all ranks: returns the complete tensor, then its replicas.
 
-    `held[r]` lists the entries of rank r: first the one that is used, then its replicas. Raises
+    `held[r]` lists the entries of rank r: first the entry that is used, then its replicas. Raises
     InconsistentCheckpoint if ranks have different dtypes or shapes, or if a rank lacks its slice.
     """
     name, (parameter, slot) = name_of(key), key
@@ -202,11 +203,11 @@ def _parameters(
 def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
     """Numbers the groups of all ranks alike; returns the changed manifests, and all groups.
 
-    The groups are those of the rank that has most. A rank may have dropped groups of which it has
-    no parameter: its groups are then a subset of all groups, in the same order, and are recognized
-    by their hyper-parameters. Raises UnsupportedCheckpoint if several subsets fit, and
-    InconsistentCheckpoint if none does. If some rank has no groups, nothing is changed, and None is
-    returned for the groups.
+    All groups are those of the rank that has most groups. A rank may have dropped groups of which
+    it has no parameter: then its groups are a subset of all groups, in the same order, and are
+    recognized by their hyper-parameters. Raises UnsupportedCheckpoint if several subsets fit, and
+    InconsistentCheckpoint if no subset fits. If some rank has no groups, nothing is changed, and
+    None is returned in place of the groups.
     """
     groups: list[dict[str, Any]] = max((list(m.groups or ()) for m in ranks), key=len)
     every = [to_json(group) for group in groups]
@@ -242,7 +243,8 @@ def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
 def _places(some: Sequence[Any], groups: Sequence[Any]) -> list[int]:
     """For each group of `some`, the index of an equal group in `groups`; -1 if there is none.
 
-    Both lists have one order, so each group is searched only after the previous group's index.
+    The groups of `some` must be in the same order as in `groups`: each group is searched only after
+    the index of the previous one.
     """
     rest = iter(enumerate(groups))
     return [next((place for place, group in rest if group == own), -1) for own in some]
@@ -251,10 +253,10 @@ def _places(some: Sequence[Any], groups: Sequence[Any]) -> list[int]:
 def agreed_steps(ranks: Sequence[Manifest], policy: str | None) -> dict[str, Step]:
     """Maps each parameter that has a step to its step, on which all ranks must agree.
 
-    The groups of the ranks must be numbered alike. All parameters of a group must have one step
-    too, unless a rank states different steps within the group. Raises InconsistentCheckpoint if
-    ranks differ and `policy` does not decide. With the policy `keep`, only the steps of one
-    parameter must agree.
+    The groups of the ranks must be numbered alike. All parameters of a group must have the same
+    step, unless a rank states different steps within the group. Raises InconsistentCheckpoint if
+    ranks differ and `policy` does not decide. With the policy `keep`, ranks must agree on each
+    parameter's step, but parameters may differ.
     """
     steps_by_key: dict[str | int | None, dict[Step, str]] = {}
     groups: dict[str, int | None] = {}
@@ -279,7 +281,7 @@ def agreed_steps(ranks: Sequence[Manifest], policy: str | None) -> dict[str, Ste
 
 
 def with_steps(manifest: Manifest, steps: Mapping[str, Step]) -> Manifest:
-    """Replaces the step of every parameter that has one by its value in `steps`."""
+    """Replaces steps: each parameter that has a step gets the step that `steps` has for it."""
     parameters = {
         name: item if item.step is None else replace(item, step=steps[name])
         for name, item in manifest.parameters.items()
@@ -293,10 +295,10 @@ def with_steps(manifest: Manifest, steps: Mapping[str, Step]) -> Manifest:
 def united(ranks: Sequence[Manifest]) -> Manifest:
     """The first rank's manifest, with files, layout, steps and notices of all ranks.
 
-    It merges everything except tensors and parameters, which remain those of the first rank. If
-    ranks differ in an optimizer's number that belongs to no parameter, that number becomes an
-    unsupported state. Raises InconsistentCheckpoint if counters or loss scales differ, as in mixed
-    saves.
+    Only tensors and parameters remain those of the first rank; everything else is merged. An
+    optimizer may keep a number that belongs to no parameter: if ranks differ in this number, it
+    becomes an unsupported state. Raises InconsistentCheckpoint if counters or loss scales differ,
+    as in mixed saves.
     """
     first = ranks[0]
     for other in ranks[1:]:
@@ -328,9 +330,9 @@ def _together(of_each: Iterable[Iterable[T]]) -> tuple[T, ...]:
 def _states(ranks: Sequence[Manifest], word: str) -> list[StateRow]:
     """Collects from all ranks the states of the forms `other` and `unsupported`, as rows.
 
-    The forms are explained in optimizer_states.py. `word` is the word for a rank. In an unsupported
-    state, tensors' names are prefixed with the rank, such as `tensor rank 1: NAME`, because several
-    ranks may have tensors of the same name.
+    The forms are explained in optimizer_states.py. `word` is what messages call a rank. In an
+    unsupported state, tensors' names are prefixed with the rank, such as `tensor rank 1: NAME`,
+    because several ranks may have tensors of the same name.
     """
     values_by_name = {name: own for rank in ranks for name, own in rank.states.other_values.items()}
     rows = of_parameters("other", values_by_name)
@@ -353,8 +355,8 @@ def _counters(manifest: Manifest) -> object:
 def _of_optimizer(manifest: Manifest) -> object:
     """The optimizer's state that must be equal on all ranks, such as the loss scale, as JSON.
 
-    States of single parameters are left out, because stages have different parameters. Numbers that
-    belong to no parameter are left out too: `_of_first` compares them.
+    States of single parameters are left out, because pipeline stages have different parameters.
+    Numbers that belong to no parameter are left out too: `_of_first` compares them.
     """
     kept = manifest.states.of_form("partition", "estimate")
     state = with_states(manifest.state, States(tuple(kept)), len(manifest.groups or ()))
@@ -365,8 +367,8 @@ def _of_optimizer(manifest: Manifest) -> object:
 def _of_first(ranks: Sequence[Manifest]) -> States:
     """The first rank's optimizer states.
 
-    If ranks differ in a number that belongs to no parameter, that number becomes an unsupported
-    state.
+    If ranks differ in a number that belongs to no parameter, this number becomes an unsupported
+    state, which is only compared.
     """
     rows = ranks[0].states.of_form("number", "other", "partition", "estimate")
     gone: list[StateRow] = []
@@ -388,9 +390,9 @@ def _file_of(manifest: Manifest) -> str:
 def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]], list[Notice]]:
     """Maps the name of each rank's file to values of its state that differ from the first rank's.
 
-    Also returns notices about values that are left out of the merged state. A tensor in a further
-    rank's client state gets a notice even if it is equal, because it may be the rank's random
-    state; but not if both ranks' states were read from the same file.
+    Also returns notices about values that are left out of the merged state. A tensor in the client
+    state of a rank after the first gets a notice even if it equals the first rank's, because it may
+    be a random state. It gets none if both ranks' states were read from the same file.
     """
     differing = {name: values for each in ranks for name, values in each.files.of_ranks.items()}
     keys = (*ranks[0].files.rank_keys, *OF_RANKS)

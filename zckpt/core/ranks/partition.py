@@ -1,7 +1,7 @@
 """Records by which a format describes how its engine partitions tensors over ranks.
 
-The function `partitions(path)` of a format makes these records by the engine's own rule. It does
-not use the fragments of the format's manifest: `verify --gather` checks the manifest against these
+The function `partitions(path)` of a format makes these records by the engine's own rule, without
+the format's manifest. So `verify --gather` can check the fragments in the manifest against these
 records.
 """
 
@@ -21,7 +21,7 @@ UNNAMED: Key = "", ""
 
 
 class FlatMember(Struct, frozen=True):
-    """One tensor in a flat buffer, which begins at element `first`."""
+    """One tensor in a flat buffer: the tensor begins at element `first`."""
 
     key: Key
     shape: tuple[int, ...]
@@ -50,11 +50,11 @@ class Partitioned(Struct, frozen=True):
         return self.ranks[rank]
 
     def length(self, rank: int) -> int:
-        """The number of elements in a rank's part."""
+        """The number of elements in the part of the flat buffer that this rank holds."""
         return self.ranks[rank].length // SIZES[self.dtype]
 
     def own_range(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """Cuts the element range [start, stop) to the length of this rank's part."""
+        """Limits the element range [start, stop) to the length of this rank's part."""
         return start, min(stop, self.length(rank))
 
 
@@ -75,9 +75,9 @@ class BoxPart(Struct, frozen=True):
     """One rank's block of a tensor: [offset, offset + size) along every axis.
 
     Without `strides`, the byte range `extent` holds elements of the block in row-major order,
-    starting with element `first` of the block. It may hold only a part of them. With `strides`,
-    which count elements, the block is not row-major: `extent` ranges from its first element to its
-    last, and holds all of them.
+    starting with element `first` of the block; it may end before the block does. With `strides`,
+    which count elements, the block is not row-major: `extent` ranges from the block's first element
+    to its last, and holds all of them.
     """
 
     offsets: tuple[int, ...]
@@ -107,30 +107,31 @@ class Joined(Struct, frozen=True):
         return self.parts[rank].extent
 
     def length(self, rank: int) -> int:
-        """The number of elements in a rank's part."""
+        """The number of elements in the block that this rank holds."""
         return self.parts[rank].extent.length // SIZES[self.dtype]
 
     def own_range(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """Cuts the element range [start, stop) to the length of this rank's part."""
+        """Limits the element range [start, stop) to the length of this rank's part."""
         return start, min(stop, self.length(rank))
 
     @property
     def line(self) -> int:
-        """The smallest number of elements contiguous in both the tensor and a rank's box."""
+        """The smallest number of elements contiguous in both the tensor and a rank's block."""
         filled = (part for part in self.parts if part.extent.length)
         return min((prod(part.sizes[self.inner(part) :]) for part in filled), default=0)
 
     def inner(self, part: BoxPart) -> int:
-        """The innermost axis along which the box is shorter than the tensor; 0 if there is none."""
+        """The innermost axis along which a block is shorter than the tensor; 0 if there is none."""
         axes = range(len(self.shape))
         return max((axis for axis in axes if part.sizes[axis] != self.shape[axis]), default=0)
 
 
 class Nameless(Struct, frozen=True):
-    """A tensor of slot `slot` whose parameter no file names: the optimizer only numbers it.
+    """A tensor for whose parameter no file states a name, only a number in the optimizer.
 
-    It gets the name that the format's reader gives to the tensor with the same slot, dtype, shape
-    and first byte. So the engine's rule proves its elements, but not its name.
+    `slot` is the kind of the tensor, such as `exp_avg`. `verify --gather` takes the tensor's name
+    from the format's reader: the name of the tensor with the same slot, dtype, shape and first
+    byte. So the engine's rule proves the tensor's elements, but not its name.
     """
 
     slot: str

@@ -1,6 +1,6 @@
-"""Splits one manifest into the manifests of an axis' ranks: the inverse of `merge`.
+"""Splits one manifest into the manifests of the ranks of one axis: the inverse of `merge`.
 
-The slices of the new manifests have no bytes yet.
+The slices in the new manifests have no byte ranges yet.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..storage.fragments import Runs
 
 
 def split(whole: Manifest, table: Table) -> list[Manifest]:
-    """A manifest for each row (rank) of the table, in order; each keeps the groups and state."""
+    """A manifest for each rank (row) of the table, in order; each has all groups and the state."""
     return [part(whole, row) for row in table.rows]
 
 
@@ -29,8 +29,8 @@ def names_in(whole: Manifest) -> list[str]:
 def part(whole: Manifest, row: Row) -> Manifest:
     """The manifest of one rank, with its parameters in the order of the row.
 
-    A parameter whose slice is empty stays in the module, but no optimizer owns it: it becomes
-    frozen.
+    A parameter of which this rank has no elements stays in the module, but becomes frozen: the
+    rank's optimizer does not own it.
     """
     names, shapes = {*row.names}, row.shapes
     parameters = {

@@ -9,9 +9,9 @@ inventory.py      which files there are, which rank each belongs to, and which a
 names_alone.py    directories with the names of a checkpoint's files, and no data
 unfinished.py     whether a target is complete, or still being written or sent to a store
 fileio.py         reads and writes files
-fragments.py      where the elements of a tensor lie: byte ranges, runs, blocks
+fragments.py      where the elements of a tensor lie: byte ranges, and blocks of any shape
 sequences.py      sequences whose items are made when they are read
 records.py        checks bytes against the CRC-32 that their file states; checksum.py computes it
-folder.py         the directory that a target is written to, which others may have prepared
+folder.py         the directory that a target is written to, in which other users may have files
 marks.py          which directories zckpt has written
 """

@@ -1,8 +1,8 @@
 """Files that are placeholders on this disk, while their bytes lie elsewhere.
 
 On the disk such a file has its name, size and time, but no data blocks. `sources` and `fileio` read
-its bytes from the `ByteSource` that is registered for it. Any other way to open it would read
-zeros.
+its bytes from the `ByteSource` that is registered for the file. Code that opens the file in any
+other way reads zeros.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class ByteSource(Protocol):
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fills `view` with bytes of tensors.
 
-        Returns their number, smaller only at the end of the file.
+        Returns the number of bytes read, which is smaller than the view only at the end of the
+        file.
         """
         ...
 
@@ -58,14 +59,14 @@ _known: dict[Fingerprint, ByteSource] = {}
 
 
 def register(path: str, where: ByteSource) -> Fingerprint:
-    """Makes later reads of the file at `path` read from `where`; returns its fingerprint."""
+    """Makes later reads of the file at `path` use `where` instead; returns its fingerprint."""
     fingerprint = Fingerprint.of(os.stat(path))
     _known[fingerprint] = where
     return fingerprint
 
 
 def restore(fingerprint: Fingerprint, where: ByteSource) -> None:
-    """Registers the byte source `where` again for a file that `forget` has unregistered."""
+    """Registers `where` as a file's byte source again, after `forget` or a later `register`."""
     _known[fingerprint] = where
 
 
@@ -82,7 +83,7 @@ def of(file: int) -> ByteSource | None:
 class Content(io.RawIOBase):
     """A file object for an open file whose bytes are read from a byte source.
 
-    `fileno` is that of the open file.
+    `fileno()` returns the descriptor of the open file.
     """
 
     def __init__(self, file: int, where: ByteSource) -> None:

@@ -1,8 +1,8 @@
 """Computes the CRC-32 of bytes that arrive in pieces, in any order.
 
-The zip records of a torch file state CRC-32s, and a universal manifest states one for each tensor.
+The zip members of a torch file have CRC-32s, and a universal manifest states one for each tensor.
 The CRCs of parts combine to the CRC of the complete bytes in 0.14 us. So no piece has to wait for
-another one. zlib-ng computes 30 GB/s a core, the standard library's zlib 7 GB/s.
+the piece before it. zlib-ng computes 30 GB/s a core, the standard library's zlib 7 GB/s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ combine: Callable[[int, int, int], int] = crc32_combine
 def crc_of_zeros(length: int) -> int:
     """The CRC-32 of `length` zero bytes, without allocating them.
 
-    Zeros only shift the register. It begins with all bits set, and is inverted in the end.
+    Zero bytes only shift the CRC register, which begins with all bits set and is inverted at the
+    end.
     """
     return combine(0xFFFFFFFF, 0xFFFFFFFF, length)
 
@@ -63,7 +64,7 @@ _LAST_BIT = 0xEDB88320
 
 
 class Cover(Struct, eq=False):
-    """Records which of `length` bytes have been seen, and gives their CRC-32 once all have been.
+    """Notes which of `length` bytes have been seen, and gives their CRC-32 once all have been.
 
     Neighboring pieces are merged as they arrive, so memory does not grow with the bytes.
     """
@@ -95,12 +96,12 @@ class Cover(Struct, eq=False):
 
     @property
     def crc(self) -> int | None:
-        """The CRC-32 of all bytes; None while some are missing."""
+        """The CRC-32 of all bytes; None as long as some bytes were not added."""
         stop, crc = self._by_start.get(0, (0, 0))
         return crc if stop == self.length else None
 
     def gaps(self) -> list[tuple[int, int]] | None:
-        """The byte ranges not seen yet; None if pieces overlapped: then all must be read again."""
+        """The byte ranges not added yet; None if pieces overlap, so all must be read again."""
         gaps, end = [], 0
         for start in sorted(self._by_start):
             if start < end:
@@ -130,31 +131,32 @@ class Scattered(Struct, eq=False):
         self.add_runs(stop - start, stop, crc)
 
     def add_runs(self, count: int, stop: int, crc: int) -> None:
-        """Adds several runs of bytes in one call; `crc` is the result of `crc_of_runs` for them.
+        """Adds several byte ranges in one call; `crc` is the result of `crc_of_runs` for them.
 
-        `count` is the number of bytes in all runs, `stop` the byte at which the last one ends.
+        `count` is the number of bytes in all ranges, `stop` the byte at which the last range ends.
         """
         self.seen += count
         self._sum ^= combine(crc, 0, self.length - stop)
 
     def parts(self) -> list[tuple[int, int, int]]:
-        """Everything added so far, as one piece: the arguments for `add` of another `Scattered`.
+        """Everything added so far, as one triple of arguments for `add` of another `Scattered`.
 
-        Its last value is the sum of the pieces' shares in the CRC.
+        The third value is not the CRC-32 of these bytes, but the sum of the pieces' shares in the
+        CRC-32 of all bytes.
         """
         return [(self.length - self.seen, self.length, self._sum)]
 
     @property
     def crc(self) -> int | None:
-        """The CRC-32 of all bytes; None while some are missing."""
+        """The CRC-32 of all bytes; None as long as some bytes were not added."""
         return self._sum if self.seen == self.length else None
 
 
 def crc_of_runs(data: memoryview, length: int, stride: int) -> int:
-    """Computes what equally spaced runs of bytes contribute to the CRC-32 of the complete bytes.
+    """Computes what byte ranges at equal distances contribute to the CRC-32 of the complete bytes.
 
-    `data` holds only the runs, `length` bytes each; in the complete bytes a run begins every
-    `stride` bytes. `Scattered.add_runs` adds the result to the CRC of all bytes.
+    Each range has `length` bytes, and `data` holds only these ranges. In the complete bytes, a
+    range begins every `stride` bytes. `Scattered.add_runs` adds the result to the CRC of all bytes.
     """
     crc = 0
     for start in range(0, len(data), length):

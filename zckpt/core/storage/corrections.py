@@ -1,7 +1,7 @@
 """Reads source files with some bytes replaced by other values.
 
-`zckpt mend` uses such corrections. Inside of `corrected`, every reader sees the files as they were
-before they were damaged, and a copy of them has the corrected bytes. No file is changed.
+`zckpt mend` uses this: inside a `corrected` block, every reader sees the files as they were before
+they were damaged, and a copy of the files has the corrected bytes. No file is changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .byte_sources import ByteSource
 
 
 class Correction(Struct, frozen=True):
-    """Replaces the bytes `before` at `offset` of `file` by the bytes `after`."""
+    """A change in what is read of `file`: the bytes `after` in place of `before`, at `offset`."""
 
     file: str
     offset: int
@@ -27,20 +27,20 @@ class Correction(Struct, frozen=True):
 
     @classmethod
     def of_bit(cls, file: str, offset: int, bit: int, byte: int) -> Correction:
-        """The correction that flips one bit of the byte at `offset`, which is `byte` now."""
+        """The correction that flips one bit of the byte at `offset`; `byte` is its value now."""
         return cls(file, offset, bytes([byte]), bytes([byte ^ 1 << bit]))
 
     @property
     def undone(self) -> Correction:
-        """The inverse correction."""
+        """The correction that undoes this one: it puts `before` in place of `after`."""
         return Correction(self.file, self.offset, self.after, self.before)
 
 
 @contextmanager
 def corrected(corrections: Iterable[Correction]) -> Iterator[None]:
-    """Inside the block, all reads see the files with these corrections; blocks may be nested.
+    """Inside the block, all reads see the files with `after` in place of `before`.
 
-    Raises the errors of `sources.open_file`.
+    Such blocks may be nested. Raises the errors of `sources.open_file`.
     """
     by_file = by_key((each.file, each) for each in corrections)
     with ExitStack() as stack:
@@ -63,7 +63,10 @@ def _end(fingerprint: byte_sources.Fingerprint, below: ByteSource | None) -> Non
 
 
 class _Corrected:
-    """The byte source of an open file with corrections; `below` is its byte source without them."""
+    """The bytes of an open file, in which some are replaced as its `Correction`s say.
+
+    `below` is the byte source that the file has without them; None if it is an ordinary file.
+    """
 
     def __init__(self, file: int, below: ByteSource | None, own: Sequence[Correction]) -> None:
         self._file, self._below, self._own = file, below, own

@@ -55,8 +55,8 @@ def in_pages(size: int) -> int:
 def memory_of(size: int) -> mmap.mmap:
     """Allocates at least `size` bytes of zeros.
 
-    They are in huge pages if `size` is large and the system has such pages. A read into new pages
-    of 4 KiB takes three times as long as one into new huge pages.
+    The memory is in huge pages if `size` is large and the system has such pages. A read into new
+    pages of 4 KiB takes three times as long as a read into new huge pages.
     """
     memory = mmap.mmap(-1, in_pages(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -142,7 +142,8 @@ def crc_of(extents: Iterable[Extent], crc: int = 0) -> int:
 def files_per_thread(threads: int) -> int:
     """The number of files that each of several threads may keep open.
 
-    It leaves some of the process's limit for other files. The soft limit is raised, up to 8192.
+    Some of the process's limit of open files is left for other files. The soft limit is raised
+    first, up to 8192.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < min(hard, 8192):
@@ -161,7 +162,8 @@ class Writer:
 
     `mode` is direct, buffered, or auto. With direct, OSError is raised if the filesystem refuses
     direct writes. With auto, writes are direct unless the file is small or the filesystem refuses.
-    Offsets of `write` are multiples of 4096. So are lengths, except that of the file's last write.
+    All offsets and lengths passed to `write` must be multiples of 4096, except the length of the
+    file's last write.
     """
 
     def __init__(self, folder: Folder, path: str, size: int, mode: str) -> None:
@@ -198,10 +200,10 @@ class Writer:
     def write(self, buffer: memoryview, length: int, offset: int) -> None:
         """Writes `length` bytes of an aligned buffer.
 
-        An incomplete block at the end of the file is always written buffered. A direct write of it
-        would make the file longer, while another process may be reading it. The writeback of a
-        buffered write starts immediately. Otherwise the kernel would collect gigabytes and then
-        stop the writer.
+        An incomplete block at the end of the file is always written buffered. A direct write would
+        pad this block and make the file longer, while another process may be reading the file.
+        After a buffered write, the writeback to the disk starts immediately. Otherwise the kernel
+        would collect gigabytes and then stop the writer.
         """
         done = 0
         with naming(self.path):
@@ -223,7 +225,7 @@ class Writer:
                 os.posix_fadvise(self.file, offset, length, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
-        """Returns when all written bytes are on the disk; a closed file was synced already."""
+        """Returns when all written bytes are on the disk; does nothing if the file is closed."""
         with self._closing, naming(self.path):
             if self._is_open:
                 sync_data(self.file)
@@ -267,8 +269,8 @@ def write_all(file: int, data: memoryview, offset: int, most: int = BUFFERED_WRI
 def _allocate(file: int, size: int) -> None:
     """Allocates the blocks of a file: a full disk shows immediately, and the blocks are contiguous.
 
-    It calls fallocate(2) itself. If the filesystem refuses that, the C library's posix_fallocate
-    would write into every block.
+    It calls fallocate(2) directly: the C library's posix_fallocate would write into every block if
+    the filesystem refuses fallocate.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "fallocate64"):  # macOS, musl
@@ -281,7 +283,7 @@ def _allocate(file: int, size: int) -> None:
 
 
 def save(path: str, data: bytes) -> None:
-    """Writes a file completely or not at all; does not follow a link that lies at its path."""
+    """Writes a file completely or not at all; replaces a link at its path, without following it."""
     partial = f"{path}.{os.urandom(4).hex()}.partial"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(partial, flags, 0o666), "wb") as file:

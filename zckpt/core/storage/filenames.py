@@ -26,7 +26,7 @@ def counted(name: str, ending: str) -> tuple[str, int] | None:
 
 
 def by_counting(names: Iterable[str]) -> list[str]:
-    """Sorts names by their numbers: `step-9` before `step-10`.
+    """Sorts names by the numbers in them: `step-9` before `step-10`.
 
     The order says nothing about time: see formats/order.py.
     """
@@ -41,7 +41,7 @@ def counting(name: str) -> tuple[list[str | int], str]:
 
 
 def numbered(name: str, number: int) -> str:
-    """The name of a further model's file or key: `optimizer_1.bin` for `optimizer.bin` and 1.
+    """The name of the file or key of model number `number`: `optimizer_1.bin` for `optimizer.bin`.
 
     The number 0 leaves the name as it is.
     """
@@ -52,7 +52,7 @@ def numbered(name: str, number: int) -> str:
 def number_of(name: str) -> int:
     """The number of a model in the name of its file or key: 1 for `model_1` and `optimizer_1.bin`.
 
-    0 for a name without a number, which is that of the first model.
+    0 for a name without a number, which is the name of the first model.
     """
     stem_and_number = counted(name.partition(".")[0], "")
     return stem_and_number[1] if stem_and_number else 0
@@ -63,7 +63,7 @@ MOST_FOLDERS = 4
 
 
 def is_tag(tag: str) -> bool:
-    """Whether a tag can be a folder below the run: `global_step3`, or `epoch_1/step_3`."""
+    """Whether a tag can be a folder's path below a run: `global_step3`, or `epoch_1/step_3`."""
     parts = tag.split("/")
     return len(parts) <= MOST_FOLDERS and all(
         part.strip(".") and {*part}.isdisjoint("\\\0") for part in parts

@@ -4,10 +4,10 @@ A `Folder` stays open, and everything below it is opened from its descriptor, na
 is followed. If somebody renames or replaces the folder meanwhile, writes still go to the opened
 one.
 
-In an owned folder (`own_folder`) everything must also be ours: a directory, or a regular file with
-one name, whose owner is the one that our new files get there. That need not be the user of this
-process, since network filesystems map users (root squash). So `own_folder` creates a file and looks
-at its owner.
+In an owned folder (`own_folder`), other users' files are refused: everything must be a directory,
+or a regular file with one name, and have the owner that new files of this process get. This owner
+need not be the user of this process, since network filesystems map users (root squash). So
+`own_folder` creates a file and looks at its owner.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def lock(file: int, kind: int = fcntl.LOCK_EX, where_there_are_none: bool = True
 def has_locks(folder: Folder) -> bool:
     """Whether the filesystem of a folder has locks for files.
 
-    It locks a new file and removes it: some filesystems lock directories, but not files.
+    To find out, it creates a file, locks it and removes it: some filesystems lock directories, but
+    not files.
     """
     path = os.path.join(folder.path, f".zckpt-{os.urandom(4).hex()}")
     file = folder.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -69,9 +70,10 @@ def has_locks(folder: Folder) -> bool:
 
 
 def mark_file(target: str) -> str:
-    """The path of the file beside a complete target that holds its mark.
+    """The path of the file `.NAME.zckpt` beside a target, which proves that zckpt wrote the target.
 
-    It is used if the target cannot have an extended attribute.
+    The proof is called the mark of the target. It is in this file if the filesystem has no extended
+    attributes.
     """
     above, name = os.path.split(target)
     return os.path.join(above, f".{name}.zckpt")
@@ -81,8 +83,9 @@ class Folder(Struct, eq=False):
     """An open directory, whose methods take paths below `path`.
 
     OSErrors have complete paths. `owner` is the number of the user that everything below must
-    belong to; None if any user may own it. `top` is the outermost owned folder. Raises TargetExists
-    for a file that is not ours, and CorruptCheckpoint for a path that is not below the folder.
+    belong to; None if any user may own it. `top` is the path of the outermost folder opened by
+    `own_folder`. Raises TargetExists for a link or for a file of another owner, and
+    CorruptCheckpoint for a path that is not below the folder.
     """
 
     path: str
@@ -92,15 +95,16 @@ class Folder(Struct, eq=False):
 
     @classmethod
     def at(cls, path: str) -> Folder:
-        """Opens a directory of any user, which need not be listable; links to it are followed."""
+        """Opens a directory of any user, even an unlistable one; links in `path` are followed."""
         flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
         return cls(path, os.open(path, flags))
 
     def own_folder(self, path: str) -> Folder:
         """Opens a directory below as a `Folder` that refuses files of other users.
 
-        The allowed owner is the user that new files there belong to. Raises TargetExists if the
-        directory itself belongs to another user, or if this process may not write there.
+        The allowed owner is the user to whom new files in that directory belong. Raises
+        TargetExists if the directory itself belongs to another user, or if this process may not
+        write to it.
         """
         try:
             folder = self.inner(path)
@@ -134,9 +138,9 @@ class Folder(Struct, eq=False):
             close(file)
 
     def owner_of_new_files(self) -> int:
-        """The user that new files in this folder belong to.
+        """The user to whom new files in this folder belong.
 
-        Creates a file to find out, and removes it.
+        To find out, it creates a file and removes it.
         """
         name = f"{PROBE}{os.urandom(4).hex()}"
         path = os.path.join(self.path, name)
@@ -220,7 +224,7 @@ class Folder(Struct, eq=False):
             waiting += [path for path, now in reversed(items) if stat.S_ISDIR(now.st_mode)]
 
     def refuse_foreign(self) -> None:
-        """Raises TargetExists if anything below is not ours: a link, or another user's file."""
+        """Raises TargetExists if anything below is a link, or belongs to another user."""
         for path, now in self.walk():
             self._refuse_foreign(path, now)
 
@@ -240,7 +244,7 @@ class Folder(Struct, eq=False):
             return True
 
     def sync(self, path: str) -> None:
-        """Syncs a file, or a directory's names: returns when they are on the disk."""
+        """Syncs a file, or the names in a directory: returns when they are on the disk."""
         with self.opened(path) as file:
             os.fsync(file)
 
@@ -270,7 +274,7 @@ class Folder(Struct, eq=False):
     def remove(self, path: str) -> None:
         """Removes a file, or a directory with everything in it.
 
-        It continues after an error, and raises the first one in the end.
+        If an error occurs, the rest is still removed, and the first error is raised at the end.
         """
         now = self.status(path)
         if now is None:

@@ -14,7 +14,7 @@ The fragments of a tensor are a sequence of one of these kinds:
     Boxes       several boxes
 
 A ZeRO partition of a tensor-parallel slice is a range of a box's elements. `range_of_box` converts
-it to boxes.
+such a range to boxes.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Extent(Struct, frozen=True):
 
 
 class Planned(Protocol):
-    """A function that returns a checksum; it first opens the file that states it.
+    """A function that returns the checksum of a record; it first opens the file that states this.
 
-    It is used for a record whose byte range was computed, while its file was not opened. The call
-    raises an error if the bytes are not there.
+    The record's byte range was computed, and its file was not opened. The call raises an error if
+    the record's bytes are not in this range.
     """
 
     @property
@@ -61,10 +61,10 @@ class Planned(Protocol):
 
 
 class Record(Struct, frozen=True):
-    """A range of bytes, and the CRC-32 that the checkpoint states for it; None if it states none.
+    """A range of bytes, and the CRC-32 that the checkpoint states for it; None if none is stated.
 
-    The range may have been computed without opening the file that states it. Code that reads the
-    bytes must read `crc`, which opens the file.
+    The range may have been computed without opening the file that states the CRC-32. Code that
+    reads the bytes must read `crc`, which opens this file.
     """
 
     extent: Extent
@@ -77,15 +77,15 @@ class Record(Struct, frozen=True):
 
     @property
     def is_unopened(self) -> bool:
-        """Whether the range was computed, and the file that states its CRC-32 not opened yet."""
+        """Whether the range was computed, and the file that states its CRC-32 is not open yet."""
         return callable(self.stated_crc) and not self.stated_crc.is_open
 
 
 class Fragment(Struct, frozen=True):
     """Elements [start, stop) of a tensor, row-major, in the byte range `extent`.
 
-    If `count` is above one, the extent holds that many runs of equal length without gaps. Run i
-    holds elements [start + i * stride, stop + i * stride).
+    If `count` is above one, the extent holds that many runs of consecutive elements, all of the
+    same length, without gaps. Run i holds elements [start + i * stride, stop + i * stride).
     """
 
     start: int
@@ -97,13 +97,13 @@ class Fragment(Struct, frozen=True):
     def element_at(self, offset: int, size: int) -> int:
         """The row-major index, in the tensor, of the element that contains a byte of the file.
 
-        `offset` is that of the byte in the file; `size` is bytes per element.
+        `offset` is the byte's position in the file; `size` is bytes per element.
         """
         run, within = divmod(offset - self.extent.offset, self.extent.length // self.count)
         return self.start + run * self.stride + within // size
 
     def runs(self, start: int, stop: int) -> Iterator[Fragment]:
-        """The runs that hold any of the elements [start, stop), each as a fragment."""
+        """Yields each range (run) of elements in this fragment that overlaps [start, stop)."""
         if self.count == 1:
             yield self
             return
@@ -125,7 +125,7 @@ _start = attrgetter("start")
 
 
 class Fragments(Sequence[Fragment]):
-    """All fragments of one tensor."""
+    """All fragments of one tensor: which elements lie in which bytes of which files."""
 
     __slots__ = ()
 
@@ -134,7 +134,11 @@ class Fragments(Sequence[Fragment]):
         raise NotImplementedError
 
     def runs(self, start: int, stop: int, size: int) -> Iterator[Fragment]:
-        """Yields the runs of elements [start, stop), cut to it; `size` is bytes per element."""
+        """Yields the elements [start, stop) as fragments of one run each, cut at both ends.
+
+        A run is a range of row-major elements that are contiguous in the file. `size` is bytes per
+        element.
+        """
         for fragment in self.overlapping(start, stop):
             for run in fragment.runs(start, stop):
                 low, high = max(start, run.start), min(stop, run.stop)
@@ -148,7 +152,7 @@ class Fragments(Sequence[Fragment]):
 
 
 class Runs(Fragments):
-    """A list of fragments in the order of `start`, each of which is one run."""
+    """A list of fragments in the order of `start`, each with one range of elements."""
 
     __slots__ = ("listed",)
 
@@ -181,10 +185,10 @@ class Runs(Fragments):
 
 
 class RunColumns(Runs):
-    """Runs that follow each other without gaps; the last one ends at element `numel`.
+    """Contiguous ranges (runs) of a tensor's elements; the last one ends at element `numel`.
 
-    Run i begins at element `starts[i]`, and its bytes are in `extents[i]`. `starts` has no
-    duplicates. A fragment is made when it is read.
+    Run i begins at element `starts[i]`, and its bytes are in `extents[i]`. It ends where the next
+    run begins, and `starts` has no duplicates. A fragment is made when it is read.
     """
 
     __slots__ = ("extents", "numel", "starts")
@@ -247,16 +251,16 @@ class Slices(Fragments):
             yield self[rank]
 
     def ranks(self, start: int, stop: int) -> range:
-        """The ranks whose slices hold any of the elements [start, stop), which is not empty."""
+        """The ranks whose slices hold any of the elements [start, stop); the range is not empty."""
         return range(start // self.width, min(-(-stop // self.width), self.filled))
 
 
 class Box(Fragments):
     """A block: elements [offset, offset + size) along every axis of a tensor of shape `whole`.
 
-    In the byte range `extent` they begin at element `first` and have `strides`, which count
-    elements. `size` is bytes per element. Each fragment is contiguous in the extent: one run, or
-    several equal runs.
+    In the byte range `extent`, the block begins at element `first` and has `strides`, which count
+    elements. `size` is bytes per element. The fragments of a box are the parts of it that are
+    contiguous in the file.
     """
 
     __slots__ = (
@@ -298,7 +302,7 @@ class Box(Fragments):
 
     @property
     def stop(self) -> int:
-        """One more than the box's last element in the tensor; `start` if the box is empty."""
+        """One more than the row-major index of the box's last element; `start` for an empty box."""
         if not prod(self.sizes):
             return self.start
         ends = [offset + size - 1 for offset, size in zip(self.offsets, self.sizes, strict=True)]
@@ -309,9 +313,9 @@ class Box(Fragments):
 
     @property
     def reach(self) -> Extent:
-        """The bytes from the box's first element in the file to its last.
+        """The bytes from the first element of the box (block) in the file to its last element.
 
-        In a damaged checkpoint this range may exceed `extent`.
+        In a damaged checkpoint these bytes may exceed `extent`.
         """
         if not prod(self.sizes):
             return self.extent.part(0, 0)
@@ -367,7 +371,10 @@ def _joined(axes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 class Boxes(Fragments):
-    """Several boxes of one tensor, in any order; `parts` may make each box when it is read."""
+    """Several boxes (blocks) of one tensor, in any order.
+
+    `parts` may make each box only when it is read.
+    """
 
     __slots__ = ("_ends", "_order", "_starts", "_stops", "parts")
 
@@ -400,11 +407,11 @@ class Boxes(Fragments):
 def tile(whole: Sequence[int], parts: Iterable[Sequence[Sequence[int]]]) -> bool:
     """Whether boxes, given as offsets and sizes, hold every element of a tensor exactly once.
 
-    They do if two conditions hold. Together they have as many elements as the tensor. And each
-    corner of a box is shared by an even number of boxes, except the corners of the tensor itself.
-    Then each element is in an odd number of boxes, so in one. The time is linear in the boxes, and
-    doubles with every axis that is cut. Comparing all pairs would take hours for a tensor of
-    100,000 boxes.
+    This is so if two conditions hold. Together the boxes have as many elements as the tensor. And
+    each corner of a box is shared by an even number of boxes, except the corners of the tensor
+    itself. Then each element is in an odd number of boxes, so in one. The time is linear in the
+    boxes, and doubles with every axis that is cut. Comparing all pairs would take hours for a
+    tensor of 100,000 boxes.
     """
     filled = [(offsets, sizes) for offsets, sizes in parts if prod(sizes)]
     inside = all(
@@ -479,7 +486,7 @@ def corners_of_range(
 def strided(
     shape: Sequence[int], *, strides: Sequence[int], first: int, size: int, extent: Extent
 ) -> Box:
-    """A complete tensor as one box, whose elements may be in any order in the file."""
+    """A complete tensor as one `Box`, whose elements may be in any order in the file."""
     return Box(
         whole=shape,
         offsets=(0,) * len(shape),
@@ -492,7 +499,7 @@ def strided(
 
 
 def boxes(parts: Iterable[Box]) -> Fragments:
-    """The fragments for these boxes: `Runs` if each is one run of elements, else `Boxes`.
+    """The fragments for these boxes: `Runs` if each box is one range of elements, else `Boxes`.
 
     A single box is returned unchanged. Empty boxes are left out.
     """
@@ -504,7 +511,7 @@ def boxes(parts: Iterable[Box]) -> Fragments:
 
 
 def boxes_of(fragments: Fragments) -> Sequence[Box]:
-    """The boxes of which a tensor's fragments consist; empty if they are runs or slices."""
+    """The boxes of a tensor whose fragments are one or several boxes; empty for other fragments."""
     if isinstance(fragments, Boxes):
         return fragments.parts
     return (fragments,) if isinstance(fragments, Box) else ()

@@ -5,9 +5,10 @@ the rank that wrote it. If a file is lost, the file of the same role and the nea
 in for it.
 
 torch.save names the folder in its zip after the file, without the ending (torch 1.6 to 2.13). So a
-file that was renamed or copied still states its original name. It states none in three cases: it
-was saved into a buffer (torch calls the folder `archive`), it was saved before torch 1.6, or its
-folder's name has another form than the file's, and no file beside it has that name.
+file that was renamed or copied still states its original name. A file states no original name in
+three cases: it was saved into a buffer (torch calls the folder `archive`), it was saved before
+torch 1.6, or its folder's name has another form than the file's, and no file beside it has that
+name.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class Role(Struct, frozen=True):
 
     `names` is a pattern that matches the names, including folders. Its unnamed groups match the
     numbers of the `axes`, in this order; an empty group stands for 0. A named group `stem`, if
-    there is one, matches a text that the program chose. If `fixed` names an axis (that of layers),
-    files with different numbers on it have different contents, and none can stand in for another.
-    If `is_last`, a program writes the file after all ranks have written theirs.
+    there is one, matches a text that the program chose. `fixed` may name an axis (that of layers)
+    along which files have different contents: then a lost file cannot be replaced by a file with
+    another number. If `is_last`, a program writes the file after all ranks have written theirs.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Role(Struct, frozen=True):
     is_last: bool = False
 
     def named(self, example: str, numbers: Numbers) -> str:
-        """The name of the file with these numbers, formed like the name `example`."""
+        """The name that the file with these numbers has, formed like the name `example`."""
         match = _match(self, example, _places(example))
         assert match is not None
         groups = [(group, digits) for group, digits in _groups(match) if digits is not None]
@@ -89,7 +90,7 @@ class ParsedName(Struct, frozen=True):
         return tuple(number for _, number in self.rank)
 
     def numbers_with(self, axis: str, number: int) -> Numbers:
-        """This rank's numbers, with the number of `axis` replaced by another one."""
+        """This rank's numbers, with `number` in place of the number of `axis`."""
         return tuple(number if own == axis else same for own, same in self.rank)
 
     def is_like(self, other: ParsedName) -> bool:
@@ -97,16 +98,16 @@ class ParsedName(Struct, frozen=True):
         return (self.role, self.stem) == (other.role, other.stem)
 
     def at(self, axis: str) -> int | None:
-        """The number on one axis; None if the name has none."""
+        """The number of `axis` in the name; None if the name has no number for this axis."""
         return dict(self.rank).get(axis)
 
 
 class Row(Struct, frozen=True):
     """One file in the inventory: its role, its name, its path, its rank and its state.
 
-    `name` is its path below the checkpoint. `size` is in bytes, None if unknown. `saved_as` is the
-    name under which torch.save wrote the file, with the file's present ending; None unless a reader
-    has looked for it.
+    `name` is the file's path below the checkpoint. `size` is in bytes, None if unknown. `saved_as`
+    is the name under which torch.save wrote the file, with the file's present ending; None unless a
+    reader has looked for this name.
     """
 
     role: str
@@ -130,7 +131,10 @@ def parse_name(roles: Iterable[Role], path: str) -> ParsedName | None:
 
 
 def any_of(roles: Iterable[Role]) -> re.Pattern[str]:
-    """Makes one expression that matches the names of all roles, without folders: it is faster."""
+    """Makes one expression that matches the names of all roles, without folders.
+
+    To match one expression is faster than to match those of all roles.
+    """
     names = (re.sub(r"\(\?P<\w+>", "(", own.names.pattern) for own in roles)
     return re.compile("|".join(f"(?:{each})" for each in names), re.ASCII | re.DOTALL)
 
@@ -159,10 +163,11 @@ def _groups(match: re.Match[str]) -> list[tuple[int, str | None]]:
 
 
 def nearest(roles: Sequence[Role], lost: str, paths: Iterable[str]) -> str | None:
-    """Finds the file whose name differs from that of the lost file in one number, by the least.
+    """Finds a file whose name differs from the lost file's name in only one number.
 
-    None if there is no such file. Lower numbers are preferred: the last rank's file may have more
-    padding, so the files of lower ranks are more alike.
+    None if there is no such file. Among several, a file with a lower number is preferred, and then
+    the nearest one: the last rank's file may have more padding, so the files of lower ranks are
+    more alike.
     """
     lost_file = parse_name(roles, lost)
     candidates = []
@@ -193,7 +198,7 @@ MOST = 64
 def every(*axes: range) -> Iterator[Numbers]:
     """Yields all combinations of one number from each range, such as (stage, tensor rank).
 
-    They are made one by one, because a range that a damaged file states may be huge.
+    The combinations are made one by one, because a range that a damaged file states may be huge.
     """
     if not axes:
         yield ()
@@ -234,8 +239,8 @@ def refuse_gaps(
 ) -> None:
     """Raises IncompleteCheckpoint if there are `rows`, and lists their files as missing.
 
-    `reason` says how zckpt knows that they are missing, and `hint` what else the user can do. A row
-    has no name if the program chooses the file's name.
+    `reason` says how zckpt knows that the files are missing, and `hint` what else the user can do.
+    A row has no name if the training program chooses the file's name.
     """
     if not rows:
         return
@@ -278,8 +283,9 @@ NAME_MAX = 255
 class SavedName(Struct, frozen=True):
     """The name of a rank's file, and the name under which torch.save wrote it, both parsed.
 
-    `saved_name` is None if the file states no name, or one that no role matches. A saved name with
-    another role or stem than the present name is ignored, unless a file beside it has that name.
+    `saved_name` is None if the file states no such name, or a name that no role matches. A saved
+    name with another role or stem than the present name is ignored, unless a file beside it has
+    that name.
     """
 
     row: Row
@@ -288,7 +294,7 @@ class SavedName(Struct, frozen=True):
 
     @property
     def is_other(self) -> bool:
-        """Whether the file was saved as that of another rank: its name and saved name disagree.
+        """Whether the file was saved as the file of another rank: its name and saved name disagree.
 
         A number that only one of the two names contains is not compared. False if the file states
         no saved name.
@@ -343,9 +349,9 @@ def refuse_others(names: Sequence[SavedName], what: str = "ranks") -> None:
 
 
 def nameless(names: Sequence[SavedName]) -> list[Notice]:
-    """A list of one notice about files without a saved name, which cannot be checked.
+    """A list of one notice about files without a saved name: `refuse_others` cannot check these.
 
-    It is empty if all files have one. `refuse_others` makes the check.
+    The list is empty if all files have a saved name.
     """
     count = sum(name.saved_name is None for name in names)
     if not count:

@@ -1,10 +1,11 @@
-"""Decides which directories zckpt has written. A name is no proof.
+"""Decides which directories zckpt has written. The name of a directory is no proof.
 
-    X                 complete: it has the mark of its run, an attribute or the file `.X.zckpt`
-    X.partial         unfinished: it has the journal of a run, and the files of X
-    X.gone.partial    being removed: it has X's mark
+    X                 complete: it has a mark, in an attribute or in the file `.X.zckpt`
+    X.partial         unfinished: it has the journal of the run that writes X, and files of X
+    X.gone.partial    being removed: it has the mark of X
 
-`copying/journal.py` sets marks and writes journals.
+A mark identifies the run that wrote the directory. `copying/journal.py` sets marks and writes
+journals.
 """
 
 from __future__ import annotations
@@ -33,13 +34,16 @@ def is_journal(name: str) -> bool:
     """Whether a file of this name is zckpt's journal, or the probe that finds out the owner.
 
     A journal belongs to a run or to one of its processes. A probe is an empty file by which
-    `Folder` finds the owner of new files; a killed process may leave it.
+    `Folder` finds the owner of new files; a process that is killed may leave its probe behind.
     """
     return JOURNALS.fullmatch(name) is not None
 
 
 def lines_in(data: bytes) -> list[bytes]:
-    """The intact lines of a journal, up to the first damaged one."""
+    """The intact lines of a journal, up to the first damaged one.
+
+    A journal is zckpt's list of what a conversion has written.
+    """
     lines = []
     for text in data.split(b"\n")[:-1]:
         if text != b"%08x %s" % (crc32(text[9:]), text[9:]):
@@ -51,8 +55,8 @@ def lines_in(data: bytes) -> list[bytes]:
 def is_begun(folder: Folder, name: str) -> bool:
     """Whether the directory may be left from an unfinished run that wrote the target `name`.
 
-    It contains a journal and at most the target's directory, or nothing at all. Raises TargetExists
-    for a journal that is a link, or is not ours in an owned folder.
+    Such a directory is empty, or it contains a journal and nothing else but the target's directory.
+    Raises TargetExists if the journal is a link, or belongs to another user in an owned folder.
     """
     contents = folder.names()
     files = {item for item in contents if not is_journal(item)}
@@ -73,7 +77,7 @@ def _has_journal(folder: Folder) -> bool:
 
 
 def document(text: bytes) -> dict[str, Any]:
-    """Parses the text of a mark; empty if it is not a mark."""
+    """Parses a mark, the text by which zckpt recognizes its targets; empty if it is none."""
     try:
         mark = json.loads(text)
     except ValueError:
@@ -100,9 +104,10 @@ def is_marked(path: str) -> bool:
 
 
 def remove_mark_file(above: Folder, target: str) -> None:
-    """Removes the mark file that was left by an earlier target at the path `target`.
+    """Removes the mark file that an earlier target at the path `target` has left.
 
-    A file with other contents is kept. An empty file, or a link at its path, is removed.
+    A file with other contents than a mark is kept. An empty file, or a link at its path, is
+    removed.
     """
     path = mark_file(target)
     now = above.status(path)

@@ -24,15 +24,15 @@ MOST = 1 << 16  # bytes of a note
 
 
 def note_of(source: str, tag: str | None) -> bytes:
-    """The text of the note for a directory that has only the names of a checkpoint's files."""
+    """The contents of zckpt-names.json, for a directory that has only the names of files."""
     note = {"zckpt": __version__, "source": source, "tag": tag}
     return json.dumps(note, ensure_ascii=False).encode()
 
 
 def source_of(path: str) -> str | None:
-    """The path of the real checkpoint, as the note in a directory or above it states it.
+    """The path of the real checkpoint, as zckpt-names.json in a directory or above it states it.
 
-    None if there is no note; empty if the note cannot be parsed.
+    None if there is no such file; empty if the file cannot be parsed.
     """
     path = os.path.realpath(path)
     for folder in _from(path):
@@ -56,7 +56,7 @@ def refuse_names(path: str) -> None:
 
 
 def _stated(data: bytes) -> str:
-    """The key `source` of a note; empty if the note has none, or is no JSON."""
+    """The key `source` of zckpt-names.json; empty if there is no such key, or no valid JSON."""
     try:
         note = json.loads(data)
     except ValueError:

@@ -24,7 +24,10 @@ LITTLE = 1 << 20  # bytes; a record that lacks no more is read to its end, to ch
 
 
 class RecordCounts(Struct):
-    """Counts of `checked` and `unchecked` records; `bare` ones have no CRC-32 in the file."""
+    """Counts of `checked` and `unchecked` records (byte ranges, such as zip members).
+
+    `bare` counts those unchecked records for which the file states no CRC-32.
+    """
 
     checked: int = 0
     unchecked: int = 0
@@ -37,14 +40,14 @@ class RecordCounts(Struct):
 
 
 class Damage(Struct, frozen=True):
-    """A damaged record: `crc` is the CRC-32 of its bytes, and its file states another one."""
+    """A record (byte range): its bytes have the CRC-32 `crc`, but its file states another one."""
 
     record: Record
     crc: int
 
 
 def damaged(extent: Extent) -> CorruptCheckpoint:
-    """The error for a record whose bytes do not have the CRC-32 that its file states."""
+    """The error for a byte range (record) whose CRC-32 is not the one that its file states."""
     return CorruptCheckpoint(
         "record-damaged",
         f"{extent.file} is damaged: the {extent.length} bytes at {extent.offset} do not "
@@ -71,9 +74,9 @@ class RecordChecker:
     """Checks the CRC-32 of records whose bytes may arrive in any order.
 
     Records are identified by their numbers. A checkpoint has millions of records, some of which are
-    made when they are read. Damage raises CorruptCheckpoint; with `collect` it is put into `damage`
-    instead. `fingerprints` are those that the files must have. `counts` are complete after
-    `finish`.
+    made when they are read. Damage raises CorruptCheckpoint; with `collect`, it is put into
+    `damage` instead. `fingerprints` are the fingerprints that files must have when they are opened.
+    `counts` are complete after `finish`.
     """
 
     def __init__(
@@ -117,9 +120,10 @@ class RecordChecker:
     def passed(
         self, file: str, offset: int, data: memoryview, log: list[PassedRecord] | None = None
     ) -> int | None:
-        """Hashes bytes that were read at `offset` of a file, for each record they belong to.
+        """Hashes bytes that were read at `offset` of a file, for each record that contains some.
 
-        Appends the parts of records to `log`. Returns the CRC-32 of the bytes if they lie within
+        A record is a byte range with a stated CRC-32, such as a zip member. The parts of records
+        that were hashed are appended to `log`. Returns the CRC-32 of the bytes if they lie within
         one record whose CRC-32 is stated; otherwise None. Raises CorruptCheckpoint for damage.
         """
         end, needed = offset + len(data), None
@@ -137,7 +141,7 @@ class RecordChecker:
         return needed
 
     def require(self, extent: Extent) -> None:
-        """Makes `finish` read and check all records that hold any of these bytes."""
+        """Makes `finish` read and check all records (zip members etc.) with any of these bytes."""
         for number in self._within(extent.file, extent.offset, extent.offset + extent.length):
             with self._lock:
                 self._required.add(number)
@@ -145,7 +149,7 @@ class RecordChecker:
                     self._cover(number)
 
     def _within(self, file: str, offset: int, end: int) -> Sequence[int]:
-        """The numbers of the records that hold any of these bytes."""
+        """The numbers of the records (zip members etc.) that hold any of these bytes."""
         starts = self._starts.get(file)
         if not starts or offset == end:
             return ()
@@ -158,7 +162,7 @@ class RecordChecker:
     def passed_before(self, number: int, start: int, stop: int, crc: int) -> None:
         """Counts bytes [start, stop) of record `number` as seen, given only their CRC-32 `crc`.
 
-        An earlier run, or another process, has read them and computed it.
+        An earlier run, or another process, has read these bytes and computed the CRC-32.
         """
         record = self._records[number]
         extent = record.extent
@@ -179,7 +183,7 @@ class RecordChecker:
             raise damaged(extent)
 
     def parts(self) -> Iterator[PassedRecord]:
-        """Yields what has been seen of each record, as arguments of `passed_before`."""
+        """Yields which bytes of each record were seen, as arguments of `passed_before`."""
         for number, crc in self._whole.items():
             yield number, 0, self._records[number].extent.length, crc
         for number, cover in self._covers.items():
@@ -199,9 +203,9 @@ class RecordChecker:
     ) -> None:
         """Reads the padding of records that are otherwise complete, and checks these records.
 
-        Then it counts the checked and the unchecked ones. With `everything`, all records are read
-        to their end, including those that no tensor needed. `beside` is called with the bytes of a
-        record that belong to no tensor.
+        Then it counts the checked and the unchecked records. With `everything`, all records are
+        read to their end, including those that no tensor needed. `beside` is called with the bytes
+        of a record that belong to no tensor.
         """
         buffer = Buffer(LITTLE)
         for number in self._whole:
@@ -227,7 +231,7 @@ class RecordChecker:
             self._count(has_crc, completes)
 
     def _count(self, has_crc: bool, is_whole: bool) -> None:
-        """Adds one record to the counts; `has_crc` says whether its file states a CRC-32."""
+        """Adds one record to the counts; `has_crc` is True if its file states a CRC-32 for it."""
         self.counts.checked += has_crc and is_whole
         self.counts.unchecked += not (has_crc and is_whole)
         self.counts.bare += not has_crc

@@ -7,7 +7,7 @@ Every read of a source goes through this module. It takes care of four things:
     a pipe, a socket or a device            is refused: opening one could block for ever
     a short read                            is continued: only 0 bytes are the end of a file
 
-The bytes of a file may lie elsewhere (`byte_sources`): then they are read from there.
+If the bytes of a file lie elsewhere (`byte_sources`), they are read from their real place.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Fingerprints = Mapping[str, Fingerprint]
 
 
 def files_seen(root: str, fingerprints: Fingerprints) -> dict[str, list[int]]:
-    """Maps each file, by its name below `root`, to size and mtime: equal on all nodes."""
+    """Maps each file's name below `root` to its size and mtime, which are equal on all nodes."""
     return {
         os.path.relpath(file, root): [seen.size, seen.mtime] for file, seen in fingerprints.items()
     }
@@ -56,8 +56,8 @@ class Watch(Struct, eq=False):
     """The files that `watching` has seen: `first` maps each path to its first fingerprint.
 
     `changed` are the files that had another fingerprint later. `objects` are the classes and
-    functions that pickles name. `beside` are records of containers that no reader needs; None if
-    they are not collected.
+    functions that pickles name. `beside` are byte ranges in containers, such as zip members, that
+    no reader needs; None if they are not collected.
     """
 
     first: dict[str, Fingerprint] = field(default_factory=dict)
@@ -71,9 +71,10 @@ class Watch(Struct, eq=False):
             self.changed.add(path)
 
     def of(self, paths: Iterable[str]) -> dict[str, Fingerprint]:
-        """The fingerprints of these files; raises SourceChanged if one of them changed.
+        """The fingerprints of the files at `paths`; raises SourceChanged if one of them changed.
 
-        Other files, such as a log beside a checkpoint that a reader looked at, may change.
+        Files that are not in `paths` may change, such as a log beside a checkpoint that a reader
+        looked at.
         """
         fingerprints = {}
         for path in paths:
@@ -94,8 +95,8 @@ def watching(keeps_records: bool = False) -> Iterator[Watch]:
     read tensors open the files again, with the fingerprints of the manifest (`Files.fingerprints`).
     If the block raises an error, and one of the files changed meanwhile, SourceChanged is raised.
 
-    With `keeps_records`, records that no reader needs are noted too; for 100,000 files these are
-    many.
+    With `keeps_records`, byte ranges (zip members) that no reader needs are noted too; 100,000
+    files have many of them.
     """
     watch = Watch(beside={} if keeps_records else None)
     token = _watch.set(watch)
@@ -158,8 +159,8 @@ _stand_ins: ContextVar[frozenset[str]] = ContextVar("stand_ins", default=frozens
 def standing_in(paths: Iterable[str]) -> Iterator[None]:
     """Inside the block, `is_stand_in` returns True for these paths.
 
-    They lead to copies of other ranks' files, in place of the files of a lost rank. With them the
-    structure of the checkpoint can be read, and the remaining tensors can be shown.
+    If a rank's files are lost, the files of another rank stand in for them, as copies at these
+    paths. So the structure of the checkpoint can be read, and the remaining tensors can be shown.
     """
     token = _stand_ins.set(frozenset(paths))
     try:
@@ -169,7 +170,7 @@ def standing_in(paths: Iterable[str]) -> Iterator[None]:
 
 
 def is_stand_in(path: str) -> bool:
-    """Whether the file at a path stands in for a lost one: see `standing_in`."""
+    """Whether the file at a path is a copy that stands in for a lost file: see `standing_in`."""
     return path in _stand_ins.get()
 
 
@@ -196,8 +197,8 @@ def named(error: OSError, path: str) -> OSError:
 def open_file(path: str, fingerprints: Fingerprints | None = None) -> int:
     """Opens a source file; the caller closes the descriptor.
 
-    Raises CorruptCheckpoint unless it is a regular file. Raises SourceChanged if it differs from
-    its fingerprint in `fingerprints`. An OSError names the path.
+    Raises CorruptCheckpoint unless the path leads to a regular file. Raises SourceChanged if the
+    file differs from its fingerprint in `fingerprints`. An OSError names the path.
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -221,7 +222,7 @@ def open_file(path: str, fingerprints: Fingerprints | None = None) -> int:
 
 
 def note(path: str, now: os.stat_result) -> None:
-    """Notes the fingerprint of a file for `watching`. Outside of its block it does nothing."""
+    """Notes the fingerprint of a file for `watching`; does nothing outside of such a block."""
     watch = _watch.get()
     if watch is not None:
         watch.note(path, now)
@@ -230,7 +231,7 @@ def note(path: str, now: os.stat_result) -> None:
 def note_objects(names: Iterable[str]) -> None:
     """Notes names of classes and functions in a pickle for `watching`.
 
-    They include the names of values that the pickle itself drops.
+    The names of values that the pickle itself drops are noted too.
     """
     watch = _watch.get()
     if watch is not None:
@@ -238,7 +239,7 @@ def note_objects(names: Iterable[str]) -> None:
 
 
 def note_beside(records: Iterable[Record]) -> None:
-    """Notes records that no reader needs, if `watching` was told to keep records."""
+    """Notes byte ranges (zip members etc.) that no reader needs, if `watching` keeps records."""
     watch = _watch.get()
     if watch is not None and watch.beside is not None:
         watch.beside.update(dict.fromkeys(records))
@@ -312,7 +313,7 @@ def read_into(file: int, view: memoryview, offset: int) -> int:
 
 
 def status(path: str) -> os.stat_result | None:
-    """The status of a path, with links followed; None if nothing is there.
+    """The status (os.stat) of a path, with links followed; None if the path does not exist.
 
     Raises OSError if that cannot be determined: no permission, a failed disk, a stale mount.
     """
@@ -327,13 +328,13 @@ def status(path: str) -> os.stat_result | None:
 
 
 def is_file(path: str) -> bool:
-    """Whether a regular file is there; raises OSError if that cannot be determined."""
+    """Whether `path` leads to a regular file; raises OSError if that cannot be determined."""
     now = status(path)
     return now is not None and stat.S_ISREG(now.st_mode)
 
 
 def is_folder(path: str) -> bool:
-    """Whether a folder is there; raises OSError if that cannot be determined."""
+    """Whether `path` leads to a folder; raises OSError if that cannot be determined."""
     now = status(path)
     return now is not None and stat.S_ISDIR(now.st_mode)
 
@@ -401,12 +402,12 @@ def remembering(anew: bool = False) -> Iterator[None]:
 
 
 def names(folder: str) -> list[str]:
-    """The names in a folder, as by os.listdir; `remembering` lists a folder only once."""
+    """The names in a folder, as by os.listdir; listed only once inside a `remembering` block."""
     return [name for name, _ in _listing(folder)]
 
 
 def names_but_of_files(folder: str) -> list[str]:
-    """The names in a folder, without those of regular files: folders, links and everything else."""
+    """The names in a folder, except those of regular files: folders, links and everything else."""
     return [name for name, is_file in _listing(folder) if not is_file]
 
 
@@ -422,10 +423,10 @@ def _listing(folder: str) -> list[tuple[str, bool]]:
 
 
 def is_denied(path: str) -> bool:
-    """Whether this user may not read a file or list a folder, or whether it was removed meanwhile.
+    """Whether this user may not read a file or list a folder, or whether it was just removed.
 
-    A search may meet files of other users and skips them: `lost+found`, a private log, a file that
-    another program has just removed. Any other OSError is raised.
+    A search skips such files: those of other users, such as `lost+found` or a private log, and
+    files that another program has just removed. Any other OSError is raised.
     """
     try:
         if is_folder(path):

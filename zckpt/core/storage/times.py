@@ -1,9 +1,9 @@
-"""Finds files of a save that were not written together with the others.
+"""Finds files of a save that were not written together with its other files.
 
 The ranks of a run write their files at about the same time, and some programs write one more file
-after that. So a file whose time is far from the others' may belong to another save. Times prove
-nothing: a copy, git and a download give files new times. Therefore files are reported only if most
-of the others were written together.
+after that. So a file whose time is far from that of the other files may belong to another save.
+Times prove nothing: a copy, git and a download give files new times. Therefore files are reported
+only if most of the other files were written together.
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ APART = 600 * 10**9
 
 
 class OddTimes(Struct, frozen=True):
-    """Files with odd times: `early` ones before the others, `late` ones after the last file."""
+    """Names of files with odd times.
+
+    `early` files were written before the other files of the save, `late` files after the file that
+    the program writes last.
+    """
 
     early: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
 
 
 def odd_times(times: Mapping[str, int], last: int | None) -> OddTimes:
-    """Finds files whose times show that they were not written with the others.
+    """Finds files whose times show that they were not written with the other files.
 
     `times` maps names to nanoseconds. `last` is the time of the file that the program writes after
-    all others, if there is one. Files are reported only if more than half of all files were written
-    together, and these do not all have later times than that last file.
+    all others; None if there is no such file. Files are reported only if more than half of all
+    files were written together as one group, and this group does not begin after `last`.
     """
     every = [*times.values()] if last is None else [*times.values(), last]
     most = max(_together(every), key=len, default=[])

@@ -1,6 +1,6 @@
 """Decides whether a target is complete.
 
-A journal shows that it is being written, a note that it is being sent to a store.
+A target with a journal is still being written; a target with a note is being sent to a store.
 
     DST.partial/journal      what a run has written so far; the run renames the folder when it ends
     zckpt-unfinished.json    {"zckpt": "0.1.0", "files": {"model.safetensors": 123, "latest": 45},
@@ -35,7 +35,7 @@ MOST = 64 << 20  # bytes of a note
 
 
 class Note(Struct, frozen=True):
-    """The note of a target in a store: its files with their sizes, and the one sent `last`.
+    """The note of a target in a store: its files with their sizes, and the file sent `last`.
 
     Without the last file no program recognizes the target as a checkpoint. `sent` has the CRC-32s
     of files that have arrived. `lost` has the names of files that the store holds with other bytes.
@@ -54,9 +54,9 @@ class Note(Struct, frozen=True):
         return [*(name for name in self.files if name != self.last), self.last]
 
     def missing(self, size_of: Callable[[str], int | None]) -> list[str]:
-        """The names of files that do not exist, or have another size.
+        """The names of files that do not exist, or whose size is not the one that the note states.
 
-        `size_of` returns the size of a file by its name, None if it does not exist.
+        `size_of` returns the size of a file by its name, None if the file does not exist.
         """
         sizes = {name: size_of(name) for name in self.names}
         return [
@@ -87,8 +87,9 @@ def _numbers(version: str) -> list[int]:
 def refuse_unfinished(paths: Iterable[str]) -> None:
     """Raises IncompleteCheckpoint if a path belongs to a target that is not complete.
 
-    A target that is being written has a journal. A copy of a target that was being sent to a store
-    has its note. Both may lie in the path itself or in any folder above it.
+    A target that is being written has a journal. A target that was being sent to a store has a
+    note, and so has a copy of it. Both files are looked for at the path itself and in all folders
+    above it.
     """
     places = {
         place: path for path in paths for place in (os.path.realpath(path), os.path.abspath(path))

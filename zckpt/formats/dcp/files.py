@@ -50,9 +50,10 @@ ADAPTER = peft.WEIGHTS[0]
 
 
 def detect(path: str) -> list[str]:
-    """The tags of the checkpoints at `path`: [""] if it is a checkpoint itself.
+    """The tags of the checkpoints at `path`; a tag is the name of a checkpoint's folder in `path`.
 
-    Otherwise the names of torchtitan's step folders in it; [] if there are none.
+    [""] if `path` is a checkpoint itself. Otherwise the names of torchtitan's step folders in
+    `path`; [] if it has none.
     """
     if not sources.is_folder(path) or _is_megatrons(path):
         return []
@@ -94,9 +95,9 @@ def _steps_of_parameters(keys: Collection[str]) -> list[str]:
 
 
 def detect_weak(path: str) -> list[str]:
-    """One empty tag for a folder with Hugging Face's storage, which has weights only.
+    """[""] for a folder with Hugging Face's storage, which has weights only; [] for other folders.
 
-    It counts only if no other format is detected.
+    Such a folder is read as this format only if no other format is detected.
     """
     return [""] if sources.is_folder(path) and hf.files(path) else []
 
@@ -154,7 +155,10 @@ def is_of_optimizer(folder: str) -> bool:
 
 
 def whole_of(folder: str) -> str | None:
-    """The directory of a checkpoint in which `folder` is one of several; None for other folders."""
+    """The directory of the checkpoint to which `folder` and other folders belong.
+
+    None if `folder` is not one of several folders of a checkpoint.
+    """
     above = os.path.dirname(os.path.abspath(folder))
     sibling_folders = folders(above)
     is_part = os.path.basename(os.path.abspath(folder)) in map(os.path.basename, sibling_folders)
@@ -177,7 +181,10 @@ def missing(folders: Sequence[str]) -> list[Notice]:
 
 
 def is_pair(names: Sequence[str] | None) -> bool:
-    """Whether the folders' names are a pair such as `model` and `optim`, not Accelerate's."""
+    """Whether the folders' names are a pair such as `model` and `optim`.
+
+    False for the names of Accelerate's folders, such as `pytorch_model_fsdp_0`.
+    """
     return MODEL in (names or ())
 
 
@@ -203,7 +210,7 @@ def locate(path: str, tag: str | None = None) -> tuple[str, list[str]]:
 
 
 def place_in(folder: str, path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The path of a value in the joined tree of all folders; `path` is that within its folder.
+    """The path of a value in the tree of all folders; `path` is the value's path in `folder` alone.
 
     For example, `model` in Accelerate's folder number 1 becomes `model_1`.
     """

@@ -153,6 +153,6 @@ def _with_states(tensors: dict[str, gather.Saved]) -> dict[str, Any]:
 
 
 def _reached(boxes: Sequence[BoxPart]) -> tuple[int, ...]:
-    """The smallest shape that contains all of these shards."""
+    """The smallest shape that contains all shards in `boxes`."""
     axes = range(len(boxes[0].sizes))
     return tuple(max(box.offsets[axis] + box.sizes[axis] for box in boxes) for axis in axes)

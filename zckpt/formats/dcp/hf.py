@@ -95,9 +95,10 @@ def read(paths: Sequence[str], saved: SavedTree) -> dict[str, Leaf]:
 
 
 def require_last(folder: str, weights: Mapping[str, Any], saved: SavedTree) -> None:
-    """Raises IncompleteCheckpoint if a weight has more rows by another file than were read.
+    """Raises IncompleteCheckpoint if another file shows that a weight has more rows than were read.
 
-    Then the file of the last rank is missing. The shards themselves do not state the full shape.
+    In this case the file of the last rank is missing. Without it the shards look complete, because
+    they do not state the full shape.
     """
     for name, whole, source in _stated_shapes(folder, weights, saved):
         weight = weights.get(name)
@@ -115,11 +116,11 @@ def require_last(folder: str, weights: Mapping[str, Any], saved: SavedTree) -> N
 def _stated_shapes(
     folder: str, weights: Mapping[str, Any], saved: SavedTree
 ) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Yields full shapes of weights that files other than the shards show.
+    """Yields the full shapes that other files than the shards state for weights.
 
-    These are moments of the optimizer, files of full weights, and a configuration's `vocab_size`.
-    Each is a triple: the weight's name, its shape, and the words that introduce the shape in an
-    error.
+    The shapes come from moments of the optimizer, files of full weights, and a configuration's
+    `vocab_size`. Each result is a triple: the weight's name, its shape, and the words that
+    introduce the shape in an error.
     """
     for path in find_optimizers(saved.tree):
         for name, state in read_optimizer(value_at(saved.tree, path)).state.items():
@@ -231,7 +232,7 @@ def _by_numbers(paths: Sequence[str]) -> dict[Numbers, str]:
 def _require_complete(paths: Sequence[str]) -> None:
     """Raises IncompleteCheckpoint if a file between the first and the last shard is missing.
 
-    Without it, tensors would seem to have smaller shapes.
+    A tensor with missing shards would seem to have a smaller shape.
     """
     there = _by_numbers(paths)
     ranks, _, count = _last(there)

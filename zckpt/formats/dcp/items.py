@@ -41,9 +41,9 @@ class OpenedItem(Struct, frozen=True):
 
 
 class StoredBox(Struct, frozen=True):
-    """A shard of a tensor that is saved separately; `open` reads it.
+    """A shard of a tensor that is saved separately.
 
-    The `value` of the result is the shard's tensor.
+    `open` reads the file; the result's `value` describes the shard's tensor.
     """
 
     sizes: tuple[int, ...]
@@ -80,8 +80,8 @@ class StoredItems(Struct, frozen=True):
     """Everything saved in a checkpoint, by key, in the order of `.metadata`.
 
     `paths` maps a key to its path in the program's state dict, if `.metadata` has it. `version` and
-    `saving` (checkpoint_id, save_id, ...) describe the save itself. `files` are the metadata files
-    that state them.
+    `saving` (checkpoint_id, save_id, ...) describe the save itself. `files` are the metadata files,
+    in which all of this is stated.
     """
 
     root: str

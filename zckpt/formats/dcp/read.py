@@ -104,7 +104,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def _around(path: str) -> tuple[str, str]:
-    """The path itself and the path of its parent folder."""
+    """A path and the path of its parent: an error may name a lost folder, or a file in it."""
     return path, os.path.dirname(path)
 
 
@@ -290,10 +290,10 @@ class _FolderReader:
         return leaves(file, file.value, names)
 
     def _stated(self, key: str, path: TreePath, value: Any) -> Iterator[StepStatement]:
-        """Yields the step that each file states under a key, if several files have a replica of it.
+        """Yields each file's step under a key, if several files have a replica of the value.
 
-        A file with a single value (single_file_per_rank=False) is skipped: it does not show to
-        which save the other files belong.
+        A file whose only value is this one (single_file_per_rank=False) is skipped: it does not
+        show to which save the other files belong.
         """
         item, box = self.table.items[key], None
         if item is not None:
@@ -316,10 +316,11 @@ class _FolderReader:
         return any(len(steps - {None}) > 1 for steps in steps_by_path.values())
 
     def _compare_copies(self, key: str, item: TensorItem, path: TreePath) -> None:
-        """Compares a tensor's replicas that ranks saved; adds it to `different` if they differ.
+        """Compares a tensor's replicas that ranks saved; adds a difference to `saved.different`.
 
         With `use_collectives=False`, ranks save without coordination, and every rank writes its
-        replica of a tensor. Safetensors files have no checksums, so their bytes are read.
+        replica of a tensor. The bytes of safetensors files are read, because these files have no
+        checksums.
         """
         for box in item.boxes:
             copies = self.table.copies.get((key, box.offsets), ())
@@ -426,7 +427,11 @@ class _FolderReader:
         )
 
     def _in_one_item(self, key: str, item: TensorItem, names: Iterator[str]) -> Leaf | None:
-        """The leaf of a tensor that is complete in one planned item; None for other tensors."""
+        """The `Leaf` of a tensor that is a single shard, without opening its file.
+
+        None for a tensor in several shards, and if the byte range cannot be computed without the
+        file.
+        """
         dtype, shape, (box,) = item.dtype, item.shape, item.boxes
         location = self.table.location(key, box) if box.sizes == shape else None
         if location is None or sources.is_stand_in(location.file):

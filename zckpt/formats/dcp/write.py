@@ -1,8 +1,8 @@
 """Lays out any manifest as a torch.distributed.checkpoint directory, without tensors' bytes.
 
 torch.distributed.checkpoint.load requires every key of the program's state dict, and it reads
-complete shards. So the keys are complete for torch 2.13. Tensors are cut along their first axis for
-the ranks of `--dp N`. Any other number of ranks can load the same files.
+complete shards. So the target gets every key that programs with torch 2.13 have. Tensors are cut
+along their first axis for the ranks of `--dp N`. Any other number of ranks can load the same files.
 
 Every rank's shards are in its own files, `__R_K.distcp`, as if N ranks had saved.
 """
@@ -169,7 +169,10 @@ class DcpWriter(Struct, eq=False, dict=True):
         return lines
 
     def _values(self) -> list[Notice]:
-        """A note on the model's values that are not tensors, if safetensors files are written."""
+        """A note on the model's values that are not tensors: safetensors files cannot store them.
+
+        Empty if all values are tensors.
+        """
         values = next(each for name, each in self.parts.items() if name in ("", MODEL))
         lost = [dotted(path) for path, value in values if self._tensor_of(value) is None]
         if self.source.groups is None:  # the target's groups are assumed
@@ -264,10 +267,10 @@ class DcpWriter(Struct, eq=False, dict=True):
     def _pair(self, folders: Sequence[str]) -> dict[str, list[PathValue]]:
         """The paths and values to save in two folders, such as `model` and `optim`, by folder.
 
-        The keys are those of the source. A program asks each folder for the keys it expects, so
-        both folders get the program's own state. Exceptions are a folder that is itself a state
-        dict, and a folder with weights only. Without an optimizer, the target is a single folder
-        with the content of `model`.
+        The keys are those of the source. A program asks each folder for the keys it expects, so the
+        program's own state is saved in both folders, except in a folder that is itself a state dict
+        or has weights only. Without an optimizer, the target is a single folder with the content of
+        `model`.
         """
         dicts = self.dicts
         folders_in_order = sorted(
@@ -297,10 +300,10 @@ class DcpWriter(Struct, eq=False, dict=True):
 
     @property
     def storage(self) -> str | None:
-        """How the target stores weights outside of .distcp files; None if it does not.
+        """How the target stores weights outside of .distcp files; None if .distcp files have them.
 
-        It is PEFT's file or Hugging Face's storage. PEFT's file is written only beside an
-        optimizer: without one it is not a directory of this format.
+        The storage is PEFT's file or Hugging Face's storage. PEFT's file is written only beside an
+        optimizer: a folder with PEFT's file alone is not a directory of this format.
         """
         storage_before = self.dicts.keys.storage if self.options[DIALECT] is None else None
         return None if storage_before == ADAPTER and not self.dicts.optimizes else storage_before
@@ -377,9 +380,9 @@ class DcpWriter(Struct, eq=False, dict=True):
             yield start // rows_of_rank, _box(tensor.shape, start, rows)
 
     def _box_of(self, tensor: BlankTensor, rank: int) -> ItemBox | None:
-        """The block of rows that a rank saves of a tensor; None if it saves none.
+        """The block of rows that a rank saves of a tensor; None if the rank saves no rows.
 
-        A rank saves none if another rank saves its rows too.
+        This is so if another rank saves its rows too, or if no rows are left for this rank.
         """
         rows, count = self._rows(tensor), tensor.shape[0] if tensor.shape else 1
         start = rank * -(-count // self.world)
@@ -412,7 +415,10 @@ class DcpWriter(Struct, eq=False, dict=True):
         return rows_of_rank * max(1, -(-SMALL // (rows_of_rank * length)))
 
     def _describe(self, values: Sequence[PathValue], saved: Sequence[SavedItem]) -> Foreign:
-        """The content of `.metadata`."""
+        """The content of `.metadata`: the path and the shards of each key, and zckpt's own facts.
+
+        `values` are the saved values by path; `saved` lists the saved shards with their locations.
+        """
         boxes = by_key((each.item.key, each.item.box) for each in saved if each.item.box)
         items: Items = {}
         paths: dict[str, TreePath] = {}
@@ -450,7 +456,10 @@ def _box(shape: tuple[int, ...], start: int, rows: int) -> ItemBox:
 
 
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
-    """Writes the CRC-32 of every tensor's bytes into the zip directory of its item."""
+    """Writes the CRC-32 of every tensor's bytes into the zip directories of the target's files.
+
+    `outcome` has the checksums that were computed while the bytes were copied.
+    """
     crcs = crcs_of(outcome)
     for table in manifest.files.laid.values():
         seal_items(root, table, crcs)

@@ -24,7 +24,7 @@ pipeline's layers have their weights in layer_NN[-model_TT]-model_states.pt.
     gather/              the engine's own rule for its partitions
     target_ranks.py      a target's model ranks, and the part of the source that each one gets
     optimizer_files.py   the optimizer files of a target, also elastic ones
-    older_model.py       what a lost model file had, from that of an older save
+    older_model.py       what a lost model file had, from the model file of an older save
     run_template.py      `--like`: fits a source of another engine to the ranks and groups of a run
     write.py             writes the same files for other ranks, another stage or type
     functions.py         the functions of this format, and why another run does not load its files

@@ -4,13 +4,14 @@
     expp_rank_1_mp_rank_00_optim_states.pt     experts 2, 3, and a copy of the dense parameters
     mp_rank_00_model_states.pt                 a copy of ep rank 0's optimizer; it is never loaded
 
-Every rank keeps a complete optimizer of its parameters. Of the ranks with the same experts, the
-first one saves it. If MoE layers differ in their expert-parallel size, there is one file per rank
-of the largest size. The experts of the other layers are then in several files. DeepSpeed 0.19.8,
-engine.py `_save_moe_checkpoint`.
+Every rank keeps a complete optimizer of its parameters. Of several ranks with the same experts,
+only the first one saves its optimizer. If MoE layers have different expert-parallel sizes, there is
+one file per rank of the largest size, so experts of layers with a smaller size are in several
+files. DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint`.
 
-stage_0/naming.py names the parameters of ep rank 0. The optimizers of the other ranks list the same
-parameters with other experts. A group has either experts only or dense parameters only.
+stage_0/naming.py finds the names of the parameters in ep rank 0's optimizer. The optimizers of the
+other ranks list the same parameters with other experts. A group has either experts only or dense
+parameters only.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def _layers(ranks: EngineStates, files: Sequence[LayerFiles], reading: Reading) 
 def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
     """Raises unless there is one optimizer file per rank of the largest expert-parallel size.
 
-    Also raises if their param groups differ.
+    Also raises if the param groups in these files differ.
     """
     path, largest = ranks[0].directory.path, max(layers.sizes)
     if len(ranks) < largest:
@@ -184,9 +185,9 @@ def _named(
 def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str, str]:
     """Maps second names of tied weights on rank 0 to their first name: the engine saves both.
 
-    Both have the same bytes (DeepSpeed 0.19.8 saves copies), or the same storage in a file that
-    zckpt wrote. Weights with a single element, or with all elements equal, do not count: they may
-    be equal by chance.
+    Two names are taken for one weight if their bytes are equal (DeepSpeed 0.19.8 saves copies), or
+    if they share a storage in a file that zckpt wrote. Weights with a single element, or with all
+    elements equal, are skipped, because two such weights may be equal without being tied.
     """
     lists_shapes = bool(ranks.listed_shapes)
     buffers = {*ranks.buffer_names}
@@ -213,7 +214,10 @@ def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str,
 
 
 def _varies(file: TorchFile, tensor: Tensor) -> bool:
-    """Whether a tensor with its own storage has at least two different elements."""
+    """Whether the first elements of a tensor (at most 64) differ from one another.
+
+    False for a tensor that is not contiguous or does not begin at the start of its storage.
+    """
     if not tensor.contiguous or tensor.numel < 2 or tensor.offset:
         return False
     head = file.read(tensor.part(0, min(tensor.numel, 64)))
@@ -224,8 +228,8 @@ def _varies(file: TorchFile, tensor: Tensor) -> bool:
 def _of_first(ranks: EngineStates, weights: Weights, param_names: Sequence[str] | None) -> Named:
     """The names of the parameters in ep rank 0's optimizer; raises the same errors as `names_of`.
 
-    If neither the files nor the user states names, dense parameters and experts are matched with
-    the weights separately.
+    If neither the files nor the user states names, each parameter of the optimizer is matched with
+    a weight by bytes or shape. Dense parameters and experts are matched separately.
     """
     if ranks.listed_shapes or param_names is not None:
         return names_of([ranks], weights, param_names)[0]
@@ -280,7 +284,8 @@ def _joined(
 def _of_module(first: Manifest, whole: EngineStates, trained: Collection[str]) -> Manifest:
     """A manifest of the tensors that no optimizer trains: frozen weights, buffers, second names.
 
-    It has the form of a rank's manifest, so that `merge` can add these tensors.
+    `first` is the manifest of ep rank 0. The result has the same fields as a rank's manifest, so
+    `merge` can add these tensors to the ranks'. `trained` are the parameters to leave out.
     """
     tensors = ManifestTensors(whole)
     tensors.add_frozen()
@@ -298,7 +303,7 @@ def _of_module(first: Manifest, whole: EngineStates, trained: Collection[str]) -
 
 
 def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> Manifest:
-    """The manifest of one further ep rank's optimizer, with the param groups of ep rank 0.
+    """Makes the manifest of a further ep rank's optimizer (`whole`), with ep rank 0's param groups.
 
     `first` is the manifest of ep rank 0. Raises InconsistentCheckpoint if the two optimizers have
     different states for a dense parameter.

@@ -7,8 +7,9 @@ the tensor rank in their names (`layer_03-model_01-model_states.pt`, or `layer_0
 for one tensor rank). A pipeline with experts has no files of layers: its stages are known by their
 parameters.
 
-DeepSpeed's own guess counts the names that begin with `layer_01`, and fails if that layer is a
-plain function (`get_model_3d_descriptor_from_metadata`). It is not copied here.
+DeepSpeed guesses the number of tensor ranks from the file names that begin with `layer_01`, and
+fails if that layer is a plain function (`get_model_3d_descriptor_from_metadata`). zckpt does not do
+the same.
 """
 
 from __future__ import annotations
@@ -121,10 +122,10 @@ class GridFiles(Struct, frozen=True):
 
 
 def detect(path: str) -> list[str]:
-    """Tags of the checkpoints at `path`; for a tag directory, its own name.
+    """The tags of the checkpoints at `path`; if `path` is a tag's directory, its own name.
 
-    A single file of another writer (DataStates-LLM, FastPersist) gives the tag "", so that `locate`
-    can refuse it by name.
+    If `path` is a single file that DataStates-LLM or FastPersist wrote, the tag is "", so that
+    `locate` can refuse the file with the writer's name.
     """
     return KIND.detect(path) or ([""] if is_foreign(path) else [])
 
@@ -132,7 +133,8 @@ def detect(path: str) -> list[str]:
 def tags(path: str) -> list[str]:
     """The tags of all checkpoints in a run directory.
 
-    Empty if the folders are several models of one save, as Accelerate stores them.
+    Empty if the folders in it hold several models that Accelerate saved together, not several saves
+    of one model.
     """
     if not sources.is_folder(path) or holds_states(path):
         return []
@@ -143,7 +145,7 @@ def tags(path: str) -> list[str]:
 def pointer(path: str) -> str | None:
     """The tag in the file `latest`, which the engine writes after all ranks have saved.
 
-    None without such a file.
+    None if there is no such file.
     """
     return pointed(path, KIND.pointer)
 
@@ -159,9 +161,11 @@ def counter(path: str) -> int | None:
 
 
 def locate(path: str, tag: str | None) -> TagDirectory:
-    """Finds the directory of one tag; raises NotACheckpoint and AmbiguousCheckpoint.
+    """Finds the directory of the tag `tag`, or without it of the tag that the file `latest` names.
 
-    Raises UnsupportedCheckpoint for files that torch.save did not write.
+    Raises NotACheckpoint (no tag, or none with the given name), AmbiguousCheckpoint (several tags
+    and no file `latest`), IncompleteCheckpoint (the tag in `latest` does not exist) and
+    UnsupportedCheckpoint (files that torch.save did not write).
     """
     if is_foreign(path):
         folder, name = os.path.split(path)
@@ -219,9 +223,10 @@ def _parameters(ranks: Sequence[RankFiles]) -> list[set[str]]:
 def files_in(directory: TagDirectory, names: Iterable[str]) -> FilesByRole:
     """Sorts the names in a directory by role; returns the paths of the checkpoint's files.
 
-    Names without a role are left out. Raises InconsistentCheckpoint if files are not of one run
-    (two files of one rank, for example). Raises UnsupportedCheckpoint if the names show NVMe
-    offload, or experts of an old release.
+    A role is a kind of file, such as model file or optimizer file. Names without a role are left
+    out. Raises InconsistentCheckpoint if files are not of one run (two files of one rank, for
+    example). Raises UnsupportedCheckpoint if the names show NVMe offload, or experts of an old
+    release.
     """
     names = sorted(names)
     if any(map(OLD_EXPERT.names.fullmatch, names)):
@@ -260,10 +265,10 @@ def files_in(directory: TagDirectory, names: Iterable[str]) -> FilesByRole:
 
 
 def rank_files(directory: TagDirectory, by_role: FilesByRole, parsed: Parsed) -> list[RankFiles]:
-    """The files of each model rank; raises IncompleteCheckpoint if the names show a missing one.
+    """The files of each model rank; raises IncompleteCheckpoint if the names show a missing file.
 
-    Files of sequence-parallel ranks are listed as those of data-parallel ranks, even if their names
-    count them as model ranks.
+    Some releases count sequence-parallel ranks as model ranks in file names. The files of such
+    ranks are listed as those of data-parallel ranks of one model rank.
     """
     if not (by_role[MODEL] or by_role[MODEL_3]):
         raise IncompleteCheckpoint(
@@ -307,17 +312,18 @@ def need_files(
 ) -> None:
     """Raises IncompleteCheckpoint if some files of a role exist, but not all of them.
 
-    `wanted` has the numbers in the names of all files that must exist.
+    `wanted` has the numbers (of ranks, layers or experts) in the names of all files that must
+    exist.
     """
     if files[role]:
         refuse_gaps(directory.path, gaps(role, files[role], wanted))
 
 
 def without_pointer(directory: TagDirectory) -> list[Notice]:
-    """A warning if a run's file `latest` is missing: the engine then loads nothing and continues.
+    """A warning if a run directory has no file `latest`, so that the engine would load nothing.
 
-    `load_checkpoint` only logs this and returns (None, None) (0.19.8). Trainer programs have rules
-    of their own: see judging/verdict.py.
+    `load_checkpoint` only logs that the file is missing, returns (None, None), and the program
+    continues (0.19.8). Trainer programs have rules of their own: see judging/verdict.py.
     """
     run, tag = directory.run, directory.tag
     if run is None or pointer(run) is not None:
@@ -333,7 +339,7 @@ def without_pointer(directory: TagDirectory) -> list[Notice]:
 
 
 def recovery_scripts(tag: str) -> list[Notice]:
-    """A note on DeepSpeed's recovery scripts in the run directory, which are not copied."""
+    """A note that DeepSpeed's recovery scripts, if the run directory has any, are not copied."""
     run = os.path.dirname(os.path.abspath(tag))
     names = [name for name in SCRIPTS if sources.is_file(os.path.join(run, name))]
     if not names:

@@ -1,8 +1,8 @@
 """Reads the ranks' flat buffers of fp32 masters and optimizer states.
 
-Stages 1 and 2 have one buffer per parameter group, stage 3 has one per sub-group. Padding differs:
-stages 1 and 2 save masters without it and states with it. BF16_Optimizer saves both with it. Stage
-3 pads every parameter.
+Stages 1 and 2 have one buffer per parameter group, stage 3 has one per sub-group. Stages 1 and 2
+save masters without the padding of the last partition, and states with it. BF16_Optimizer saves
+both with padding. Stage 3 pads every parameter.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def flat_buffers(
 ) -> Iterator[FlatBuffer]:
     """Yields every flat buffer of the checkpoint: masters and optimizer states from all ranks.
 
-    `sharing` returns which ranks share the buffers of a group; by default all ranks do.
+    `sharing` returns, for a param group, its flat buffers and the ranks that share each of them. By
+    default a group has one buffer, which all ranks share.
     """
     shapes = ranks.param_shapes()
     masters = [_masters(ranks, state) for state in ranks.states]
@@ -85,7 +86,10 @@ def flat_buffers(
 
 
 def _masters(ranks: EngineStates, state: Mapping[str, Any]) -> list[Tensor]:
-    """A rank's partitions of masters, one for each flat buffer; raises CorruptCheckpoint."""
+    """A rank's partitions of masters, one for each flat buffer.
+
+    `state` is the rank's optimizer state. Raises CorruptCheckpoint if it has no such partitions.
+    """
     key = "fp32_flat_groups" if ranks.partitioned else "single_partition_of_fp32_groups"
     tensors = state.get(key)
     if not isinstance(tensors, list) or not all(isinstance(value, Tensor) for value in tensors):
@@ -104,9 +108,9 @@ def _contradiction(ranks: EngineStates, what: str, hint: str = "") -> Inconsiste
 
 
 class _RankedBuffer(Struct, dict=True):
-    """Flat buffer number `place` as the ranks have partitioned it; makes a `FlatBuffer`.
+    """Flat buffer number `place`, read from the ranks' partitions; makes a `FlatBuffer`.
 
-    `masters` are the ranks' partitions of its masters.
+    `masters` has one tensor per rank: its partition of the fp32 masters.
     """
 
     ranks: EngineStates
@@ -139,10 +143,11 @@ class _RankedBuffer(Struct, dict=True):
             )
 
     def _as_lost(self, total: int) -> Sequence[Tensor]:
-        """The masters, where those of files that stand in for lost ones get the lost ones' lengths.
+        """The ranks' partitions of masters; a stand-in's partition gets the lost rank's length.
 
-        The last rank's masters are saved without padding, so they are shorter than those of a lost
-        rank in whose place they are read. `total` is the number of elements without padding.
+        A stand-in is another rank's file that is read in place of a lost one. The last rank's
+        partition is saved without padding, so it may be shorter than that of the lost rank. `total`
+        is the number of elements of all partitions without padding.
         """
         files, dp = self.ranks.optimizers, self.ranks.dp
         lost = {rank for rank in range(dp) if sources.is_stand_in(files[rank].path)}
@@ -159,9 +164,10 @@ class _RankedBuffer(Struct, dict=True):
         return self.masters
 
     def _is_of_more_ranks(self, numels: Sequence[int], held: Sequence[int]) -> bool:
-        """Whether partitions are as short as in a run of two, three or more times as many ranks.
+        """Whether stage 3's partitions are as short as in a run with several times as many ranks.
 
-        `numels` are the sizes of the parameters, `held` the lengths of the partitions (stage 3).
+        If so, several ranks wrote the same file, one over the other, and parts of all parameters
+        are lost. `numels` are the sizes of the parameters, `held` the lengths of the partitions.
         """
         worlds = range(2 * self.ranks.dp, MOST_IN_SEQUENCE * self.ranks.dp + 1, self.ranks.dp)
         lengths = (sum(-(-numel // world) for numel in numels) for world in worlds)
@@ -170,8 +176,8 @@ class _RankedBuffer(Struct, dict=True):
     def numbers(self) -> Iterator[str]:
         """Yields the names of states that are a single number, not a partition.
 
-        They are tensors of one element. A partition may have one element as well. Then only another
-        buffer can show that the state is a number.
+        Such a state is a tensor of one element. If a rank's partition has one element as well, only
+        0-d tensors are yielded: another tensor of one element might be a partition.
         """
         partitions = {self.masters[0].numel, *self.lengths}
         for key, state in self.states[0].items():
@@ -183,7 +189,8 @@ class _RankedBuffer(Struct, dict=True):
     def read(self, group: int, numbers: Collection[str], step_policy: str | None) -> FlatBuffer:
         """Reads the masters, states and steps of this buffer from all ranks' files.
 
-        `numbers` are the names of states that are a single number.
+        `group` is the number of the param group. `numbers` are the names of states that are a
+        single number, not a partition.
         """
         slots = [self._cut("master", self.masters)]
         scalars: dict[str, Scalar] = {}
@@ -224,9 +231,9 @@ class _RankedBuffer(Struct, dict=True):
     def _values(self, key: Any, is_number: bool) -> list[Any]:
         """A state's value on every rank; restores a number that the engine's elastic save cut off.
 
-        That save removes a partition's padding from every tensor that is not 0-d, even from numbers
-        (0.19.8). The storage still has the element (`_stored`). If it does not, another rank's
-        number is used.
+        An elastic save removes a partition's padding from every tensor that is not 0-d, even if the
+        tensor is a single number (0.19.8). The tensor's storage still has the number (`_stored`).
+        If not, another rank's number is used.
         """
         values = [state.get(key) for state in self.states]
         if not (is_number and self.ranks.elastic and any(map(_is_empty, values))):
@@ -240,9 +247,9 @@ class _RankedBuffer(Struct, dict=True):
     def _slot(self, key: str, values: Sequence[Any]) -> BufferSlot | None:
         """The optimizer state `key` as a `BufferSlot`; None if it cannot be divided by parameter.
 
-        `values` has the state on each rank: a tensor as long as the rank's partition. The length
-        may include padding or not: masters are saved without it, states with it. Complete states of
-        parameters (`_whole`) are accepted too.
+        `values` has the state on each rank: a tensor as long as the rank's partition, with or
+        without padding (masters are saved without padding, states with it). States that ranks keep
+        complete for each parameter (`_whole`) are accepted too.
         """
         tensors = [value for value in values if isinstance(value, Tensor) and value.shape]
         if len(tensors) == self.ranks.dp and all(
@@ -265,7 +272,7 @@ class _RankedBuffer(Struct, dict=True):
     def _cut(self, name: str, tensors: Sequence[Tensor]) -> BufferSlot:
         """Divides the ranks' partitions of one state (`tensors`) among the parameters.
 
-        Returns the state under the slot name `name`.
+        The result is a `BufferSlot` named `name`.
         """
         dtypes = sorted({tensor.dtype for tensor in tensors})
         if len(dtypes) > 1:
@@ -284,8 +291,9 @@ class _RankedBuffer(Struct, dict=True):
         """Reads a state that ranks keep complete for each parameter in their partition.
 
         Example: Muon's `momentum_buffer` in stages 1 and 2 without offload. Muon orthogonalizes
-        full matrices, so a rank's tensor has complete states one behind the other. If several ranks
-        have a parameter's state, the first rank's is used. None if the tensors have other lengths.
+        full matrices, so a rank's tensor has the complete states of its parameters, one after
+        another. If several ranks have a parameter's state, the first rank's is used. None if some
+        tensor is not as long as the parameters in its rank's partition.
         """
         group = self._group(self.masters)
         dtypes = {value.dtype for value in values if isinstance(value, Tensor) and value.numel}
@@ -311,9 +319,9 @@ class _RankedBuffer(Struct, dict=True):
     ) -> tuple[list[Sighting], StepPlace | None, list[Notice]]:
         """Collects this buffer's step counts from all ranks: in optimizer states and param groups.
 
-        Returns a `Sighting` for each place that states a step, the place that the optimizer itself
-        uses (None without a step), and warnings. Raises unless all ranks agree. `kept` has the step
-        in each rank's optimizer state.
+        Returns a `Sighting` for each place in the files that states a step; the place that the
+        optimizer itself reads, or None if no step is stated; and warnings. Raises unless all ranks
+        agree. `kept` has the step in each rank's optimizer state.
         """
         if any(map(_is_empty, kept)):
             what = f"the step of flat group {self.place} is lost: DeepSpeed's elastic save cut it "
@@ -342,7 +350,8 @@ class _RankedBuffer(Struct, dict=True):
     def _stated(self, what: str, where: str, values: Sequence[Any]) -> steps.StatedSteps:
         """The ranks' steps in one place of their files; raises if only some ranks state a step.
 
-        `what` names the place in errors. `where` is "state" or "group".
+        `values` has what each rank's file has in this place. `what` names the place in errors.
+        `where` is "state" (the optimizer's state) or "group" (a param group).
         """
         statement = steps.StatedSteps(where)
         for rank, value in enumerate(values):
@@ -360,11 +369,10 @@ def _is_empty(value: Any) -> bool:
 
 
 def _stored(value: Any) -> Any:
-    """Restores a step that an elastic save has emptied, as a tensor of shape [1].
+    """Restores a step that DeepSpeed's elastic save has emptied, as a tensor of shape [1].
 
-    The engine slices the padding off a step too. The step is then an empty tensor, but its storage
-    still has the element. Any other value is returned unchanged: a tensor with elements, or an
-    empty one whose storage does not have exactly one element.
+    The save removes padding even from a step of one element. The step is then an empty tensor whose
+    storage still has the element. Any other value is returned unchanged.
     """
     if not _is_empty(value) or value.storage.length != SIZES[value.dtype]:
         return value

@@ -1,8 +1,8 @@
 """The functions of the format deepspeed, and the obstacles to loading its files unchanged.
 
-The files fit one grid of ranks, one stage, one type and one optimizer (`obstacles`). ZeRO's loader
-compares `dp_world_size`, and opens its own ranks' files by name (0.19.8). Without ZeRO the model
-file has everything, and any data-parallel size loads it.
+The files fit only one grid of ranks, one stage, one type and one optimizer (`obstacles`). ZeRO's
+loader compares `dp_world_size` with that of its run, and each rank opens its own file by name
+(0.19.8). Without ZeRO the model file has everything, and a run of any data-parallel size loads it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ OF_ENGINES = {
 
 
 def obstacles(source: Manifest, options: Options) -> list[Notice]:
-    """One notice for each difference that keeps a run with these options from loading the files."""
+    """The reasons why a run with these options cannot load the source's files unchanged.
+
+    One notice for each setting in which the run differs from the source.
+    """
     engine, new = _engine_of(source, Options()), _engine_of(source, options)
     pairs = _pairs(engine, new)
     if is_other_optimizer(new, source):
@@ -68,9 +71,9 @@ def obstacles(source: Manifest, options: Options) -> list[Notice]:
 def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
     """Problems: settings in which the target's engine differs from the engine that saved `run`.
 
-    No settings are compared if the user gives a ds_config, which states the engine. Types are never
-    compared: the loader casts tensors, and finds files under the names of both types (0.19.8). A
-    scheduler whose state the source lacks is a problem too.
+    Settings are not compared if the user gives a ds_config, since that states the target's engine.
+    Weight types are never compared: the loader casts tensors, and finds files under the names of
+    both types (0.19.8). A scheduler of `run` whose state the source lacks is a problem too.
     """
     if options[CONFIG] is not None:  # the ds_config states the engine
         return []
@@ -95,10 +98,10 @@ def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
 
 
 def begins(source: Manifest, options: Options) -> Beginning:
-    """What a target stores for parameters that the optimizer never updated (see `Beginning`).
+    """The state that a target needs for parameters that the optimizer never updated.
 
-    "group" (zeros at the group's step) if all parameters of a group share one step, else "bare" (no
-    state). `source` has the target's engine.
+    "group" means zeros at the group's step: the target stores one step for all parameters of a
+    group. "bare" means no state. `source` has the target's engine.
     """
     return "group" if shares_steps(_engine_of(source, options), source) else "bare"
 
@@ -110,9 +113,9 @@ def _engine_of(source: Manifest, options: Options) -> TargetEngine:
 
 
 def _pairs(engine: TargetEngine, new: TargetEngine) -> dict[str, tuple[Any, Any]]:
-    """The values that two engines have for each setting that decides the content of files.
+    """For each setting that decides the content of files, its values in the two engines.
 
-    Keyed by the display name of the setting.
+    The keys are the settings' names in messages.
     """
     pairs = {what: (getattr(engine, name), getattr(new, name)) for what, name in OF_ENGINES.items()}
     if engine.partitioned and new.partitioned:
@@ -123,7 +126,7 @@ def _pairs(engine: TargetEngine, new: TargetEngine) -> dict[str, tuple[Any, Any]
 
 
 def missing(source: Manifest, options: Options) -> list[Notice]:
-    """An error if the ds_config names a scheduler for which the target would have no state."""
+    """An error if the ds_config names a scheduler, and the target would have no state for it."""
     name = schedulers.named_in(options[CONFIG])
     if name is None:
         return []

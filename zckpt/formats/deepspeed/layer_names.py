@@ -3,10 +3,10 @@
     3.fc.weight                     of layer 3
     tied_modules.embed.weight       of the tied layer `embed`, wherever it is used
 
-In files of layers, both have only the rest of the name. A pipeline stage has the layers whose
-numbers are in its parameter names. It may also have tied layers, functions and frozen layers, which
-these names do not show. Such layers lie between the last number of the previous stage and the first
-number of the next one.
+In files of layers, these tensors are named `fc.weight` and `weight`. A pipeline stage has the
+layers whose numbers are in its parameter names. It may also have tied layers, functions and frozen
+layers, which these names do not show. Such layers lie between the last number of the previous stage
+and the first number of the next one.
 """
 
 from __future__ import annotations
@@ -45,26 +45,30 @@ class LayerName(Struct, frozen=True):
 
 
 def prefix_of(number: int, tied: Mapping[int, str]) -> str:
-    """The prefix that full names have before the names in a layer's file.
+    """The part of a full name that comes before a tensor's name in a layer's file.
 
-    It is the layer's number, or the key of a tied layer; `tied` maps numbers to keys.
+    It contains the layer's number or, for a tied layer, its key. `tied` maps the numbers of tied
+    layers to their keys.
     """
     return f"{TIED}{tied[number]}." if number in tied else f"{number}."
 
 
 def tied_key(name: str) -> str | None:
-    """The key of a tied layer's tensor; None for a tensor of another layer."""
+    """The key of the tied layer that a tensor belongs to; None for a tensor of another layer."""
     return LayerName.of(name).key
 
 
 def untied_layers(names: Iterable[str]) -> list[int]:
-    """The layer numbers in the names, one for each tensor that is not of a tied layer."""
+    """The layer numbers in the given names; names of tied layers' tensors are skipped."""
     numbers = (LayerName.of(name).number for name in names)
     return [number for number in numbers if number is not None]
 
 
 def of_tied(values: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
-    """Selects the values of tied layers' tensors, by the layer's key and then by the inner name."""
+    """Selects the tensors of tied layers: a dictionary by the layer's key, then by the inner name.
+
+    The inner name is the tensor's name without the layer.
+    """
     parts = ((LayerName.of(name), value) for name, value in values.items())
     inner_names = by_key(
         (part.key, (part.inner, value)) for part, value in parts if part.key is not None
@@ -73,7 +77,7 @@ def of_tied(values: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
 
 
 def layers_with(name: str, uses: Uses) -> Sequence[int]:
-    """The numbers of the layers that have a parameter; several for a tied layer.
+    """The numbers of the layers that contain the parameter `name`; several for a tied layer.
 
     `uses` maps the keys of tied layers to the layers at which they are used.
     """
@@ -85,7 +89,7 @@ def layers_with(name: str, uses: Uses) -> Sequence[int]:
 
 
 def uses_of_files(pipeline: Pipeline) -> dict[str, set[int]]:
-    """Maps each tied layer's key to the numbers of the layer files that store this layer."""
+    """Maps each tied layer's key to the numbers of the layer files with the layer's tensors."""
     keys = (tied_key(name) for names in pipeline.parameters for name in names)
     of_files = by_key((key, number) for number, key in pipeline.tied.items())
     return {key: {*of_files.get(key, ())} for key in keys if key is not None}
@@ -94,8 +98,8 @@ def uses_of_files(pipeline: Pipeline) -> dict[str, set[int]]:
 def spans(pipeline: Pipeline, count: int) -> list[range]:
     """For each stage, the range of layers that it can have, if there are `count` layers.
 
-    It begins after the last layer of earlier stages and ends before the first layer of later ones,
-    as far as names show these.
+    The range begins after the last layer that is known to be in an earlier stage, and ends before
+    the first layer that is known to be in a later one. Parameter names show these layers.
     """
     shown = [untied_layers(names) for names in pipeline.parameters]
     layers_of_stages = []

@@ -53,7 +53,7 @@ COUNTS = (OF_TORCH, "_step_count")
 
 
 def continued(manifest: Manifest, older: Manifest) -> tuple[Manifest, list[MadeValue]]:
-    """Returns the manifest with the values that the lost model file had, and a list of these.
+    """The manifest with the values that the lost model file had, and a list of these values.
 
     `manifest` was read with the model file of the checkpoint `older` in place of the lost one.
     Raises InconsistentCheckpoint if that file is of another model, of another precision or stage,
@@ -91,9 +91,10 @@ def _unfit(older: Manifest, why: str) -> ZckptError:
 def _need_same_model(model: TorchFile, optimizers: Sequence[TorchFile], older: Manifest) -> None:
     """Raises InconsistentCheckpoint unless the model file lists the optimizer's parameters.
 
-    Each rank's file has the number of elements of each parameter in its partitions, in the order of
-    the flat buffer. Old versions of DeepSpeed have no such list, and under `round_robin_gradients`
-    it has another order (0.19.8).
+    Each rank's optimizer file lists the parameters in its partitions, with their numbers of
+    elements, in the order of the flat buffer. Files of old DeepSpeed versions have no such list:
+    nothing is checked. Under `round_robin_gradients` the list has another order (0.19.8), so order
+    is ignored.
     """
     if model.value.get("num_experts"):
         raise _unfit(older, "is of a run with experts, and zckpt does not write such a file again")
@@ -122,7 +123,7 @@ def _need_same_model(model: TorchFile, optimizers: Sequence[TorchFile], older: M
 def _with_config(
     manifest: Manifest, model: TorchFile, optimizer: TorchFile, older: Manifest
 ) -> Manifest:
-    """Replaces the older ds_config and version by those in the optimizer's files."""
+    """Replaces the ds_config and version of the older save by those in the optimizer's files."""
     engine, before = manifest.run.engine, model.value.get("ds_config")
     config, version = (optimizer.value.get(key) for key in ("ds_config", "ds_version"))
     if isinstance(version, str):
@@ -138,7 +139,7 @@ def _with_config(
 
 
 def _updates(manifest: Manifest) -> int | None:
-    """The completed updates, as the optimizer's files state them; None if they do not."""
+    """The number of completed updates in the optimizer's files; None if they do not state it."""
     steps = [each.step for each in manifest.parameters.values() if each.trainable]
     return max((int(step) for step in steps if step is not None), default=None)
 
@@ -168,9 +169,10 @@ def _counters(
 
 
 def _steps_since(manifest: Manifest, older: Manifest) -> tuple[int | None, str]:
-    """The engine's steps since the older save, with skipped ones, and what states them.
+    """The number of engine steps since the older save, and a phrase that tells what states it.
 
-    None if nothing states them, or if the tag and the loss scaler disagree.
+    Steps that were skipped count. The number is None if nothing states it, or if the tag and the
+    loss scaler disagree.
     """
     before = older.state["counters"].get(STEPS)
     named, named_before = (TAG.fullmatch(own.run.origin.tag or "") for own in (manifest, older))
@@ -200,10 +202,12 @@ def _iterations(manifest: Manifest) -> int | None:
 def _scheduler(
     manifest: Manifest, updates: int | None, before: int | None
 ) -> tuple[Any, list[MadeValue]]:
-    """The scheduler's state after the updates since the older save, and the list of its values.
+    """The scheduler's state to write, and the report's list of its values.
 
-    It is advanced if the older one had counted each update once, and if all else in it is constant
-    or a learning rate, which the optimizer's groups have too.
+    `updates` and `before` are the updates that this save and the older one have completed. The
+    older state is advanced to `updates` if its counter shows one count per update, and if its other
+    values are constants or learning rates (which the optimizer's groups state too). Otherwise it is
+    used unchanged.
     """
     state = manifest.state.get("lr_scheduler")
     if state is None:
@@ -231,9 +235,10 @@ def _scheduler(
 
 
 def _unchanged(manifest: Manifest) -> Iterator[MadeValue]:
-    """Yields the values that are taken from the older save: the user's, and those of modules.
+    """Yields the values that are taken from the older save: client state and modules' extra states.
 
-    Values that are one tensor are left out, since tensors are listed by themselves.
+    Also the states of the data sampler and of random LTD. Values that are tensors are left out: the
+    report lists tensors separately.
     """
     state = manifest.state
     for key in ("data_sampler", "random_ltd"):

@@ -98,8 +98,8 @@ class _RankFile:
     def _states(self, partition: _RankPartition) -> dict[str, Any]:
         """The optimizer states of one flat buffer as the rank's file stores them, by key.
 
-        Each has the length of the rank's partition, except Muon's momentum: that is complete for
-        each parameter in the partition.
+        Each state has the length of the rank's partition, except Muon's momentum, which is complete
+        for each parameter in the partition.
         """
         target, buffer = self.target, partition.buffer
         states = numbers(target, buffer, self.storages)
@@ -113,10 +113,11 @@ class _RankFile:
         return {**states, **target.thawed(partition_states, self.storages)}
 
     def _base_and_step(self, states: Mapping[int, Any]) -> dict[str, Any]:
-        """The base optimizer's state_dict; in elastic files a list of its states.
+        """The items of an optimizer file with the base optimizer's state.
 
-        The engine also requires the groups' step beside this list, even if its optimizer does not
-        use it (0.19.8: it fails without it, even on files that it wrote itself).
+        They are its state_dict or, in elastic files, a list of states and one step. The engine
+        requires that step even if its optimizer keeps the step elsewhere (0.19.8: without it,
+        loading fails, even for files that the engine wrote).
         """
         target = self.target
         if not self.is_elastic:
@@ -149,16 +150,16 @@ class _RankFile:
 
 
 def _paddings(buffer: TargetBuffer) -> list[int]:
-    """The padding after each parameter, in elements; zeros if AutoEP has stacked experts."""
+    """The padding after each parameter, in elements; all zeros if AutoEP has stacked experts."""
     parameters = dict.fromkeys(map(parameter_of, buffer.names))
     return list(buffer.paddings) if len(parameters) == len(buffer.names) else [0] * len(parameters)
 
 
 class _RankPartition:
-    """A rank's partition of a flat buffer that `dp` ranks share in stages 1 and 2, in elements.
+    """A rank's partition of a flat buffer that `dp` ranks share in stages 1 and 2.
 
-    `size` is its length with padding, `owned` its length without padding. `total` is the length of
-    all partitions without padding.
+    All lengths are in elements: `size` is the partition's length with padding, `owned` without
+    padding, and `total` is the length of all partitions without padding.
     """
 
     def __init__(self, buffer: TargetBuffer, dp: int, rank: int) -> None:
@@ -185,7 +186,8 @@ class _RankPartition:
     def mapping(self) -> OrderedDict[str, Foreign]:
         """Maps each parameter to its start and its length in this partition.
 
-        DeepSpeed's converter reads it. With AutoEP, the parameter is a rank's stack of experts.
+        The engine's files have this mapping for DeepSpeed's own converter. With AutoEP, the
+        parameter is the stack of a rank's experts.
         """
         address = "deepspeed.utils.tensor_fragment.fragment_address"
         places: dict[str, tuple[int, int]] = {}
@@ -204,17 +206,17 @@ class _RankPartition:
 def is_elastic(target: DeepSpeedTarget) -> bool:
     """Whether to write elastic files: only if hyper-parameters are unknown and nothing is lost.
 
-    Elastic files contain no hyper-parameters, so the engine keeps those it was built with. Other
-    files would need a guess. DeepSpeed 0.19.8, stage_1_and_2.py `_restore_base_optimizer_state`,
-    resumes from them exactly under two conditions:
+    Elastic files contain no hyper-parameters, so the engine keeps the hyper-parameters that it was
+    built with. In other files, zckpt would have to guess them. DeepSpeed 0.19.8, stage_1_and_2.py
+    `_restore_base_optimizer_state`, resumes from elastic files exactly under two conditions:
 
     * The stage is 1 or 2, and not BF16_Optimizer. All groups have the same states: the loader uses
       the keys of the first group. The optimizer is not Muon, which keeps momenta of complete
       parameters: the loader gives rank 0's to every rank. Moments are fp32: the loader casts all to
       fp32.
-    * States of one number, such as a step, are Python numbers. A number in a tensor, such as the
-      step of torch's Adam, would get the partition's padding. It works if there is no padding, or
-      if the engine itself is elastic.
+    * States that are one number, such as a step, are Python numbers. The loader would add a
+      partition's padding to a number in a tensor, such as the step of torch's Adam. Tensors are
+      accepted if there is no padding, or if the engine itself is elastic.
     """
     engine, buffers, options = target.engine, target.buffers, target.options
     is_unknown = are_inferred(target.source) and not are_given(target.source)
@@ -232,7 +234,7 @@ def is_elastic(target: DeepSpeedTarget) -> bool:
 
 
 def _keeps_numbers_as_tensors(target: DeepSpeedTarget) -> bool:
-    """Whether any number beside the moments, such as the step, is a tensor."""
+    """Whether the step, or another state that is one number, is stored as a tensor."""
     buffers, place = target.buffers, target.step_place
     types = {number.dtype for buffer in buffers for number in buffer.scalars.values()}
     if place.where == "state" and any(buffer.step is not None for buffer in buffers):
@@ -243,9 +245,9 @@ def _keeps_numbers_as_tensors(target: DeepSpeedTarget) -> bool:
 def warnings_of_elastic(target: DeepSpeedTarget) -> Iterator[Notice]:
     """Warnings about what changes for an engine that resumes from elastic files.
 
-    It gets no hyper-parameters, and no learning rate for its first update. The engine's own next
-    elastic save removes a partition's padding from its step as well, if the loader has turned the
-    step into a tensor of one element (0.19.8). All ranks load the states of rank 0.
+    The engine gets no hyper-parameters, and no learning rate for its first update. Its own next
+    elastic save removes a partition's padding even from the step, if the loader has turned the step
+    into a tensor of one element (0.19.8). All ranks load the states of rank 0.
     """
     message = (
         "the source holds no hyper-parameters, and neither does the target: the engine "

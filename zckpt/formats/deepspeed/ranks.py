@@ -50,8 +50,8 @@ def open_ranks(
 ) -> EngineStates:
     """Opens and checks the files of all data ranks of one model rank.
 
-    `layers` are the files of a pipeline's layers by number, if the model rank is a pipeline stage.
-    Then the module's tensors are in these files.
+    If the model rank is a pipeline stage, `layers` are the files of the pipeline's layers by
+    number, and these files contain the module's tensors.
 
     Raises if the files are not one complete ZeRO checkpoint: a rank is missing, world sizes or
     saves differ, or zckpt does not read this kind of file.
@@ -97,7 +97,11 @@ def open_ranks(
 
 
 def _base(directory: TagDirectory, state: Mapping[str, Any], partitioned: bool) -> dict[str, Any]:
-    """The base optimizer's state dict; for elastic files, it has only `state`, by buffer number."""
+    """The base optimizer's state dict in a rank's optimizer state.
+
+    Elastic files have only a list of states: the result then has only the key `state`, with the
+    states by the number of the flat buffer.
+    """
     base = state.get("optimizer_state_dict" if partitioned else "base_optimizer_state")
     if isinstance(base, list):
         return {"state": dict(enumerate(base))}
@@ -109,7 +113,7 @@ def _base(directory: TagDirectory, state: Mapping[str, Any], partitioned: bool) 
 
 
 def without_optimizer(directory: TagDirectory) -> IncompleteCheckpoint:
-    """The error for a directory without an optimizer, in optimizer files or in the model file."""
+    """The error for a directory without an optimizer, in optimizer files or in a model file."""
     return IncompleteCheckpoint(
         "missing-file",
         f"{directory.path} holds no optimizer files",
@@ -119,12 +123,12 @@ def without_optimizer(directory: TagDirectory) -> IncompleteCheckpoint:
 
 
 def check_kind(directory: TagDirectory, version: str, module: Any, config: Any) -> None:
-    """Raises UnsupportedCheckpoint for old versions and features that the model files show.
+    """Raises UnsupportedCheckpoint for old versions and for features that zckpt does not read.
 
-    ZenFlow's files may have transposed matrices, although the listed shapes are the usual ones: its
-    `_flatten_dense_tensors` (runtime/zenflow/zenflow_utils.py) transposes. Before 0.19.7, stages 1
-    and 2 transpose the weights of the module back; since then they do not. Stage 3 transposes the
-    parameters themselves (engine_stage3.py).
+    ZenFlow is refused where its files may have transposed matrices under the shapes of untransposed
+    ones. Its `_flatten_dense_tensors` (runtime/zenflow/zenflow_utils.py) transposes parameters.
+    Stages 1 and 2 before 0.19.7 save these weights transposed, later ones do not. Stage 3
+    transposes the parameters themselves (engine_stage3.py), in all versions.
     """
     numbers, settings = version_numbers(version), nested(config, "zero_optimization")
     zenflow, stage = nested(settings, "zenflow"), nested(settings, "stage")
@@ -152,7 +156,7 @@ def check_kind(directory: TagDirectory, version: str, module: Any, config: Any) 
 def _check_world(
     directory: TagDirectory, model: Mapping[str, Any], state: Mapping[str, Any], files: RankFiles
 ) -> None:
-    """Raises unless the model file and the partitions state as many ranks as there are files."""
+    """Raises unless the files state as many ranks as there are optimizer files."""
     dp = len(files.optimizers)
     _check_count(directory, "dp", files.optimizers, model, files.sp)
     count = state.get("partition_count")
@@ -169,10 +173,10 @@ def _check_count(
     model: Mapping[str, Any],
     sp: int = 1,
 ) -> None:
-    """Raises unless there are as many `files` as the model file states ranks along an axis.
+    """Raises unless the number of `files` equals that of the ranks that the model file states.
 
-    `axis` is "dp" or "mp". `sp` is the number of sequence-parallel ranks, if the file names count
-    these as model ranks; else 1.
+    `axis` is "dp" (data ranks) or "mp" (model ranks). `sp` is the number of sequence-parallel
+    ranks, if the file names count these as model ranks; else 1.
     """
     count, ranks = len(files), {"dp": "data ranks", "mp": "model ranks"}[axis]
     stated_count = model.get(f"{axis}_world_size")
@@ -204,7 +208,11 @@ def _facts_of_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
-    """The groups' hyper-parameters that must be equal on all ranks: all but steps and estimates."""
+    """The groups' hyper-parameters that must be equal on all ranks.
+
+    These are all but the step and the hyper-parameters that each rank's optimizer estimates
+    (`ESTIMATES`).
+    """
     groups, own_keys = base.get("param_groups") or (), {"step", *ESTIMATES}
     return {
         "param_groups": [{k: v for k, v in each.items() if k not in own_keys} for each in groups]
@@ -217,9 +225,9 @@ def hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
 def shapes_of_stage(
     states: Sequence[Mapping[str, Any]], layers: Mapping[int, TorchFile]
 ) -> list[dict[str, tuple[int, ...]]] | None:
-    """The parameters of each flat buffer with their shapes, in order, if the model file lacks them.
+    """The parameters and shapes of each flat buffer, for a model file that does not list them.
 
-    None if the optimizer files do not list them either.
+    None if the optimizer files do not list the parameters either.
 
     DeepSpeed 0.19.8 saves a bf16 pipeline without ZeRO (stage 0) with BF16_Optimizer's files, but
     with `param_shapes: None`. The optimizer files state the name, the place and the number of
@@ -250,8 +258,8 @@ def _shape(
 ) -> tuple[int, ...]:
     """The shape of a parameter with `numel` elements, found in the files of layers.
 
-    For a tied layer, all files that are not of `untied` layers are searched, because no file states
-    its key. Raises UnsupportedCheckpoint if these show several shapes.
+    No file states the key of a tied layer. So a tied layer's parameter is searched in all files but
+    those of `untied` layers. Raises UnsupportedCheckpoint if several shapes are found.
     """
     layer_name = LayerName.of(name)
     shapes = {
@@ -285,10 +293,10 @@ def _shape(
 def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates]) -> int:
     """Checks that files' contents match the pipeline and tensor ranks that their names show.
 
-    Returns the sequence-parallel size. Older files state no sizes. Then all tensor ranks of a
+    Returns the sequence-parallel size. Older files state no sizes: in these, all tensor ranks of a
     pipeline stage must have the same parameters, and the layers of a stage must come after those of
-    the previous stage (tied layers have no number). Raises InconsistentCheckpoint for other
-    contents, UnsupportedCheckpoint for unknown axes.
+    the previous stage (tied layers have no number). Raises InconsistentCheckpoint if contents and
+    names do not match, UnsupportedCheckpoint for unknown parallel axes.
     """
     pp, tp = files.grid.pp, files.grid.tp
     named = files.ranks[0].sp if files.ranks else 1
@@ -361,9 +369,9 @@ def _in_order(
 
     Returns the rank's optimizer state and its base optimizer's state. `first` has the names of the
     first rank's groups (see `_names`). If layers of experts have several expert-parallel sizes,
-    DeepSpeed (0.19.8, moe/utils.py) iterates over a set of their names. So every process may list
-    its groups of experts in another order. A rank whose groups have other names keeps its order:
-    the reader refuses it later.
+    DeepSpeed (0.19.8, moe/utils.py) iterates over a set of group names, so every process may list
+    its groups of experts in another order. A rank whose groups have other names keeps its order,
+    and is refused later.
     """
     names = _names(base)
     if names == first or sorted(names) != sorted(first):
@@ -381,6 +389,6 @@ def _in_order(
 
 
 def _names(base: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """The name of every group of a rank, and whether it is a group of experts."""
+    """The names of a rank's param groups, each with whether the group has experts."""
     groups = base.get("param_groups") or ()
     return [(str(group.get("name")), group.get("moe") is True) for group in groups]

@@ -1,12 +1,14 @@
 """Builds the manifest of a DeepSpeed checkpoint, with model ranks joined or kept separate.
 
+The manifests that are built, one from the other:
+
     of a model rank     the files of one mp_rank, with its pipeline stage and tensor rank
     of a tensor rank    all its pipeline stages joined, with the weights from its layer files
     of the full model   the slices of all tensor ranks joined
 
-If only the data-parallel size changes, model ranks are not joined. Each one then keeps its own
-copies of replicated tensors, even if these have drifted apart, and zckpt need not know how tensors
-are cut.
+If only the data-parallel size changes, model ranks are not joined. Each model rank then keeps its
+own copies of replicated tensors, even if these have drifted apart, and zckpt need not know how
+tensors are cut.
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     Raises NotACheckpoint, IncompleteCheckpoint (a rank is missing), InconsistentCheckpoint (ranks
     contradict each other), CorruptCheckpoint, MissingData (nothing shows how parameters are cut, or
     their names), UnsupportedCheckpoint (AutoEP, NVMe offload, before 0.5.10). If the optimizer is
-    lost or unreadable, only the weights are read, provided that nothing else is left or asked for.
-    The manifest's `lost` then states this.
+    lost or unreadable, only the weights are read, provided that the user asks for no more, or that
+    no optimizer file is left. The manifest's `lost` then states this.
     """
     directory = locate(path, reading.tag)
     try:
@@ -151,8 +153,8 @@ def _opened(
 ) -> Iterator[tuple[EngineStates, Callable[[str | None], Manifest], Keys]]:
     """Opens the files of each model rank.
 
-    Yields the rank's states, a function that makes its manifest with a given step policy, and its
-    keys of tied layers.
+    Yields for each model rank: its states; a function that makes its manifest, given a step policy;
+    and the keys of its tied layers by the number of the layer file.
     """
     ranks, tp, is_staged = files.ranks, files.grid.tp, files.grid.staged
     if ranks[0].optimizers:
@@ -204,7 +206,7 @@ def _apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manif
 
 
 def stacked(manifests: Sequence[Manifest]) -> Manifest:
-    """One manifest with all model ranks; each rank keeps its tensors and parameters."""
+    """One manifest of all model ranks; each rank stays separate, with its own tensors."""
     whole = united(manifests)
     assert manifests[0].place is not None
     grid = manifests[0].place.grid
@@ -223,12 +225,12 @@ def stacked(manifests: Sequence[Manifest]) -> Manifest:
 def _with_weights_of_layers(
     ranks: Sequence[Manifest], models: Sequence[Manifest]
 ) -> Iterator[Manifest]:
-    """Adds the module's weights from layer files to the pipeline stages that have their masters.
+    """Adds weights from layer files to the pipeline stages that have the masters of these weights.
 
-    Yields the model ranks with these weights and the weights' type. `models` are the full models of
-    the tensor ranks. No file states which stage a copy of a tied weight comes from, so each stage
-    gets all copies. If there are fewer copies than stages, only the first stage gets them: a stage
-    that uses the layer through a function saves no weight.
+    Yields the manifests of the model ranks, with the weights and their type. `models` are the full
+    models of the tensor ranks. No file states which stage a copy of a tied weight comes from, so
+    each stage gets all copies. If there are fewer copies than stages, only the first stage gets
+    them, because a stage that uses the tied layer through a function saves no weight.
     """
     tp = len(models)
     tensors = (chain(model.entries.values(), model.replicas) for model in models)

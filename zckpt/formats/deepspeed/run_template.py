@@ -6,12 +6,12 @@
     from source    weights, masters, moments, steps, hyper-parameters, and the scheduler's state, if
                    the program of RUN can load it
 
-The result is a manifest like RUN's, so the writers need no special case. Both must have the same
-parameters with the same shapes; rows that only pad a vocabulary may be missing. RUN may also be a
-universal checkpoint of such a run. No tensor of RUN's model is used.
+The result is a manifest like RUN's, so the writers need no special case. The source and RUN must
+have the same parameters with the same shapes; the source may lack rows that only pad a vocabulary.
+RUN may also be a universal checkpoint of a DeepSpeed run. No tensor of RUN's model is used.
 
-Rejected alternative: layers and groups by names. No file of another engine states where a layer is
-tied, or how parameters are grouped and cut.
+Rejected alternative: to infer layers and groups from names. No file of another engine states which
+layers are tied, or how parameters are grouped and cut.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class _Run(Template):
         )
 
     def _need_own_weights(self) -> None:
-        """Raises MissingData if two weights of the run are one tied weight in the source."""
+        """Raises MissingData if two separate weights of the run are tied in the source."""
         both: dict[str, str] = {}
         for name, owner in self.owners.items():
             if (other := both.setdefault(owner, name)) != name:
@@ -146,10 +146,10 @@ class _Run(Template):
         return tuple(result)
 
     def _state(self) -> dict[str, Any]:
-        """The manifest's state (all that is not a tensor): the run's, with values of the source.
+        """The target's values other than parameters: those of the run, with some of the source's.
 
-        The run's counters are replaced. The scheduler and the client state are the source's, as far
-        as the source has them.
+        Counters are the source's, or are made for its number of updates. The scheduler's state and
+        the client state are the source's, as far as the source has them.
         """
         source, like = self.source, self.run
         state = {key: value for key, value in like.state.items() if key != "counters"}
@@ -182,8 +182,9 @@ class _Run(Template):
     def _counters(self) -> dict[str, Any]:
         """The engine's counters after as many updates as the source has made.
 
-        `global_samples` is that number times the run's samples per update. If the run's counters
-        show no such number, it is 0, with a warning.
+        `global_samples` is the number of updates times the run's samples per step. If the run's
+        counters do not show a whole number of samples per step, `global_samples` is 0, with a
+        warning.
         """
         step, before = counted_updates(self.source), self.run.state.get("counters") or {}
         steps, samples = before.get("global_steps") or 0, before.get("global_samples") or 0
@@ -197,9 +198,9 @@ class _Run(Template):
     def _scheduler(self) -> Any:
         """The scheduler's state to write: the source's, if the program of the run can load it.
 
-        Otherwise, or if the source has no scheduler, it is the run's state with its counters moved
-        on to the source's step. A warning tells the user this, also if there are no counters to
-        move.
+        If not, or if the source has no scheduler, it is the run's state, with its counters moved on
+        to the source's step. A warning then tells the user that the run's state was used, also if
+        it has no counters and stays unchanged.
         """
         theirs, ours = (m.state.get("lr_scheduler") for m in (self.run, self.source))
         if not isinstance(theirs, dict) or not (ours is None or self._has_other_scheduler()):
@@ -221,7 +222,11 @@ class _Run(Template):
         return {**theirs, **moved}
 
     def _has_other_scheduler(self) -> bool:
-        """Whether the source's scheduler has another class: other counters or another name."""
+        """Whether the source's scheduler is another one than the run's.
+
+        It is if its state lacks the counter of the run's scheduler, or if the two ds_configs name
+        different schedulers.
+        """
         named = [
             schedulers.named_in(side.run.engine.config)
             for side in (self.source, self.run)
@@ -232,10 +237,10 @@ class _Run(Template):
 
 
 def _taken(key: str, theirs: Any, group: Mapping[str, Any]) -> Any:
-    """The value of a hyper-parameter in a group of the target.
+    """The value of the hyper-parameter `key` in a group of the target.
 
-    It is the source's value, as a tuple or a list like the run's (`theirs`). The run's value stays
-    if the source has none, or if it depends on the implementation.
+    It is the source's value (in `group`), as a tuple or a list like the run's (`theirs`). The run's
+    value is used if the source has none, or if the value depends on the optimizer's implementation.
     """
     if key in OF_IMPLEMENTATIONS or key not in group:
         return theirs

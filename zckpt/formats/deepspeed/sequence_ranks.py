@@ -1,16 +1,16 @@
 """The number of ranks that share each sequence (Ulysses, ALST).
 
 With the `mpu` of DeepSpeed's sequence parallelism (parallel_state_sp.py), ZeRO cuts over all ranks;
-`sp` of them share each sequence. No weight is cut. But this `mpu` returns the rank in the sequence
-as the model rank, so files show it like a tensor rank:
+`sp` of these ranks share each sequence. No weight is cut. But this `mpu` returns a rank's index in
+its sequence as the model rank, so files show this index like a tensor rank:
 
     to 0.19.5     zero_pp_rank_{r}_mp_rank_{r % sp}_...; in stages 1 and 2 mp_rank_00 is the one
                   model file
     since 0.19.5  `tp_degree` is sp, and `mp_world_size` is 1
     since 0.19.6  zero_pp_rank_{r}_mp_rank_00_..., as without sequence parallelism
 
-With `mesh_param` ZeRO cuts over the data ranks alone. All ranks of a sequence then write the same
-files, which do not show how many ranks share a sequence (0.19.8).
+With `mesh_param` ZeRO cuts over the data ranks alone. All ranks that share a sequence then write
+the same files, which do not show how many ranks share it (0.19.8).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ WORLDS = ("dp_world_size", "mp_world_size")
 def of_names(files: FilesByRole) -> int:
     """The sequence-parallel size, if file names count sequence ranks as model ranks; else 1.
 
-    Such names are recognized because each data rank has files of one model rank only. In a grid of
-    model ranks, each data rank has files of all.
+    In such names, each data rank has files of one model rank only. In a real grid of model ranks,
+    each data rank has files of every model rank.
     """
     places = {*files[MODEL_3], *files[OPTIMIZER]}
     sp = 1 + max((model for _, model in places), default=0)
@@ -42,7 +42,10 @@ def of_names(files: FilesByRole) -> int:
 
 
 def as_data_ranks(by_role: FilesByRole) -> FilesByRole:
-    """The same files, renumbered as one model rank."""
+    """The same files, with the numbers in their names changed to those of a single model rank.
+
+    For file names that count sequence ranks as model ranks.
+    """
     of_ranks = (MODEL_3, OPTIMIZER)
     return {
         role: {(rank, 0): path for (rank, _), path in files.items()} if role in of_ranks else files
@@ -53,8 +56,8 @@ def as_data_ranks(by_role: FilesByRole) -> FilesByRole:
 def at(dp: int, sp: int) -> int:
     """The smallest sequence-parallel size that is at least `sp` and divides `dp`.
 
-    If no size below 2 * sp divides `dp`, `sp` is returned. Used if files are missing: the remaining
-    names show only that the size is at least `sp`.
+    Only sizes below 2 * sp are tried; if none divides `dp`, `sp` is returned. Used if files are
+    missing: the names of the remaining files show only that the size is at least `sp`.
     """
     return next((size for size in range(sp, 2 * sp) if dp % size == 0), sp)
 

@@ -1,10 +1,11 @@
 """The model ranks of a target, and the part of the source that each one gets.
 
 There are three cases:
-    same ranks      The model ranks stay, for another data-parallel size. Nothing is joined.
-    other stages    The pipeline of each tensor rank is cut at other layers. Files of layers stay.
+    same ranks      Only the data-parallel size changes. Model ranks are not joined.
+    other stages    The pipeline of each tensor rank is cut at other layers. Files of layers stay
+                    the same.
     other slices    The full model is cut over tensor ranks by the source's own rules, and each
-                    tensor rank over pipeline stages. Each layer of a tensor rank gets a file.
+                    tensor rank over pipeline stages. Each layer of a tensor rank gets a new file.
 
 This module computes no byte offset: the files are laid out, and the reader finds the places of
 tensors. Without a pipeline there are no files of layers, and each tensor rank is one model rank.
@@ -64,9 +65,10 @@ OF_RANKS = [
 
 
 class TargetRanks(Struct, frozen=True, kw_only=True):
-    """The model ranks of a target, in order, each as a separate checkpoint.
+    """The model ranks of a target, in order; each one is written like a separate checkpoint.
 
-    `source` has the tensors that fill their files. `grid` is None for one rank without a pipeline.
+    `source` has the tensors that fill the ranks' files. `grid` has the numbers of pipeline and
+    tensor ranks; it is None for one model rank without a pipeline.
     """
 
     source: Manifest
@@ -92,7 +94,7 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
     omitted: Sequence[Notice] = ()
 
     def read_back(self, path: str, tag: str) -> Manifest:
-        """Reads the written files as a manifest; copied layer files do not exist yet."""
+        """Reads the target's files as a manifest; layer files to be copied do not exist yet."""
         directory = TagDirectory(locate(path, tag).path, tag, None)
         if self.table is not None:
             tied = self.pipeline.tied if self.pipeline else None
@@ -113,7 +115,7 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
         return [(name, Sibling(name, path, sources.size(path))) for path, name in names.items()]
 
     def checks(self) -> list[Replicas]:
-        """The comparisons of tensors' copies of which the target gets only one."""
+        """The comparisons to make between copies of a tensor of which the target gets only one."""
         return [replicas_of(model, None, IF_COPIES_DIFFER) for model in self.copies]
 
 
@@ -152,9 +154,10 @@ def target_ranks(source: Manifest, options: Options) -> TargetRanks:
 
 
 def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
-    """Raises WrongOption for options that do not work while model ranks are written one by one.
+    """Raises WrongOption for options that cannot be used while model ranks are written one by one.
 
-    They would change files of layers, or the full model, which does not exist then.
+    Such an option would change the files of layers, which are copied unchanged, or the full model,
+    which is not built in this case.
     """
     for option, _ in options.given:
         is_known = option.name in OF_LAYERS
@@ -180,7 +183,7 @@ def _has_stages_of_experts(source: Manifest, options: Options) -> bool:
 def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
     """The model ranks of a target with the source's tensor ranks.
 
-    The stages are the source's, or are cut again if the options ask for other ones.
+    The stages are the source's, or the pipeline is cut again if the options ask for other stages.
     """
     models, ranks, inferred = source.models, source.ranks, list[Notice]()
     wholes: Sequence[Manifest] = ()
@@ -262,7 +265,10 @@ def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
 
 
 def _pipeline_of(source: Manifest) -> Pipeline | None:
-    """The source's pipeline; raises UnsupportedCheckpoint if its parameters were renamed."""
+    """The source's pipeline; None if the source is not one.
+
+    Raises UnsupportedCheckpoint if its parameters were renamed, so that names do not show layers.
+    """
     if (pipeline := source.run.pipeline) is None:
         return None
     names_in_layers = {

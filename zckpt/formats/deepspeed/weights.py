@@ -1,11 +1,11 @@
 """Reads the remaining weights of a run whose optimizer is lost, damaged or too old.
 
-    stage 1, 2   all weights are in mp_rank_00_model_states.pt, masters in the optimizer's files
-    stage 3      the weights are in the optimizer's files too: without these, nothing is left
-    stage 0      the model file has the optimizer; if there is none, the run had none
+    stage 1, 2   mp_rank_00_model_states.pt has all weights, only masters are in the optimizer files
+    stage 3      the weights are in the optimizer files too: without these, nothing is left
+    stage 0      the optimizer is in the model file; a file without one is of a run without one
 
-Only one model rank without experts is read this way: further model ranks have weights in other
-files.
+Only runs with one model rank and without experts are read this way, because their model file has
+all weights.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ IN_STAGE_3 = "in stage 3 the optimizer's files hold the weights too: without the
 def without_optimizer(
     directory: TagDirectory, path: str, reading: Reading, error: ZckptError
 ) -> Manifest:
-    """Reads only the weights of a checkpoint whose optimizer caused `error` while reading.
+    """Reads only the weights of a checkpoint, after reading its optimizer has raised `error`.
 
-    Raises the same errors as `weights_or_raise`.
+    Raises `error` again if the weights cannot be read either, if something else than the optimizer
+    may be damaged, or if the user's command does not accept weights alone.
     """
     roles = {
         name: role_of_file.role
@@ -71,7 +72,7 @@ def without_optimizer(
 def _is_of_optimizer(error: ZckptError) -> bool:
     """Whether an error may concern only the optimizer's files, so that weights remain readable.
 
-    If the error says that files contradict each other, it must name an optimizer file.
+    An error that files contradict each other counts only if it names an optimizer file.
     """
     if isinstance(error, OF_FILES):
         return True
@@ -101,9 +102,10 @@ def _opened(path: str, error: ZckptError) -> TorchFile:
 
 
 def _had_none(weights: Manifest) -> bool:
-    """Whether the run had no optimizer: stage 0 would have saved it in the model file.
+    """Whether the run had no optimizer, so that nothing is lost.
 
-    Never true in bf16: before 0.17.6, stage 0 then saved BF16_Optimizer's files.
+    If it had one, stage 0 would have saved it in the model file. Always False in bf16: before
+    0.17.6, stage 0 saved a bf16 optimizer in separate files (BF16_Optimizer's), which may be lost.
     """
     engine = weights.run.engine
     return weights.run.origin.zero_stage == 0 and (engine is None or engine.dtype != "BF16")

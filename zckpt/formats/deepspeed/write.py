@@ -1,7 +1,7 @@
 """Writes any manifest as a DeepSpeed directory, for any number of ranks and any stage.
 
-It makes shells (files without their tensors' bytes). Each model rank is written as a separate
-checkpoint.
+The files are first laid out as shells (files without their tensors' bytes). Each model rank is
+written as a separate checkpoint.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 def lay_out_like(source: Manifest, run: Manifest, options: Options) -> Layout:
-    """Lays out the source with the ranks and groups of `run`; also raises `as_in_run`'s errors."""
+    """Lays out the source's files with the ranks and groups of `run`.
+
+    Raises the errors of `lay_out` and of `as_in_run` (run_template.py).
+    """
     return lay_out(as_in_run(source, run, options), options)
 
 
@@ -94,7 +97,7 @@ def _files(target: DeepSpeedTarget) -> Iterator[Shell]:
 
 
 def _targets(ranks: TargetRanks, options: Options) -> list[DeepSpeedTarget]:
-    """A target for each model rank."""
+    """One `DeepSpeedTarget` for each model rank; raises if the source cannot fill it."""
     targets: list[DeepSpeedTarget] = []
     for manifest in ranks.ranks:
         targets.append(DeepSpeedTarget(regroup.over_ranks(manifest, options), options))
@@ -108,9 +111,9 @@ def _targets(ranks: TargetRanks, options: Options) -> list[DeepSpeedTarget]:
 
 
 def _refuse(ranks: TargetRanks, targets: list[DeepSpeedTarget]) -> None:
-    """Raises for settings with which pipelines or tensor ranks are not supported.
+    """Raises for settings that DeepSpeed or zckpt does not support for this target's ranks.
 
-    Either DeepSpeed does not support them or zckpt does not.
+    Some settings do not work with pipelines, and some not with tensor parallelism either.
     """
     engine, is_pipeline = targets[0].engine, ranks.pipeline is not None
     if is_pipeline and engine.stage > 1:

@@ -1,4 +1,4 @@
-"""Checks that all ranks state the same facts, and that every file belongs to the rank it names."""
+"""Checks that all ranks state the same facts, and that files belong to the ranks in their names."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ def check_facts(
     states: Sequence[dict[str, Any]],
     facts: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> None:
-    """Raises InconsistentCheckpoint unless all files state the same facts as the first one.
+    """Raises InconsistentCheckpoint unless all files state the same facts as the first file.
 
-    `states` has each file's content, and `facts` picks from it the values that must be equal.
+    `states` has each file's content, and `facts` picks the values that must be equal from a
+    content.
     """
     values = for_each(states, facts)
     _check_tensors(files, values)
@@ -62,8 +63,8 @@ def check_facts(
 def _check_tensors(files: Sequence[TorchFile], values: Sequence[dict[str, Any]]) -> None:
     """Raises InconsistentCheckpoint if tensors that must be equal in all files differ in bytes.
 
-    `values` are the facts of each file, by key. Files with equal pickles can still differ in the
-    bytes of tensors.
+    `values` has the values of each file that must be equal, by key. Files with equal pickles can
+    still differ in the bytes of tensors.
     """
     for key, first in values[0].items():
         if not any(_tensors(first)):
@@ -80,7 +81,7 @@ def _check_tensors(files: Sequence[TorchFile], values: Sequence[dict[str, Any]])
 
 
 def _tensors(value: Any) -> Iterator[bool]:
-    """Yields True once for each tensor in a value, also in its dictionaries and lists."""
+    """Yields True once for each tensor in a value, which may have dictionaries and lists."""
     if isinstance(value, Tensor):
         yield True
     elif isinstance(value, (dict, list, tuple)):
@@ -89,7 +90,7 @@ def _tensors(value: Any) -> Iterator[bool]:
 
 
 def for_each(states: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], Any]) -> list[Any]:
-    """Applies `of` to each state; computes the result once for states that are the same object."""
+    """Applies `of` to each state, but only once to an object that occurs several times."""
     values: dict[int, Any] = {}
     for state in states:
         if id(state) not in values:
@@ -100,7 +101,8 @@ def for_each(states: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], An
 def _difference(value: Any, first: Any, fact: str = "") -> tuple[str, Any, Any] | None:
     """The first difference between two values: its path and both values; None if they are equal.
 
-    `fact` is the path of the values themselves.
+    `fact` is the path of `value` and `first` themselves, with which the path of the difference
+    begins.
     """
     if value is first or value == first:
         return None
@@ -122,16 +124,17 @@ def _difference(value: Any, first: Any, fact: str = "") -> tuple[str, Any, Any] 
 def check_names(files: Iterable[TorchFile]) -> list[Notice]:
     """Checks that every file was saved under its present name; returns notes on what is unknown.
 
-    `files` are all files of a directory. All numbers in a name count: of the data rank, the model
-    rank, a layer, an expert. Earlier versions of zckpt saved several files under one name:
+    torch.save stores a file's name in the file. `files` are all files of a directory. All numbers
+    in a name count: of the data rank, the model rank, a layer, an expert. Earlier versions of zckpt
+    stored the same name in several files:
 
-        stage 3               optimizer files            archive, which is no name
-                              model files                rank 1's from rank 2 on
+        stage 3               optimizer files            archive, which names no rank
+                              model files                rank 1's name in all files from rank 2 on
         several model ranks   all but files of layers    mp_rank_00
 
     If all files of a directory have these names, they are not compared, and a note reports this. If
-    only some have them, another program saved them, and one was copied. A complete model rank that
-    was copied over another has these names too: then the bytes show the copy.
+    only some have them, another program saved them, and one was copied. If one model rank's files
+    were all copied over another's, they have these names too, and their equal bytes show the copy.
 
     Raises InconsistentCheckpoint if a rank's file was saved as the file of another rank.
     """
@@ -151,7 +154,10 @@ def check_names(files: Iterable[TorchFile]) -> list[Notice]:
 
 
 def _are_as_before(names: Sequence[SavedName]) -> bool:
-    """Whether all files have the saved names that earlier versions of zckpt gave them."""
+    """Whether all files contain the names that earlier versions of zckpt stored in them.
+
+    Several files then contain the same name, so names do not show whether files were swapped.
+    """
     in_stage_3 = any(name.parsed_name.role is MODEL_3 for name in names)
     return all(
         name.saved_name is None
@@ -165,10 +171,10 @@ def _place(name: ParsedName) -> tuple[Role, Numbers]:
 
 
 def _before(role: Role, numbers: Numbers, in_stage_3: bool) -> tuple[Role, Numbers] | None:
-    """The role and the numbers in the name under which earlier versions of zckpt saved a file.
+    """The role and the numbers in the name that earlier versions of zckpt stored in a file.
 
-    `role` and `numbers` are those of the file's present name. None if it was saved as `archive`, a
-    name without a role.
+    `role` and `numbers` are those of the file's present name. None if the stored name was
+    `archive`, which shows neither.
     """
     if role is LAYER:
         return role, numbers
@@ -180,7 +186,10 @@ def _before(role: Role, numbers: Numbers, in_stage_3: bool) -> tuple[Role, Numbe
 
 
 def _refuse_copied_ranks(names: Sequence[SavedName], files: Mapping[str, TorchFile]) -> None:
-    """Raises InconsistentCheckpoint if two model ranks have byte-identical optimizers."""
+    """Raises InconsistentCheckpoint if the optimizers of two model ranks have the same bytes.
+
+    One rank's files were then copied over the other's.
+    """
     optimizers = by_key(
         (name.parsed_name.numbers[-1], files[name.row.path])
         for name in sorted(names, key=lambda name: name.parsed_name.numbers)
@@ -207,7 +216,10 @@ def _refuse_copied_ranks(names: Sequence[SavedName], files: Mapping[str, TorchFi
 
 
 def _crc(file: TorchFile, record: Record) -> int | None:
-    """The CRC-32 of a record; None for files that stand in for lost ones, which are copies."""
+    """The CRC-32 of a record; None for a file that is read in place of a lost one.
+
+    Such a file is a copy of another rank's on purpose.
+    """
     return None if sources.is_stand_in(file.path) else record.crc
 
 

@@ -105,9 +105,11 @@ class TagKind(Struct, frozen=True):
         return models if len(models) > 1 and OF_MODELS.fullmatch(latest) else [latest]
 
     def locate(self, path: str, tag: str | None) -> TagDirectory:
-        """The directory of the chosen tag.
+        """The directory of the tag that the user or the pointer file names.
 
-        Raises AmbiguousCheckpoint and the errors of `_folder`.
+        Raises AmbiguousCheckpoint (several tags and no pointer file), NotACheckpoint (no tag, or
+        none with the user's name), UnsupportedCheckpoint (a pointer file that leads out of the
+        directory), and IncompleteCheckpoint (the pointer file names a tag that does not exist).
         """
         if tag is not None and self.holds(path) and self.detect(path) == [tag]:
             return TagDirectory(path, tag, None)
@@ -140,10 +142,10 @@ class TagKind(Struct, frozen=True):
         return self._folder(path, tags[0], f"{os.path.join(path, self.pointer)} names")
 
     def _own_tag(self, path: str) -> str:
-        """The tag of the tag folder `path`, which may contain slashes.
+        """The tag of the tag directory `path`, with slashes if the tag is nested.
 
-        For a tag such as `epoch_1/step_3`, the run directory is the folder above it whose pointer
-        file names a tag with as many parts (two).
+        For a nested tag such as `epoch_1/step_3`, the run directory is the folder around `epoch_1`.
+        It is found by its pointer file, which names a tag with as many parts (two).
         """
         run, names = os.path.abspath(path), list[str]()
         while len(names) < MOST_FOLDERS:
@@ -155,10 +157,11 @@ class TagKind(Struct, frozen=True):
         return os.path.basename(os.path.abspath(path))
 
     def _folder(self, path: str, tag: str, statement: str, is_stated: bool = True) -> TagDirectory:
-        """The folder `tag` of `path`; `statement` introduces the tag in errors.
+        """The directory of the tag `tag` in the run directory `path`.
 
-        If there is no such folder, raises IncompleteCheckpoint if the pointer file names the tag
-        (`is_stated`), and NotACheckpoint if the user does.
+        If there is no such directory, raises IncompleteCheckpoint if the pointer file names the tag
+        (`is_stated`), NotACheckpoint if the user does. `statement` is the beginning of the error
+        message.
         """
         directory = os.path.join(path, tag)
         if not is_tag(tag):
@@ -182,7 +185,8 @@ class TagKind(Struct, frozen=True):
 def holds_states(path: str) -> bool:
     """Whether a folder contains model files or optimizer files of ranks.
 
-    False for a universal directory (with a folder zero/), which has copies of such files.
+    False for a universal directory (which has a folder `zero`), although it has copies of such
+    files.
     """
     try:
         names = [] if holds_universal(path) else sources.names(path)
@@ -203,10 +207,10 @@ def holds_universal(path: str) -> bool:
 
 
 def _folders(path: str) -> list[str]:
-    """Names of the subfolders in the order of their numbers.
+    """Names of the subfolders of `path`, sorted by the numbers in them.
 
-    Left out are folders without read permission (`lost+found`), and links to a sibling folder, such
-    as `latest`.
+    Folders without read permission (such as `lost+found`) are left out, and links to another folder
+    in `path` (such as `latest`).
     """
     folders = ((name, os.path.join(path, name)) for name in sources.names_but_of_files(path))
     return by_counting(
@@ -234,10 +238,10 @@ def universal_tags(path: str) -> list[str]:
 
 
 def _tag_folders(path: str, pointer: str, holds: Callable[[str], bool]) -> list[str]:
-    """The names of the folders that are tags.
+    """The names of the folders in `path` that are tags.
 
-    Nested folders are included if the pointer names a nested tag: a program that saves with
-    `tag="epoch_1/step_3"` does so each time.
+    If the pointer file names a nested tag such as "epoch_1/step_3", folders at that depth are
+    searched too: a program that saves with nested tags does so each time.
     """
     tag_in_pointer = pointed(path, pointer) or ""
     level, tags = _folders(path), list[str]()
@@ -253,10 +257,11 @@ def _tag_folders(path: str, pointer: str, holds: Callable[[str], bool]) -> list[
 
 
 def pointed(path: str, pointer: str) -> str | None:
-    """The tag that the pointer file `latest` or `latest_universal` names; None without one.
+    """The tag that the pointer file `latest` or `latest_universal` names; None if there is no file.
 
-    The pointer may also be a link to the tag's folder. The content of a file outside of the
-    directory counts only if it names a folder here, because errors print the name.
+    The pointer may also be a link to the tag's folder. If it is a link to a file elsewhere, its
+    content is used only if it names a folder in `path`, so that errors do not print some other
+    file's content.
     """
     full = os.path.join(path, pointer)
     if sources.is_folder(full):  # a link in any program's run
@@ -271,7 +276,10 @@ def pointed(path: str, pointer: str) -> str | None:
 
 
 def refuse(directory: TagDirectory, what: str, hint: str | None = None) -> NoReturn:
-    """Raises UnsupportedCheckpoint; the default hint lists what zckpt reads."""
+    """Raises UnsupportedCheckpoint with the message that zckpt does not read `what`.
+
+    The default hint lists what zckpt reads.
+    """
     raise UnsupportedCheckpoint(
         "writer-unsupported",
         f"{directory.path} was saved with {what}, which zckpt does not read yet",
@@ -293,7 +301,7 @@ def siblings(directory: TagDirectory) -> SiblingList:
     own_names = {*(tag.partition("/")[0] for tag in tags), *OWN}
 
     def is_other(name: str, entry: os.DirEntry[str]) -> bool:
-        """Whether an entry is left out: a tag, or a directory that zckpt wrote or was writing."""
+        """Whether an entry is no file of the trainer's: a tag, or a directory that zckpt wrote."""
         if name in own_names or files.is_closed(entry) or not files.is_folder(entry):
             return name in own_names
         manifest_path = os.path.join(entry.path, "manifest.json")
@@ -329,13 +337,16 @@ LAST = 200  # bytes; the JSON ends with that key
 
 
 def whole_name(name: str) -> str:
-    """The name of the file of which FastPersist wrote the part `name`; other names unchanged."""
+    """The name of the whole file, if `name` is that of a part that FastPersist wrote.
+
+    Other names are returned unchanged.
+    """
     whole, _, numbers = name.rpartition("-")
     return whole if whole.endswith(ENDING) and NUMBERS.fullmatch(numbers) else name
 
 
 def is_by_datastates(path: str) -> bool:
-    """Whether DataStates-LLM wrote a file with a name of DeepSpeed's."""
+    """Whether DataStates-LLM wrote the file at `path`, under a file name of DeepSpeed's."""
     if not path.endswith(ENDING) or not sources.is_file(path):
         return False
     with sources.opened(path) as file:

@@ -18,12 +18,12 @@ FLOAT_NAMES = {"fp32": "F32", "float32": "F32", "float": "F32", "bf16": "BF16", 
 
 
 class TargetEngine:
-    """Stage, type and options of the target's engine.
+    """The stage, the type and the options of the engine that a target is written for.
 
-    Stage, type and options are the source's unless the user asks for others. A ds_config from the
-    user replaces the source's. `before` is the source's own engine, or None if another kind of
-    engine wrote the source. "auto", as trainers' configs have it, is treated as missing. Raises
-    WrongOption if options and config contradict each other.
+    All of them are the source's unless the user asks for others. A ds_config from the user replaces
+    the source's. `before` is the source's own engine, or None if another kind of engine wrote the
+    source. "auto", as trainers' configs have it, is treated as missing. Raises WrongOption if
+    options and config contradict each other.
     """
 
     def __init__(self, source: Manifest, options: Options) -> None:
@@ -66,12 +66,12 @@ class TargetEngine:
 
     @property
     def partitioned(self) -> bool:
-        """Stage 3: every parameter is partitioned separately."""
+        """Whether every parameter is partitioned separately (stage 3)."""
         return self.stage == 3
 
     @property
     def whole(self) -> bool:
-        """Stage 0: nothing is partitioned, and the model file has the optimizer."""
+        """Whether nothing is partitioned, and the model file has the optimizer (stage 0)."""
         return self.stage == 0 and not self.wraps_bf16
 
     @property
@@ -103,7 +103,7 @@ class TargetEngine:
     def adam_class(self) -> str | None:
         """The class of Adam that the engine makes, as `--optimizer` names it.
 
-        None for other optimizers. Also None if the program makes the optimizer. DeepSpeed 0.19.8,
+        None for other optimizers, and if the program makes the optimizer. DeepSpeed 0.19.8,
         engine.py `_configure_basic_optimizer`: Adam and AdamW are FusedAdam unless the config
         states another class.
         """
@@ -115,7 +115,7 @@ class TargetEngine:
 
     @property
     def decouples_decay(self) -> bool:
-        """Whether the Adam that the engine makes decays weights as AdamW does (0.19.8)."""
+        """Whether the engine's Adam decouples weight decay, as AdamW does (0.19.8)."""
         mode = self.option("optimizer", "params", "adam_w_mode")
         return (self.optimizer or "").lower() == "adamw" or mode is not False
 
@@ -134,9 +134,9 @@ class TargetEngine:
     def wraps_bf16(self) -> bool:
         """Whether the engine uses BF16_Optimizer, whose files are partitioned even in stage 0.
 
-        DeepSpeed 0.19.8, engine.py `_do_optimizer_sanity_check`. Before 0.17.6 it was also the
-        optimizer of bf16 in stage 0. A source of this class keeps it, unless the user gives a
-        ds_config.
+        DeepSpeed 0.19.8, engine.py `_do_optimizer_sanity_check`. Before 0.17.6 BF16_Optimizer was
+        also the optimizer of bf16 in stage 0. If the source has BF16_Optimizer, so does the target,
+        unless the user gives a ds_config.
         """
         if self.dtype != "BF16" or self.offloads or self.stage > 1:
             return False
@@ -164,10 +164,12 @@ class TargetEngine:
         return int(self.number(SUB_GROUP_SIZE, "zero_optimization", "sub_group_size"))
 
     def _stage(self, source: Manifest, config: Mapping[str, Any]) -> int:
-        """The requested stage, else the given ds_config's, else the stage of the source's files.
+        """The target's ZeRO stage.
 
-        The source's own ds_config may state 0 although its files are BF16_Optimizer's. In a source
-        of another engine, stage 0 has no meaning.
+        It is the stage that the user asks for, else that of the user's ds_config, else that of the
+        source's files, else that of the source's ds_config, else 2. The source's files come first
+        because its ds_config may state 0 although they are BF16_Optimizer's. If another engine
+        wrote the source, its stage 0 means nothing and is ignored.
         """
         stage_in_config = nested(config, "zero_optimization", "stage")
         chosen = self.options[STAGE]
@@ -222,8 +224,8 @@ class TargetEngine:
     def _sequence_ranks(self, source: Manifest) -> int:
         """The number of data-parallel ranks that share each sequence: `--sp`, or as in the source.
 
-        Raises WrongOption if the ranks cannot be divided by it, or beside pipelines, tensor ranks
-        and experts.
+        Raises WrongOption if the number of ranks is not a multiple of `--sp`, and if `--sp` is
+        given together with pipelines, tensor ranks or experts.
         """
         asked, place = self.options[SP], source.place
         is_shared = place is not None and place.grid.pp * place.grid.tp > 1
@@ -245,7 +247,7 @@ class TargetEngine:
         return asked
 
     def _has_older_names(self, source: Manifest) -> bool:
-        """Whether the target's file names contain the rank within the sequence (to 0.19.5)."""
+        """Whether the target's file names contain the rank within the sequence, as up to 0.19.5."""
         asked = self.options[NAMES]
         is_asked, has_them = asked == OLDER_NAMES, self.sp > 1 and not self.whole
         if is_asked and not has_them:

@@ -28,7 +28,11 @@ Estimates = Sequence[Mapping[str, Sequence[Any]]]
 
 
 def estimates_of(ranks: EngineStates) -> Estimates:
-    """The estimates that differ between ranks; empty if there are none."""
+    """For each group, the hyper-parameters whose estimates differ between ranks, with all values.
+
+    Prodigy and D-Adaptation estimate such hyper-parameters on each rank. Empty if no estimate
+    differs.
+    """
     by_rank = [base.get("param_groups") or () for base in ranks.bases]
     result: list[dict[str, list[Any]]] = []
     for groups in zip(*by_rank, strict=True):
@@ -42,7 +46,7 @@ def estimates_of(ranks: EngineStates) -> Estimates:
 
 
 def warnings(estimates: Estimates) -> list[Notice]:
-    """A warning that lists the estimated hyper-parameters, with some values of the first one."""
+    """A warning that lists the hyper-parameters that ranks have estimated, with some values."""
     keys = sorted({key for group in estimates for key in group})
     if not keys:
         return []
@@ -56,7 +60,10 @@ def warnings(estimates: Estimates) -> list[Notice]:
 
 
 def stated_estimates(source: Manifest) -> Estimates:
-    """The ranks' estimates in a manifest; raises CorruptCheckpoint if they are malformed."""
+    """The hyper-parameters in a manifest that each rank's optimizer has estimated separately.
+
+    Raises CorruptCheckpoint if they are malformed.
+    """
     rows = source.states.of_form("estimate")
     if not all(_is_of_ranks(row.value, source.dp) for row in rows):
         raise CorruptCheckpoint(
@@ -68,7 +75,7 @@ def stated_estimates(source: Manifest) -> Estimates:
 
 
 def _is_of_ranks(values: Any, dp: int) -> bool:
-    """Whether `values` has a number for every rank."""
+    """Whether `values` is a list with one number for every rank."""
     return (
         isinstance(values, list)
         and len(values) == dp
@@ -79,7 +86,8 @@ def _is_of_ranks(values: Any, dp: int) -> bool:
 def need_same_ranks(source: Manifest, dp: int = 0, stage: int | None = None) -> None:
     """Raises UnsupportedCheckpoint if ranks' estimates differ and the target partitions otherwise.
 
-    `dp` and `stage` are the target's; `stage` is None for a target without partitions.
+    An estimate is a hyper-parameter that each rank's optimizer computes itself. `dp` and `stage`
+    are the target's; `stage` is None for a target without partitions.
     """
     stage_of_source, flat = source.run.origin.zero_stage, (1, 2)
     estimates = stated_estimates(source)
@@ -98,7 +106,10 @@ def need_same_ranks(source: Manifest, dp: int = 0, stage: int | None = None) -> 
 
 
 def of_rank(source: Manifest, group: int, rank: int, storages: Storages) -> dict[str, Any]:
-    """A rank's own estimates of a group's hyper-parameters; empty if the source has none."""
+    """The values that one rank's optimizer has estimated for a group's hyper-parameters.
+
+    Empty if the source has no such values.
+    """
     estimates = stated_estimates(source)
     values = {key: own[rank] for key, own in estimates[group].items()} if estimates else {}
     own_values: dict[str, Any] = thawed(values, source.entries, storages)

@@ -42,7 +42,8 @@ STACKED = re.compile(r"(.+)\.experts\.(w[123])\.(\d+)")
 class ExpertName(Struct, frozen=True):
     """The parts of an expert's tensor name: its layer, its number, and the name within the expert.
 
-    With `is_slice`, the tensor is a slice of a parameter that stacks all experts of a rank.
+    With `is_slice` (AutoEP), the tensor is one expert's slice of a parameter that stacks all
+    experts of a rank.
     """
 
     layer: str
@@ -52,18 +53,18 @@ class ExpertName(Struct, frozen=True):
 
     @property
     def parameter(self) -> str:
-        """The stacked parameter that contains this slice."""
+        """The name of the stacked parameter (AutoEP) that contains this slice."""
         return f"{self.layer}.experts.{self.inner}"
 
     def numbered(self, number: int) -> str:
-        """The name of the same tensor in another expert."""
+        """The name of the same tensor in expert number `number`."""
         if self.is_slice:
             return f"{self.parameter}.{number}"
         return f"{self.layer}{INSIDE}{number}.{self.inner}"
 
 
 def expert_name(name: str) -> ExpertName | None:
-    """The parts of a name; None if the name does not belong to an expert."""
+    """The parts of a tensor's name; None if the tensor does not belong to an expert."""
     if match := STACKED.fullmatch(name):
         return ExpertName(match[1], int(match[3]), match[2], is_slice=True)
     match = NAME.fullmatch(name)
@@ -71,7 +72,7 @@ def expert_name(name: str) -> ExpertName | None:
 
 
 def size_in(group: Mapping[str, Any]) -> int | None:
-    """The expert-parallel size in the name of a group of experts; None for another group."""
+    """The expert-parallel size in the name of a param group of experts; None for another group."""
     match = EP_SIZE.fullmatch(str(group.get("name"))) if group.get("moe") else None
     return int(match[1]) if match else None
 
@@ -86,7 +87,7 @@ def parameter_of(name: str) -> str:
 
 
 def stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Replaces the slices of experts by the stacked parameters that the engine has."""
+    """Replaces AutoEP's slices of experts in `shapes` by the stacked parameters of the engine."""
     counts = Counter(map(parameter_of, shapes))
     together: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
@@ -102,12 +103,12 @@ class ExpertLayers(Struct, frozen=True):
 
     @classmethod
     def of_manifest(cls, manifest: Manifest) -> ExpertLayers:
-        """The layers that a manifest states."""
+        """The layers of experts that a manifest states."""
         return cls({layer.name: layer for layer in layers_of(manifest.run.engine)})
 
     @property
     def listed(self) -> tuple[ExpertLayer, ...]:
-        """The layers in the engine's order."""
+        """The layers of experts in the engine's order."""
         return tuple(self.layers.values())
 
     def __bool__(self) -> bool:
@@ -115,48 +116,54 @@ class ExpertLayers(Struct, frozen=True):
 
     @property
     def sizes(self) -> list[int]:
-        """The expert-parallel sizes of the layers, each once."""
+        """The expert-parallel sizes of all layers, sorted, each size once."""
         return sorted({layer.ep for layer in self.layers.values()})
 
     def layer_of(self, name: str) -> ExpertLayer | None:
-        """The layer of an expert's tensor; None for other names."""
+        """The layer of experts that the tensor `name` belongs to; None for other tensors."""
         parts = expert_name(name)
         return None if parts is None else self.layers.get(parts.layer)
 
     def ep_of(self, names: Sequence[str]) -> int:
-        """The expert-parallel size of one param group with the members `names`; 1 if dense."""
+        """The expert-parallel size of the param group with these members; 1 for a dense group."""
         eps = {1 if layer is None else layer.ep for layer in map(self.layer_of, names)}
         assert len(eps) == 1, names
         return eps.pop()
 
     def is_dense(self, name: str) -> bool:
-        """Whether a name does not belong to an expert."""
+        """Whether the tensor `name` does not belong to an expert."""
         return self.layer_of(name) is None
 
     def is_on_first(self, name: str) -> bool:
-        """Whether ep rank 0 has a tensor; it lacks only the experts of other ranks."""
+        """Whether ep rank 0 has the tensor `name`: it has all but those of other ranks' experts."""
         return self.is_held(name, dict.fromkeys(self.layers, 0))
 
     def is_held(self, name: str, of_layer: Mapping[str, int]) -> bool:
-        """Whether a rank has a tensor, given the rank's ep rank in each layer (`of_layer`)."""
+        """Whether a rank has the tensor `name`.
+
+        `of_layer` states the rank's ep rank in each layer of experts, by the layer's name.
+        """
         parts, layer = expert_name(name), self.layer_of(name)
         return parts is None or layer is None or parts.number // layer.local == of_layer[layer.name]
 
     def on_first(self, names: Sequence[str]) -> list[str]:
-        """The members of a group that ep rank 0 has; their local names are their full names."""
+        """Those of a group's members that ep rank 0 has.
+
+        On that rank, their names are the same as in the full model.
+        """
         return [name for name in names if self.is_on_first(name)]
 
     def global_name(self, name: str, ep_rank: int) -> str:
-        """The name in the full model of the tensor that an ep rank calls `name`."""
+        """The name in the full model of the tensor that is named `name` on an ep rank."""
         parts, layer = expert_name(name), self.layer_of(name)
         if parts is None or layer is None:
             return name
         return parts.numbered(ep_rank * layer.local + parts.number)
 
     def named_in(self, name: str, of_layer: Mapping[str, int]) -> str:
-        """The name in the full model of the tensor that a rank calls `name`.
+        """The name in the full model of the tensor that is named `name` on a rank.
 
-        `of_layer` gives the rank's ep rank in each layer.
+        `of_layer` states the rank's ep rank in each layer of experts, by the layer's name.
         """
         layer = self.layer_of(name)
         return name if layer is None else self.global_name(name, of_layer[layer.name])
@@ -164,21 +171,24 @@ class ExpertLayers(Struct, frozen=True):
     def everywhere(self, local: Sequence[str]) -> list[str]:
         """Adds the experts of all other ranks to one rank's members of a param group (`local`).
 
-        The result is ordered so that, for any expert-parallel size, each rank's members are in the
-        order of `local`.
+        The result is ordered so that, at any expert-parallel size, each rank's members are in the
+        same order as in `local`.
         """
         runs = groupby(local, self.layer_of)  # consecutive names of the same layer
         return [name for layer, run in runs for name in _spread(layer, [*run])]
 
     def is_regular(self, names: Sequence[str]) -> bool:
-        """Whether the order of a group's members determines it for every expert-parallel size."""
+        """Whether the experts' tensors in a group are in one of the engine's orders (`_orders`).
+
+        If so, their order at any other expert-parallel size is known too.
+        """
         return all(
             layer is None or _order([*run], layer.experts) is not None
             for layer, run in groupby(names, self.layer_of)
         )
 
     def with_ep(self, ep: int) -> ExpertLayers:
-        """The same layers over `ep` ranks."""
+        """The same layers, with their experts spread over `ep` ranks."""
         return ExpertLayers({name: replace(layer, ep=ep) for name, layer in self.layers.items()})
 
 
@@ -196,11 +206,11 @@ def refuse_experts(source: Manifest) -> None:
 
 
 def _spread(layer: ExpertLayer | None, run: Sequence[str]) -> list[str]:
-    """Adds the tensors of all other ranks' experts to `run`: one rank's tensors of one layer.
+    """Adds the tensors of all other ranks' experts to one rank's tensors of one layer.
 
-    `run` are consecutive parameters of a group. If they are in one of the engine's orders
-    (`_orders`), the result is in the same order. Otherwise the tensors of the other ranks follow
-    each tensor of this rank.
+    `run` are the rank's tensors: consecutive members of a param group. If they are in one of the
+    engine's orders (`_orders`), the result is in the same order. Otherwise each tensor of this rank
+    is followed by the same tensor of the other ranks.
     """
     if layer is None:
         return list(run)
@@ -219,8 +229,8 @@ def _spread(layer: ExpertLayer | None, run: Sequence[str]) -> list[str]:
 def _orders(inners: Iterable[str], count: int) -> list[list[tuple[int, str]]]:
     """The four orders in which the engine may list the tensors of `count` experts.
 
-    Expert after expert, or tensor after tensor of all experts; each ascending or descending. An
-    item is (number, inner name).
+    All tensors of an expert together, or the same tensor of all experts together; either of them
+    with ascending or descending numbers. An item of an order is (expert's number, inner name).
     """
     inners, ways = [*inners], (range(count), range(count)[::-1])
     return [
@@ -230,7 +240,10 @@ def _orders(inners: Iterable[str], count: int) -> list[list[tuple[int, str]]]:
 
 
 def _order(run: Sequence[str], count: int) -> int | None:
-    """The index in `_orders` of the order that the tensors of `count` experts have, or None."""
+    """Which of the orders in `_orders` the tensors `run` of `count` experts have, as an index.
+
+    None if they have another order.
+    """
     parts = [part for part in map(expert_name, run) if part is not None]
     orders = _orders(dict.fromkeys(part.inner for part in parts), count)
     listed = [(part.number, part.inner) for part in parts]
@@ -240,8 +253,8 @@ def _order(run: Sequence[str], count: int) -> int | None:
 class ExpertRanks(Struct, frozen=True):
     """Assigns experts to `dp` ranks (utils/groups.py `_create_expert_and_data_parallel`).
 
-    By default neighbor ranks share the experts of a layer. With `data_first` neighbor ranks have
-    the same experts.
+    By default neighbor ranks have different experts of a layer, and together have all of them. With
+    `data_first` neighbor ranks have the same experts.
     """
 
     dp: int
@@ -252,7 +265,10 @@ class ExpertRanks(Struct, frozen=True):
         return cls(dp, nested(config, "use_data_before_expert_parallelism") is True)
 
     def place(self, rank: int, ep: int) -> tuple[int, int]:
-        """The ep rank of a data rank, and its index among the data ranks with the same experts."""
+        """The ep rank of a data rank, and its index among the data ranks with the same experts.
+
+        `ep` is the expert-parallel size.
+        """
         if self.data_first:
             return divmod(rank, self.dp // ep)
         return rank % ep, rank // ep
@@ -260,15 +276,15 @@ class ExpertRanks(Struct, frozen=True):
     def alike(self, ep_rank: int, ep: int) -> list[int]:
         """The data ranks whose ep rank is `ep_rank`, in order.
 
-        They have the same experts, and share a flat buffer.
+        These ranks have the same experts, and share a flat buffer.
         """
         return [rank for rank in range(self.dp) if self.place(rank, ep)[0] == ep_rank]
 
     def in_layers(self, layers: ExpertLayers, number: int) -> dict[str, int]:
-        """The ep rank that a data rank has in each layer; layers may have several ep sizes.
+        """The ep rank that one data rank has in each layer of experts, by the layer's name.
 
-        The data rank is the first one whose ep rank is `number` in the layers with the largest ep
-        size.
+        It is the first data rank whose ep rank is `number` in the layers with the largest
+        expert-parallel size. In layers of another size, it may have another ep rank.
         """
         rank = self.alike(number, max(layers.sizes))[0]
         return {layer.name: self.place(rank, layer.ep)[0] for layer in layers.listed}
@@ -284,7 +300,7 @@ AUTO_EP_READ = (
 
 
 def layers_in(model: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """AutoEP's layers as a model file describes them; empty for other models."""
+    """AutoEP's layers as a model file describes them; empty for models without AutoEP."""
     layers = next((model[key] for key in LAYERS if model.get(key)), None)
     return [each for each in layers if isinstance(each, dict)] if isinstance(layers, list) else []
 

@@ -43,9 +43,9 @@ def optimizer_name(engine: TargetEngine, source: Manifest) -> str:
 def adam_class(engine: TargetEngine, source: Manifest) -> str | None:
     """The class of Adam for which param groups and steps are written, as `--optimizer` names it.
 
-    Without that option, it is None if the source's groups are complete and no ds_config is given:
-    then groups and steps are written as in the source. Otherwise it is the class that the engine
-    makes by the ds_config (None if that is no Adam).
+    Without that option, it is the class that the engine makes by the ds_config (None if that is no
+    Adam). But if the source's groups are complete and the user gives no ds_config, it is None:
+    groups and steps are then written as in the source.
     """
     if engine.options[OPTIMIZER]:
         return engine.options[OPTIMIZER]
@@ -63,7 +63,8 @@ def wrapper(engine: TargetEngine, source: Manifest) -> str | None:
 
     The engine flattens the groups of DeepSpeed's and Apex's FusedAdam, and of no other optimizer
     (0.19.8, engine.py `_configure_fp16_optimizer`). The class follows from the options, else from a
-    source of stage 0, else from the ds_config, else from the place of the step.
+    source of stage 0, else from the ds_config, else from where the source's optimizer keeps its
+    step.
     """
     if engine.dtype == "F32":
         return None
@@ -82,7 +83,7 @@ def wrapper(engine: TargetEngine, source: Manifest) -> str | None:
 def shares_steps(engine: TargetEngine, source: Manifest) -> bool:
     """Whether the target stores one step for all parameters of a group.
 
-    ZeRO and FP16_Optimizer do, because their buffers are flat. So do optimizers without flat
+    ZeRO and FP16_Optimizer store one, because their buffers are flat. So do optimizers without flat
     buffers that keep the step in groups, or in the state of a group's last parameter (DeepSpeed's
     FusedAdam, 0.19.8).
     """
@@ -93,7 +94,7 @@ def shares_steps(engine: TargetEngine, source: Manifest) -> bool:
 
 
 def _is_complete(engine: TargetEngine, source: Manifest) -> bool:
-    """Whether the source's groups have all keys, because DeepSpeed's own optimizer wrote them."""
+    """Whether the source's groups have all keys, because they were stored by a DeepSpeed engine."""
     stored = source.groups is not None and not are_inferred(source)
     return stored and engine.before is not None
 
@@ -103,9 +104,9 @@ def complete_groups(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Completes all groups with the keys that the target's optimizer needs.
 
-    Also returns the values that were assumed. Groups that an engine wrote are complete. Groups of
-    elastic files and other engines are completed from `--group-defaults`, then from the ds_config,
-    then from the optimizer's own defaults.
+    Also returns the values that zckpt assumed. Groups that a DeepSpeed engine wrote are complete.
+    Groups of elastic files and of other engines are completed from `--group-defaults`, then from
+    the ds_config, then from the optimizer's own defaults.
     """
     options, name, adam = engine.options, optimizer_name(engine, source), adam_class(engine, source)
     inferred, complete = are_inferred(source), _is_complete(engine, source)
@@ -158,9 +159,9 @@ def _refuse_groups_of_adagrad(
 ) -> None:
     """Raises UnsupportedCheckpoint for torch's Adagrad with several groups under ZeRO.
 
-    The engine rebuilds it with one group, and fails when it trains or loads (0.19.8, stages 1, 2
-    and 3, `initialize_optimizer_states`). DeepSpeed's own CPUAdagrad supports groups, and has no
-    `lr_decay`.
+    The engine rebuilds the optimizer with one group, and then fails when it trains or loads
+    (0.19.8, stages 1, 2 and 3, `initialize_optimizer_states`). DeepSpeed's own CPUAdagrad supports
+    several groups; its groups have no `lr_decay`.
     """
     of_torch = name == "adagrad" and any("lr_decay" in group for group in groups)
     if of_torch and len(groups) > 1 and not (engine.whole or engine.offloads):
@@ -173,16 +174,16 @@ def _refuse_groups_of_adagrad(
 
 
 def _scheduled(source: Manifest) -> tuple[str, ...]:
-    """The names of hyper-parameters that torch's scheduler in the source sets: the learning rates.
+    """The names of the hyper-parameters that a scheduler of torch's in the source sets.
 
-    Empty without such a scheduler.
+    These are the learning rates. Empty if the source has no such scheduler.
     """
     scheduler = source.state.get("lr_scheduler")
     return ("lr", "initial_lr") if isinstance(scheduler, dict) and "_last_lr" in scheduler else ()
 
 
 def _refuse_given(source: Manifest, options: Options) -> None:
-    """Raises WrongOption if --group-defaults sets a hyper-parameter that the source has."""
+    """Raises WrongOption if --group-defaults sets a hyper-parameter that the source has, too."""
     groups = source.groups or ()
     for place, group in enumerate(groups):
         if twice := sorted(set(options.defaults_of(place, len(groups))) & set(group)):
@@ -197,9 +198,9 @@ def _refuse_given(source: Manifest, options: Options) -> None:
 def _needed(engine: TargetEngine, source: Manifest, name: str, adam: str | None) -> dict[str, Any]:
     """The hyper-parameters that each group of the target needs, with default values.
 
-    If the program makes an Adam, its class is unknown, so all keys that any class needs are
-    included. `decoupled_weight_decay` is not: torch's Adam and AdamW differ in it alone, and the
-    universal loader would turn one into the other.
+    If the program makes an Adam itself, its class is unknown, so the keys of all classes are
+    included, except `decoupled_weight_decay`: torch's Adam and AdamW differ only in its value, and
+    the universal loader would turn one into the other.
     """
     needed = dict(known_optimizer(name).defaults)
     if adam is not None:
@@ -229,10 +230,10 @@ def _stated(engine: TargetEngine, needed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def one_type(key: str, dtypes: Sequence[str]) -> str:
-    """The type of an optimizer state in a flat buffer, where all parameters must have the same.
+    """The dtype of an optimizer state in a flat buffer, which must be the same for all parameters.
 
-    `dtypes` are the state's types in the source, one per parameter. Different floats become F64 or
-    F32. Raises UnsupportedState for a mix of integers and other types.
+    `dtypes` are the state's dtypes in the source, one per parameter. Different floats become F64 or
+    F32. Raises UnsupportedState for a mix of integers and other dtypes.
     """
     types = {*dtypes}
     if len(types) == 1:
@@ -248,7 +249,7 @@ def one_type(key: str, dtypes: Sequence[str]) -> str:
 
 
 def _no_states(source: Manifest) -> MissingData:
-    """The error if the source, or the model that `--root` names, has no optimizer."""
+    """The error for a source without an optimizer, or without one for the model `--root` names."""
     root, ways = source.run.origin.root, "write --weights-only"
     if root is None:
         return MissingData(
@@ -270,8 +271,8 @@ def _no_states(source: Manifest) -> MissingData:
 def are_of_families(name: str, source: Manifest) -> bool | None:
     """Whether the optimizer `name` can continue from the states of the source's optimizer.
 
-    `name` is spelled as by `plain_name`. None if zckpt does not know both optimizers. The engine's
-    Muon updates some groups as Adam does, so it can continue from Adam's states too.
+    `name` is spelled as by `plain_name`. None if zckpt does not know one of the two optimizers. The
+    engine's Muon updates some groups as Adam does, so it can continue from Adam's states too.
     """
     before = [plain_name(each) for each in (source.optimizer or "").split(", ")]
     family = known_optimizer(name).family
@@ -282,9 +283,10 @@ def are_of_families(name: str, source: Manifest) -> bool | None:
 
 
 def is_other_optimizer(engine: TargetEngine, source: Manifest) -> bool:
-    """Whether the engine makes another optimizer than the source's.
+    """Whether the engine makes an optimizer that cannot continue from the source's states.
 
-    False if one of the two is not named anywhere.
+    If zckpt does not know one of the two optimizers, whether their names differ. False if one of
+    them is not named anywhere.
     """
     if None in (source.optimizer, engine.optimizer):
         return False
@@ -294,7 +296,10 @@ def is_other_optimizer(engine: TargetEngine, source: Manifest) -> bool:
 
 
 def check_states(engine: TargetEngine, source: Manifest, states: Collection[str]) -> None:
-    """Raises if the target's optimizer needs states that the source does not have."""
+    """Raises if the target's optimizer needs states that the source does not have.
+
+    `states` are the states that the target gets from the source.
+    """
     listing = ", ".join(sorted(states)) or "none"
     if not states and source.groups is None and not are_inferred(source):
         raise _no_states(source)

@@ -54,7 +54,8 @@ def manifest_of(
 ) -> Manifest:
     """Builds the manifest from the opened files and their flat buffers.
 
-    `config` and `module_dtype` describe the engine, as far as the files show it.
+    `format` is the name of the format. `config` and `module_dtype` are the engine's ds_config and
+    the type of its weights, as far as the files show them.
     """
     tensors = ManifestTensors(ranks)
     for buffer in buffers:
@@ -164,7 +165,10 @@ CONSTRUCTION = frozenset({"torch_adam", "adam_w_mode", "fp32_optimizer_states"})
 
 
 def _groups(ranks: EngineStates, tensors: ManifestTensors) -> tuple[dict[str, Any], ...] | None:
-    """Hyper-parameters per group, without `params` and `step`."""
+    """The hyper-parameters of each param group; None without optimizer files.
+
+    Left out are `params` (the members) and `step`.
+    """
     if not ranks.bases:
         return None
     groups = ranks.bases[0].get("param_groups")
@@ -189,7 +193,11 @@ def _groups(ranks: EngineStates, tensors: ManifestTensors) -> tuple[dict[str, An
 def _elastic_groups(
     ranks: EngineStates, tensors: ManifestTensors
 ) -> tuple[dict[str, Any], ...] | None:
-    """Hyper-parameters from the ds_config and the scheduler, for files that contain none."""
+    """The groups' hyper-parameters in a checkpoint with elastic files, which contain none.
+
+    They are those of the ds_config and the scheduler's learning rates. None if these state none
+    either.
+    """
     count = len(ranks.param_shapes())
     params = nested(ranks.config, "optimizer", "params")
     hyper_parameters = {
@@ -209,7 +217,7 @@ def _elastic_groups(
 
 
 def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
-    """The manifest's state: all that is needed to write the files, without parameters' tensors."""
+    """The manifest's `state`: all that a target's files need besides the tensors of parameters."""
     optimizer = {
         key.removeprefix("optimizer."): tensors.kept(value, key, ranks.optimizers[0])
         for key, value in optimizer_values(ranks.first).items()
@@ -233,7 +241,7 @@ def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
 
 
 def _by_value(files: Sequence[TorchFile]) -> list[list[TorchFile]]:
-    """Groups files with equal pickles: all files of a group share one parsed value."""
+    """Groups files that share one parsed value, because their pickles are equal."""
     return [*by_key((id(file.value), file) for file in files).values()]
 
 
@@ -271,18 +279,20 @@ def _trainer_warnings(around: str | None) -> list[Notice]:
 
 
 def has_zenflow(config: object) -> bool:
-    """Whether the ds_config uses ZenFlow, whose own Adam updates 16-bit weights, not masters.
+    """Whether the ds_config uses ZenFlow.
 
-    DeepSpeed 0.19.8, runtime/zenflow.
+    ZenFlow's own Adam updates the 16-bit weights, but not their masters (DeepSpeed 0.19.8,
+    runtime/zenflow).
     """
     return bool(nested(config, "zero_optimization", "zenflow"))
 
 
 def _is_quantized(config: object) -> bool:
-    """Whether the ds_config uses MoQ, which quantizes 16-bit weights after updates, not masters.
+    """Whether the ds_config uses MoQ in a way that changes the stored 16-bit weights.
 
-    DeepSpeed 0.4.0 to 0.19.6, runtime/quantize.py. Weights that are quantized in the forward pass
-    keep their values.
+    MoQ quantizes these weights after each update, but not their masters. If it is set to quantize
+    weights in the forward pass, stored weights do not change. DeepSpeed 0.4.0 to 0.19.6,
+    runtime/quantize.py.
     """
     if nested(config, "quantize_training", "enabled"):  # before 0.7.0
         return True
@@ -314,7 +324,7 @@ def _config_warnings(ranks: EngineStates) -> list[Notice]:
 
 
 def _scaler_warnings(state: Mapping[str, Any]) -> list[Notice]:
-    """A warning if the dynamic loss scale is at its minimum.
+    """A warning if the dynamic loss scale is at its minimum; an empty list otherwise.
 
     DeepSpeed 0.19.8, DynamicLossScaler: every overflow halves `cur_scale`, down to `min_scale`.
     """
@@ -357,7 +367,7 @@ def stated_optimizer(
     buffers: Sequence[FlatBuffer],
     groups: Sequence[Mapping[str, Any]] | None,
 ) -> str | None:
-    """The optimizer's name: from the ds_config, else inferred from the keys of its states."""
+    """The optimizer's name: from the ds_config, else inferred from the keys of its state."""
     optimizer_type = nested(ranks.config, "optimizer", "type")
     if isinstance(optimizer_type, str):
         return optimizer_type
@@ -370,9 +380,10 @@ def stated_optimizer(
 
 
 def step_place(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> StepPlace | None:
-    """Where the base optimizer keeps the step that it uses; None without a step.
+    """Where the base optimizer keeps the step that it uses; None if there is no step.
 
-    If that is in the optimizer's state, the result also has the unused step of the param groups.
+    If the optimizer uses the step in its state, param groups may have a step that it does not use:
+    the result states that one too (`stale`).
     """
     place = next((buffer.step_place for buffer in buffers if buffer.step_place), None)
     if place is None:
@@ -385,11 +396,12 @@ def step_place(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> StepPlace 
 
 
 def _times(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> int:
-    """By how much the step in the groups grows in one update of stage 3 (0.19.8).
+    """The number by which one update increases the step in the groups in stage 3 (0.19.8).
 
-    The engine calls the optimizer once for each sub-group; the other groups are empty during such a
-    call. The FusedAdams of Apex and TransformerEngine, whose groups have `bias_correction`, skip
-    empty groups.
+    It is more than 1 with several sub-groups: the engine calls the optimizer once for each
+    sub-group, and each call increases the step of all groups, even of those that are empty during
+    the call. The FusedAdams of Apex and TransformerEngine, whose groups have `bias_correction`,
+    skip empty groups, so the largest number of sub-groups in a group counts.
     """
     if not all("bias_correction" in group for group in ranks.groups(0)):
         return len(buffers)
@@ -400,7 +412,7 @@ def _named_optimizer(ranks: EngineStates, place: StepPlace) -> str | None:
     """The optimizer that `--optimizer` or the ds_config names, if it keeps its step at `place`.
 
     From 0.6.5 on, no optimizer that the ds_config names keeps its step in groups. If the step is in
-    the groups, the program made its own optimizer, and the engine ignored the ds_config's.
+    the groups, the program made its own optimizer, and the engine ignored the one in the ds_config.
     """
     if named := ranks.optimizers[0].value.get(STEPS_OF) or ranks.first.get(STEPS_OF):
         return str(named)
@@ -416,7 +428,7 @@ def _named_optimizer(ranks: EngineStates, place: StepPlace) -> str | None:
 def counters(ranks: EngineStates) -> list[Sighting]:
     """The counters of the engine and of its scheduler, which are never taken as the true step.
 
-    They differ from it after skipped fp16 steps and warm starts.
+    They differ from the optimizer's step after skipped fp16 steps and warm starts.
     """
     sightings = steps.counter_sightings("engine", ranks.model, ("global_steps", "skipped_steps"))
     scheduler = ranks.model.get("lr_scheduler")
@@ -431,9 +443,9 @@ def ahead_of_counters(
 ) -> list[Notice]:
     """A warning if the optimizer has counted more updates than the engine.
 
-    The engine may have counted more: it counts skipped fp16 steps, and continues with an optimizer
-    that was not loaded. Before 0.13.2 DeepSpeed began with an update, so the optimizer may be ahead
-    by one.
+    If the engine has counted more, nothing is wrong: it also counts skipped fp16 steps, and goes on
+    counting when a program resumes without the optimizer's state. Before 0.13.2 DeepSpeed began
+    with an extra update, so an optimizer that is ahead by one is accepted.
     """
     step_of = {name: each.step for name, each in parameters.items() if each.step is not None}
     last = max(step_of, key=lambda name: step_of[name], default="")

@@ -30,7 +30,8 @@ def model_files(
     """Yields the model files: one in stages 0, 1 and 2, one per rank in stage 3.
 
     With `derives`, module weights that the source lacks are cast from the masters; otherwise they
-    are left out. `optimizer` makes the optimizer's state in stage 0.
+    are left out. `optimizer` is the function that makes the optimizer's state in a model file of
+    stage 0.
     """
     for rank in range(target.dp if target.engine.partitioned else 1):
         first = 1 if rank and target.aliases else 0  # only rank 0's file has second names
@@ -95,8 +96,8 @@ def _contents(
 def _listed(target: DeepSpeedTarget) -> Sequence[Sequence[str]]:
     """The parameter names to write as `param_shapes`: per flat buffer, or per group in stage 0.
 
-    In stage 0 the engine writes no such list and does not read one. zckpt writes it to name the
-    numbers of the optimizer's state.
+    In stage 0 the engine neither writes nor reads such a list. zckpt writes it, because the
+    optimizer's state has only numbers for parameters.
     """
     if target.engine.whole:
         return target.trained_names
@@ -106,7 +107,8 @@ def _listed(target: DeepSpeedTarget) -> Sequence[Sequence[str]]:
 def _shared(target: DeepSpeedTarget, rank: int) -> dict[str, str] | None:
     """The value of `shared_params`: second names of tied weights, mapped to the first names.
 
-    Only rank 0's file has them. None in stage 0, where the engine writes none.
+    Only rank 0's file has these names; other ranks' dictionaries are empty. None in stage 0, where
+    the engine writes no such value.
     """
     if target.engine.whole:
         return None
@@ -115,7 +117,7 @@ def _shared(target: DeepSpeedTarget, rank: int) -> dict[str, str] | None:
 
 
 def _of_experts(target: DeepSpeedTarget) -> dict[str, Any]:
-    """The keys of a model file that describe experts; none for a dense model."""
+    """The items of a model file that describe experts; none for a dense model."""
     if not target.experts:
         return {}
     counts = [layer.experts for layer in target.experts.listed]
@@ -132,10 +134,10 @@ def _of_experts(target: DeepSpeedTarget) -> dict[str, Any]:
 def module_weights(
     target: DeepSpeedTarget, derives: bool, storages: Storages, names: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Blank tensors (without values yet) for the module's tensors with these `names`.
+    """Tensors without values yet, for the module's tensors with these `names`.
 
     In stage 3, parameters get empty placeholders. A weight that the source lacks is left out,
-    unless `derives` allows zckpt to cast it from its master.
+    unless `derives` allows zckpt to cast the weight from its master.
     """
     source, engine = target.source, target.engine
     weights: dict[str, Tensor] = {}
@@ -157,9 +159,9 @@ def module_weights(
 
 
 def _frozen_dtype(target: DeepSpeedTarget, dtype: str) -> str:
-    """The type of a frozen weight in the target.
+    """The type of a frozen weight in the target; `dtype` is its type in the source.
 
-    It becomes the module's type if the target changes that type; otherwise it stays.
+    It is the module's type if the target changes that type, else `dtype`.
     """
     before = target.engine.before
     changes = target.engine.dtype != (dtype if before is None else before.dtype)
@@ -173,8 +175,8 @@ def _frozen(
 
     Both are None in stages 0 and 1, and if frozen weights were left out of the save, as with an
     adapter without its base model. If it is unknown whether some were left out, the shapes are
-    empty and the fragments None. Empty fragments would tell the engine that the model has no frozen
-    weights: it would fail at each one (0.19.8, engine.py `load_module_state_dict`).
+    empty and the fragments None. With empty fragments, the engine would look for each frozen weight
+    of its model in them, and fail (0.19.8, engine.py `load_module_state_dict`).
     """
     # a base weight may have a tied weight's name, or count as a buffer if it is quantized
     known_names = {*target.source.parameters, *target.aliases, *target.source.buffers}
@@ -203,10 +205,10 @@ def _frozen(
 def _auto_ep_layers(
     experts: ExpertLayers, shapes: Mapping[str, tuple[int, ...]], dp: int
 ) -> list[dict[str, Any]]:
-    """AutoEP's layers as rank 0 states them; empty for other layers of experts.
+    """AutoEP's layers, as rank 0's model file describes them; empty for other layers of experts.
 
-    `shapes` has the shapes of all parameters, with stacked ones given per expert slice. DeepSpeed
-    0.19.8, engine.py `_save_moe_checkpoint`.
+    `shapes` has the shapes of all parameters, with a slice for each expert in place of a stacked
+    parameter. DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint`.
     """
     slices: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
@@ -253,8 +255,9 @@ def _auto_ep_layers(
 def _affine_map(layer: ExpertLayer, shape: tuple[int, ...]) -> dict[str, Any]:
     """The affine map of a stacked parameter: which elements each ep rank has.
 
-    `shape` is the shape of one expert. Every rank has one block, which begins at an offset of the
-    full parameter and at 0 of its own part (0.19.8, checkpoint/autoep_affine.py and affine.py).
+    `shape` is the shape of one expert. Every ep rank has one block of the full parameter. The map
+    states the block's offset in the full parameter, and 0 as its offset in the rank's own part
+    (0.19.8, checkpoint/autoep_affine.py and affine.py).
     """
     shard = (layer.local, *shape)
     steps, elements = [*row_major(shard)], prod(shard)
@@ -278,7 +281,7 @@ def _affine_map(layer: ExpertLayer, shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _auto_ep_info(layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The entries of `universal_checkpoint_info` about these layers."""
+    """The items of `universal_checkpoint_info` that describe AutoEP's `layers`."""
     return {
         "universal_checkpoint_version": 0.4,
         "expert_parameter_patterns": [r".*\.experts\.w[123]$"],

@@ -1,7 +1,7 @@
 """Maps the parameter names that a model file lists to the names of the module's weights.
 
-The engine lists `named_parameters()`, whose names include torch's checkpoint_wrapper. A module's
-state dict lacks that word (DeepSpeed 0.19.8, torch 2.13).
+The engine lists `named_parameters()`, whose names contain the words of torch's checkpoint_wrapper.
+The names in a module's state dict do not (DeepSpeed 0.19.8, torch 2.13).
 """
 
 from __future__ import annotations

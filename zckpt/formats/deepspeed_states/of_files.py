@@ -1,4 +1,4 @@
-"""Values other than tensors in the files of single ranks, and their differences."""
+"""Values other than tensors in the files of ranks, and how they differ between ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def optimizer_values(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_values(model: Mapping[str, Any], module: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a model file except weights and counters; `module` is its module's state."""
+    """The values of a model file except weights and counters; `module` is its module's content."""
     return {
         "lr_scheduler": model.get("lr_scheduler"),
         "module_metadata": getattr(module, "_metadata", None),
@@ -64,7 +64,11 @@ def model_values(model: Mapping[str, Any], module: Mapping[str, Any]) -> dict[st
 
 
 def of_ranks(ranks: EngineStates) -> dict[str, dict[str, Any]]:
-    """By file name, the values in which a rank's file differs from the first file of its kind."""
+    """For each rank's file, the values in which it differs from the first file of its kind.
+
+    A kind is optimizer files or model files. Keyed by file name; files without differences are left
+    out.
+    """
     differing: dict[str, dict[str, Any]] = {}
     for files, values_of in (
         (ranks.optimizers, lambda value: optimizer_values(value["optimizer_state_dict"])),
@@ -86,9 +90,9 @@ def of_ranks(ranks: EngineStates) -> dict[str, dict[str, Any]]:
 def layout(ranks: EngineStates) -> dict[str, dict[str, Any]]:
     """What each file states about the run's sizes and partitions, by file name.
 
-    The reader computes the same facts; these are kept for comparisons. Slice mappings under
-    `round_robin_gradients` are left out: those that DeepSpeed writes do not match its flat buffers,
-    while zckpt writes correct ones.
+    The manifest keeps these statements only for comparisons, since the reader computes the same
+    facts itself. Slice mappings under `round_robin_gradients` are left out: DeepSpeed writes
+    mappings that do not match its flat buffers, and zckpt writes correct ones.
     """
     statements: dict[str, dict[str, Any]] = {}
     for file in ranks.models:
@@ -105,8 +109,9 @@ def layout(ranks: EngineStates) -> dict[str, dict[str, Any]]:
 def _crc_of_slices(groups: Any) -> int:
     """One checksum for the starts and lengths of all parameters in a rank's partitions.
 
-    The groups' numbers are left out, because ranks may list groups of experts in different orders
-    (see deepspeed/moe). Words that wrappers insert into names are left out too.
+    Group numbers do not affect it, because ranks may list groups of experts in different orders
+    (see deepspeed/moe). Words that wrappers insert into names, such as torch.compile's, do not
+    either.
     """
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         return crc32(repr(comparable(groups)).encode())
@@ -122,14 +127,14 @@ def _numbers(address: Any) -> Any:
 
 
 def _values_by_key(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a model file except weights, with one prefixed key per item of client state."""
+    """The values of a model file except weights; each item of client state has a key of its own."""
     values = model_values(model, model["module"])
     client_state = values.pop("client_state")
     return {**values, **{f"{CLIENT}{key}": value for key, value in client_state.items()}}
 
 
 def own_client_state(differing: Mapping[str, Iterable[str]]) -> list[Notice]:
-    """Notes on client state in which other ranks differ from rank 0: only rank 0's is kept."""
+    """Notes on the items of client state that differ between ranks: only rank 0's are kept."""
     keys = {key for values in differing.values() for key in values}
     client_keys = sorted(key.removeprefix(CLIENT) for key in keys if key.startswith(CLIENT))
     return [
@@ -160,11 +165,11 @@ OF_ENGINE = OF_BASE | {
 
 
 def extra_states_of(ranks: EngineStates) -> list[StateRow]:
-    """Optimizer state that belongs to no parameter, as rows of the manifest's `states`.
+    """Optimizer states that belong to no parameter, as rows of the manifest's `states`.
 
-    A number that is equal on all ranks is kept. Of other states, a row has the values of all ranks,
-    which are compared but never written. Keys that begin with `zckpt` are skipped, because zckpt
-    wrote them.
+    A number that is equal on all ranks is one row, and targets store it again. For any other state,
+    a row has the values of all ranks, which are compared but never written. Keys that begin with
+    `zckpt` are skipped, because zckpt wrote them.
     """
 
     def keep(values: Any, path: str, tensors: dict[Key, Entry]) -> Any:

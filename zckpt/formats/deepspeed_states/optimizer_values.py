@@ -32,9 +32,9 @@ def own_statements(target: DeepSpeedTarget) -> dict[str, Any]:
 
 
 def clipping(target: DeepSpeedTarget) -> dict[str, Any]:
-    """The item `clip_grad` of an optimizer file: the source's norm, else the ds_config's.
+    """The item `clip_grad` of an optimizer file: the source's clipping norm, else the ds_config's.
 
-    Empty if neither states one. Then the engine keeps its own (1.0 unless its config differs).
+    Empty if neither states a norm. The engine then keeps its own (1.0 unless its config differs).
     """
     value = target.optimizer_state.get("clip_grad", target.engine.option("gradient_clipping"))
     return {} if value is None else {"clip_grad": value}
@@ -53,8 +53,8 @@ def base_state(
 ) -> dict[str, Any]:
     """The base optimizer's state dict for a rank: `states` without empty ones, and the groups.
 
-    `numbers` are the parameter numbers in each group; without them, a group lists the numbers of
-    its flat buffers.
+    `states` are the states of flat buffers, by the buffer's number. `numbers` are the parameter
+    numbers in each group; without them, a group lists the numbers of its flat buffers.
     """
     groups = []
     for number, group in enumerate(target.groups):
@@ -77,7 +77,7 @@ def base_state(
 
 
 def numbers(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -> dict[str, Any]:
-    """The step and the other 0-d states of one flat buffer, by key."""
+    """The step and the other single numbers in the optimizer state of one flat buffer, by key."""
     values: dict[str, Any] = {}
     if buffer.step is not None and target.step_place.where == "state":
         step = buffer.step if target.counts(buffer) else 0
@@ -88,17 +88,17 @@ def numbers(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -
 
 
 def typed_step(target: DeepSpeedTarget, step: agreement.Step, storages: Storages) -> Any:
-    """A step as the target's optimizer stores it: a number or a tensor, of the expected type."""
+    """A step in the form in which the target's optimizer stores it: a Python number or a tensor."""
     return target.thawed(target.step_place.number(step).unwrapped(), storages)
 
 
 def group_step(
     target: DeepSpeedTarget, members: Iterable[TargetBuffer], storages: Storages
 ) -> dict[str, Any]:
-    """The item `step` of a param group that has the flat buffers `members`.
+    """The item `step` of a param group whose flat buffers are `members`.
 
-    Empty if the optimizer's groups have no step. Raises InconsistentCheckpoint if the buffers have
-    several steps, since a group can store only one.
+    Empty if the target's optimizer keeps no step in groups. Raises InconsistentCheckpoint if the
+    buffers have different steps, since a group can store only one.
     """
     place = target.step_place
     if target.options.weights_only:
@@ -123,9 +123,9 @@ DYNAMIC = ("last_overflow_iter", "scale_factor", "scale_window")
 def loss_scaling(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
     """The keys of the loss scaler in a ZeRO optimizer file.
 
-    If the target's type is the source's, the source's scaler is kept. Stage 0 has only the scaler's
-    numbers, which are put into a new object. In all other cases the scaler is a new one, as the
-    engine makes it.
+    If the target has the source's 16-bit type, the source's scaler is kept. A source of stage 0 has
+    only the numbers of a scaler, which are put into a new scaler object. If the type differs, or
+    the source has no scaler, the scaler is a new one, as the engine makes it.
     """
     kept = target.optimizer_state
     if target.engine.same_dtype and isinstance(kept.get("loss_scaler"), Foreign):
@@ -142,8 +142,9 @@ def loss_scaling(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
 
 
 def whole_scaling(target: DeepSpeedTarget) -> dict[str, Any]:
-    """The numbers of the loss scale in stage 0: the source's if the type stays, else fresh ones.
+    """The numbers of the loss scaler in a model file of stage 0.
 
+    They are the source's if the target has the source's 16-bit type, else those of a new scaler.
     DeepSpeed 0.19.8, fp16/unfused_optimizer.py `state_dict`, which counts updates in bf16 too.
     """
     kept = target.optimizer_state
@@ -166,7 +167,10 @@ def whole_scaling(target: DeepSpeedTarget) -> dict[str, Any]:
 
 
 def _scaler_with(engine: TargetEngine, kept: Mapping[str, Any], dynamic: bool) -> Foreign:
-    """A loss scaler object with the numbers `kept` from stage 0; the ds_config gives all others."""
+    """A loss scaler object with the numbers of a stage-0 source (`kept`).
+
+    For a dynamic scaler, the ds_config gives the numbers that `kept` lacks.
+    """
     if not dynamic:
         return _static(float(kept["cur_scale"]))
     numbers = {key: kept[key] for key in ("cur_scale", "cur_iter", *DYNAMIC) if key in kept}
@@ -176,7 +180,7 @@ def _scaler_with(engine: TargetEngine, kept: Mapping[str, Any], dynamic: bool) -
 def _fresh_scaler(engine: TargetEngine) -> tuple[Foreign, bool]:
     """A new loss scaler as the engine makes it (0.19.8, fp16/loss_scaler.py).
 
-    The second result is whether its scale is dynamic.
+    Also returns whether the scaler is dynamic.
     """
     static = engine.number(0.0, "fp16", "loss_scale") if engine.dtype == "F16" else 1.0
     if static:

@@ -23,7 +23,7 @@ TRAINED_ALONE = (
 
 
 def of_config(target: DeepSpeedTarget) -> list[Notice]:
-    """The source's warnings, one more if no ds_config is known, and the scheduler's notices."""
+    """The source's warnings, a warning if no ds_config is known, and the scheduler's notices."""
     warnings = list(target.source.notices.warnings)
     if not target.engine.has_config:
         message = "no ds_config is known: DeepSpeed's defaults are assumed"
@@ -32,7 +32,7 @@ def of_config(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def of_assumed(target: DeepSpeedTarget) -> list[Notice]:
-    """A warning with the hyper-parameters that had to be assumed."""
+    """A warning that lists the hyper-parameters that zckpt had to assume; empty without any."""
     if not target.assumed:
         return []
     values = ", ".join(
@@ -44,12 +44,15 @@ def of_assumed(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def usual_norm(target: DeepSpeedTarget) -> float:
-    """The norm to which the engine clips if its ds_config states none; 0 means no clipping."""
+    """The norm to which the engine clips gradients if its ds_config states none.
+
+    0 means that the engine does not clip.
+    """
     return 1.0 if version_numbers(target.version) >= (0, 19, 3) else 0.0
 
 
 def of_weights(target: DeepSpeedTarget) -> list[Notice]:
-    """Warnings about guessed frozen weights, about masters, and about batch sizes and clipping."""
+    """Warnings about guessed frozen weights, masters, batch sizes, and the clipping norm."""
     return [
         *_of_guessed(target),
         *_of_masters(target),
@@ -61,8 +64,9 @@ def of_weights(target: DeepSpeedTarget) -> list[Notice]:
 def of_stage_0(target: DeepSpeedTarget, wholes: Sequence[Manifest]) -> list[Notice]:
     """Warnings about frozen parameters, and about a change between ZeRO and stage 0 in fp16.
 
-    `wholes` are the full pipelines that contain the target's stage. Their frozen parameters are
-    looked at too, because the target does not record which stage lists them.
+    `wholes` are the models of which the target is one pipeline stage, before they were cut into
+    stages. The frozen parameters of all stages count, because the target does not record which
+    stage lists them.
     """
     engine, before = target.engine, target.engine.before
     has_frozen = bool(target.frozen) and not target.lists_frozen
@@ -81,10 +85,10 @@ def of_stage_0(target: DeepSpeedTarget, wholes: Sequence[Manifest]) -> list[Noti
 def of_sequences(target: DeepSpeedTarget) -> list[Notice]:
     """Warnings for runs in which several ranks share a sequence.
 
-    Gradients change if the stage does: stage 3 divides them by all ranks (0.19.8,
-    runtime/comm/coalesced_collectives.py), stages 1 and 2 by the number of sequences
-    (stage_1_and_2.py). Releases whose file names contain the rank in the sequence (0.18.2 to
-    0.19.5) load no file in such a run.
+    Gradients change if the stage changes between 3 and 1 or 2: stage 3 divides gradients by the
+    number of all ranks (0.19.8, runtime/comm/coalesced_collectives.py), stages 1 and 2 by the
+    number of sequences (stage_1_and_2.py). Releases whose file names contain the rank in the
+    sequence (0.18.2 to 0.19.5) fail to load any checkpoint of such a run.
     """
     engine, origin = target.engine, target.source.run.origin
     warnings = []
@@ -106,10 +110,11 @@ def of_sequences(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def _of_guessed(target: DeepSpeedTarget) -> list[Notice]:
-    """A warning that some parameters of a state dict were guessed to be frozen, not buffers.
+    """A warning that zckpt guessed some tensors of a state dict to be frozen, not buffers.
 
-    State dicts do not distinguish the two, and stage 3 stores them in different places. DeepSpeed
-    then refuses to load a buffer (its size in the module's state differs).
+    State dicts do not tell frozen parameters and buffers apart, and stage 3 stores them in
+    different places. If a buffer is stored as a frozen parameter, DeepSpeed refuses to load it,
+    because of its size in the module's state.
     """
     engine = target.source.run.engine
     guessed = isinstance(engine, StateDictEngine) and engine.guessed
@@ -134,9 +139,10 @@ def _of_masters(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def _of_batch(target: DeepSpeedTarget) -> list[Notice]:
-    """A warning about batch sizes that no longer fit, with the program's own option names.
+    """A warning that the number of ranks no longer fits the batch sizes, and what to set.
 
-    The ranks of a sequence share their samples.
+    It uses the program's own option names. Ranks that share a sequence count as one: they have the
+    same samples.
     """
     before, sp = target.source.run.origin.sp or 1, target.engine.sp
     ranks = target.dp // sp
@@ -179,9 +185,10 @@ def _of_batch(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def _of_clipping(target: DeepSpeedTarget) -> list[Notice]:
-    """A warning if the target's files cannot store the source's clipping norm.
+    """A warning that the ds_config must state the source's clipping norm.
 
-    Then the ds_config must state it (DeepSpeed 0.19.8).
+    Empty if the ds_config already does, if the target's files store the norm, or if the source has
+    none (DeepSpeed 0.19.8).
     """
     norm = number(target.optimizer_state.get("clip_grad"))
     keeps = not target.engine.partitioned and (not target.engine.whole or target.wrapper == FLAT)

@@ -2,13 +2,14 @@
 
     the ds_config names          the files get
     a scheduler of DeepSpeed's   the source's state if it is of this class, else a new state that
-                                 counts as many updates
+                                 counts the updates that the source has made
     one of torch's               the source's state
     none                         the source's state, which the program may give to its own scheduler
 
-Each of DeepSpeed's classes keeps only `last_batch_iteration`: the completed updates minus one,
-because it begins at -1. These classes raise if it is missing (0.19.8, runtime/lr_schedules.py).
-torch's schedulers accept any dictionary, and would begin anew without `last_epoch`.
+The state of each DeepSpeed scheduler is only `last_batch_iteration`: the completed updates minus
+one, because this counter begins at -1. The schedulers raise if it is missing (0.19.8,
+runtime/lr_schedules.py). torch's schedulers accept any dictionary, and would begin anew without
+`last_epoch`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ WITHOUT = "load_checkpoint(..., load_lr_scheduler_states=False)"
 class Decided(Struct, frozen=True):
     """The scheduler's `state` to write, with notices.
 
-    `is_lacking` is true if the source has none that the scheduler can load.
+    `is_lacking` is true if the source has no state that the scheduler can load, and zckpt cannot
+    make one.
     """
 
     state: Any
@@ -45,23 +47,29 @@ class Decided(Struct, frozen=True):
 
 
 def named_in(config: Mapping[str, Any] | None) -> str | None:
-    """The scheduler that a ds_config names; None without one."""
+    """The scheduler that a ds_config names; None if it names none."""
     name = nested(config, "scheduler", "type")
     return name if isinstance(name, str) else None
 
 
 def counter_of(name: str) -> str:
-    """The key of the counter in the state of the scheduler `name`."""
+    """The key under which the scheduler `name` keeps its counter of updates."""
     return COUNTER if name in OF_DEEPSPEED else OF_TORCH
 
 
 def fits(state: Any, name: str) -> bool:
-    """Whether the scheduler `name` can load a state and continue from it."""
+    """Whether the scheduler `name` can load a state and continue from it.
+
+    It can if the state has the scheduler's counter.
+    """
     return isinstance(state, Mapping) and counter_of(name) in state
 
 
 def decide(source: Manifest, name: str | None) -> Decided:
-    """The state for the scheduler `name`; without a name, the source's state."""
+    """Decides which state the files get for a scheduler.
+
+    `name` is the scheduler in the ds_config. If it is None, the files get the source's state.
+    """
     state, engine = source.state.get("lr_scheduler"), source.run.engine
     before = named_in(engine.config) if isinstance(engine, FlatBufferEngine) else None
     if name is None:
@@ -103,7 +111,8 @@ def updates(source: Manifest) -> int | None:
 def _may_lack(source: Manifest) -> bool:
     """Whether the next program may make a scheduler whose state the files lack.
 
-    Trainers keep their scheduler elsewhere. A DeepSpeed run without a scheduler's state had no
+    False for a source that a trainer saved, because trainers keep the scheduler's state in another
+    file, and for a source of DeepSpeed: if its files have no scheduler's state, the run had no
     scheduler.
     """
     is_of_trainer = program_of(source.files.siblings) is not None or lightning.is_in(source)
@@ -121,7 +130,7 @@ def _unnamed(source: Manifest) -> Notice:
 def lacking(source: Manifest, name: str) -> Notice:
     """The warning that the target has no state for the scheduler `name` of the ds_config.
 
-    It names the call that loads the files without one.
+    Its hint names the call that loads the files without a scheduler's state.
     """
     return _lacking(source, counter_of(name), f"the ds_config's {name}", name)
 
@@ -129,7 +138,7 @@ def lacking(source: Manifest, name: str) -> Notice:
 def lacking_of(source: Manifest, run: Manifest) -> Notice | None:
     """The warning that the target has no state for the scheduler of the program that saved `run`.
 
-    None if the source's state has the counter of that scheduler.
+    None if the source's scheduler state has the counter that this scheduler needs.
     """
     theirs, ours = (side.state.get("lr_scheduler") or {} for side in (run, source))
     keys = [key for key in (COUNTER, OF_TORCH) if key in theirs and key not in ours]

@@ -33,10 +33,10 @@ ParameterShapes = dict[str, tuple[int, ...]]
 class ModuleOverrides(Struct, frozen=True):
     """Values that replace those of the model file; None keeps the file's value.
 
-    Used for experts (their tensors lie in separate files, and rank 0's names are repeated for all
-    ranks; AutoEP's stacked parameters become slices), for pipelines (files of layers have the
-    tensors, and sometimes the shapes), for stage 0 (the names of the optimizer's parameters are
-    found), and for universal directories (values that all model ranks share).
+    Used in four cases. Experts: their tensors are in separate files, rank 0's names are repeated
+    for all ranks, and AutoEP's stacked parameters become slices. Pipelines: files of layers have
+    the tensors, and sometimes the shapes. Stage 0: zckpt finds the names of the optimizer's
+    parameters. Universal directories: all model ranks share the values.
     """
 
     module: dict[str, Any] | None = None
@@ -47,16 +47,20 @@ class ModuleOverrides(Struct, frozen=True):
     """Names and shapes of every flat buffer."""
 
     def module_of(self, model: Mapping[str, Any]) -> Any:
-        """The module's state in a model file; None if there is none."""
+        """The module's state dict: this object's, or without one the model file's.
+
+        None if neither has one.
+        """
         return model.get("module") if self.module is None else self.module
 
 
 class EngineStates(Struct, frozen=True):
     """The opened files of one checkpoint: those of all ranks, or of a universal directory.
 
-    `model` is the content of the first model file, and `overrides` overrides it. `states` and
-    `bases` have one item for each file in `optimizers`: the engine's optimizer state, and in it the
-    base optimizer's state and param_groups. All three are empty if the optimizer is not read.
+    `model` is the content of the first model file; values in `overrides` replace it. `states` and
+    `bases` have one item for each file in `optimizers`: the engine's optimizer state, and the base
+    optimizer's state and param_groups in it. `optimizers`, `states` and `bases` are empty if the
+    optimizer is not read.
     """
 
     directory: TagDirectory
@@ -81,7 +85,7 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def module(self) -> dict[str, Any]:
-        """The module's state dict, with extra states (`get_extra_state`) among its tensors."""
+        """The module's state dict; it also has values that are no tensors (`get_extra_state`)."""
         module_in_file: dict[str, Any] = self.model.get("module", {})
         return module_in_file if self.overrides.module is None else self.overrides.module
 
@@ -93,7 +97,7 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def second_names(self) -> Mapping[str, str]:
-        """Maps second names of tied weights to their owners, as far as stated (since 0.9.0)."""
+        """Maps second names of tied weights to first names, as files state them since 0.9.0."""
         owners = self.overrides.second_names
         return self.model.get("shared_params") or {} if owners is None else owners
 
@@ -105,7 +109,10 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def listed_shapes(self) -> Any:
-        """Names and shapes of every flat buffer, from `overrides` or the model file."""
+        """Names and shapes of every flat buffer, from `overrides` or the model file.
+
+        None if neither lists them.
+        """
         return (
             self.model.get("param_shapes")
             if self.overrides.shapes is None
@@ -113,7 +120,7 @@ class EngineStates(Struct, frozen=True):
         )
 
     def file_of(self, name: str) -> TorchFile:
-        """The file of a module tensor."""
+        """The file that contains the module's tensor `name`."""
         return self.apart.get(name, self.models[0])
 
     @property
@@ -122,13 +129,13 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The ds_config; empty if the save only names its file."""
+        """The ds_config; empty if the run saved only the name of its file."""
         config = self._stated_config
         return config if isinstance(config, dict) else {}
 
     @property
     def config_path(self) -> str | None:
-        """The name of the ds_config's file, if the save contains only the name."""
+        """The name of the ds_config's file, if the run saved only this name; else None."""
         path = self._stated_config
         return path if isinstance(path, str) else None
 
@@ -138,7 +145,10 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def stage(self) -> int | None:
-        """The ZeRO stage; without optimizer files, the ds_config's stage, if it states one."""
+        """The ZeRO stage of the optimizer files.
+
+        Without such files, it is the ds_config's stage, or None if the ds_config states none.
+        """
         if self.whole:
             return 0
         if not self.optimizers:
@@ -154,7 +164,10 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def engine_class(self) -> str | None:
-        """The class of the engine's optimizer wrapper; None if there is none, or if it is lost."""
+        """The engine's class that wrapped the optimizer, such as BF16_Optimizer.
+
+        None if torch's own optimizer was not wrapped, or if there are no optimizer files.
+        """
         if self.whole:
             return wrapper_of(self.first)
         if not self.optimizers:
@@ -165,15 +178,19 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def elastic(self) -> bool:
-        """Whether the run used `elastic_checkpoint`: no padding and no hyper-parameters."""
+        """Whether the run saved elastic files (`elastic_checkpoint`).
+
+        Such files have no padding and no hyper-parameters.
+        """
         return isinstance(self.first.get("base_optimizer_state"), list)
 
     @property
     def excludes_frozen(self) -> bool | None:
         """Whether `save_checkpoint(exclude_frozen_parameters=True)` left frozen weights out.
 
-        None if the files do not show it: stages 0 and 1, and DeepSpeed before 0.9.1. For such a
-        source, zckpt writes empty shapes without fragments (model_files.py).
+        None if the files do not show it: in stages 0 and 1, and in DeepSpeed before 0.9.1. For such
+        a source, zckpt writes `frozen_param_shapes` as an empty dictionary and
+        `frozen_param_fragments` as None (model_files.py).
         """
         if (self.stage or 0) < 2 or "frozen_param_fragments" not in self.model:
             return None
@@ -184,8 +201,9 @@ class EngineStates(Struct, frozen=True):
     def round_robin(self) -> bool:
         """Whether `param_shapes` lists the parameters of a group in round-robin order (zero.py).
 
-        A run that was started with `--deepspeed_config FILE` saves only the file's name. Then the
-        order of the module's own names decides.
+        A run that was started with `--deepspeed_config FILE` saves only the file's name, not the
+        setting. Then the answer is found by comparing `param_shapes` with the order of the module's
+        own names.
         """
         if self.everyone is not None:
             return self.everyone.round_robin
@@ -204,7 +222,7 @@ class EngineStates(Struct, frozen=True):
         return any(len(names) > self.dp > 1 for names in groups)
 
     def effective_config(self, round_robin: bool) -> dict[str, Any]:
-        """The ds_config; if only its file name was saved, the settings that the files imply."""
+        """The ds_config; if the run saved only its file name, the settings that the files imply."""
         if self.config:
             return self.config
         paddings = self.first.get("param_alignment_paddings") or ()
@@ -221,7 +239,10 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def module_dtype(self) -> str:
-        """The type of the module's trainable weights; stage 3 leaves typed placeholders."""
+        """The type of the module's trainable weights; F32 if the module has none of them.
+
+        In stage 3, the module has only placeholders for these weights, but of the same type.
+        """
         for names in self.param_shapes():
             for name in names:
                 weight = self.module.get(name)
@@ -230,11 +251,11 @@ class EngineStates(Struct, frozen=True):
         return "F32"
 
     def param_shapes(self) -> list[ParameterShapes]:
-        """Names and shapes of every flat buffer, in the order of the buffer.
+        """Names and shapes of the parameters in every flat buffer, in the order of the buffer.
 
-        This is the only correct source of the order: slice mappings in the optimizer files are
-        wrong under `round_robin_gradients`. Before 0.6.0 the list is in the optimizer files. Before
-        0.5.4 it is a single dictionary instead of a list.
+        This list is the only correct source of that order: slice mappings in the optimizer files
+        are wrong under `round_robin_gradients`. Before 0.6.0 the list is in the optimizer files,
+        not in the model file. Before 0.5.4 one dictionary lists all buffers' parameters.
         """
         shapes = self.listed_shapes
         if shapes is None:
@@ -242,32 +263,32 @@ class EngineStates(Struct, frozen=True):
         return shapes_of_groups(shapes, self.models[0])
 
     def flat_states(self, place: int) -> list[dict[str, Any]]:
-        """For each rank, the state of flat buffer number `place` in its base optimizer.
+        """For each rank, the base optimizer's state of flat buffer number `place`.
 
-        An item is empty if the rank has no state for the buffer.
+        An item is an empty dictionary if the rank has no state for the buffer.
         """
         return [item(base.get("state"), place) for base in self.bases]
 
     def groups(self, place: int) -> list[dict[str, Any]]:
-        """The param group number `place` of every rank; empty dictionaries in elastic files."""
+        """The param group number `place` of every rank; for elastic files, empty dictionaries."""
         return [item(base.get("param_groups"), place) for base in self.bases]
 
     def name_of(self, place: int) -> str:
-        """The rank and name of file number `place`, for errors."""
+        """The rank and the name of the optimizer file at index `place`, for errors."""
         rank = self.numbers[place] if self.numbers else place
         return f"rank {rank}, {os.path.basename(self.optimizers[place].path)}"
 
     def number(self, rank: int, value: Any) -> Any:
-        """The number in a value of a rank's optimizer file, if it is a tensor of one element.
+        """Reads the number in `value`, if it is a tensor of one element in a rank's optimizer file.
 
         Any other value is returned unchanged.
         """
         return self.optimizers[rank].number(value)
 
     def scalar(self, values: Sequence[Any]) -> Scalar | None:
-        """The number that all ranks state; None if they differ, or if a value is no number.
+        """The number that all ranks state; None if their values differ, or if a value is no number.
 
-        The type of a Python number is its Python name, such as `int`.
+        If it is a Python number, its `dtype` is the name of the Python type, such as `int`.
         """
         numbers: dict[str, Scalar | None] = {}  # keyed by text, so that a NaN equals itself
         for rank, value in enumerate(values):
@@ -284,12 +305,12 @@ WRAPPERS = {"FP16_Optimizer": FLAT_MASTERS, "FP16_UnfusedOptimizer": WHOLE_MASTE
 
 
 def wrapper_of(optimizer: Mapping[str, Any]) -> str | None:
-    """The class in `WRAPPERS` that wrote an optimizer's state; None for torch's own state dict."""
+    """The class in `WRAPPERS` that wrote an optimizer's state; None if torch's optimizer did."""
     return next((name for name, key in WRAPPERS.items() if key in optimizer), None)
 
 
 def stated_stage(optimizer: Mapping[str, Any]) -> Any:
-    """The ZeRO stage in an optimizer's state; None if it states none."""
+    """The ZeRO stage that an optimizer's state contains; None if it contains none."""
     stage = optimizer.get("zero_stage")
     if isinstance(stage, Foreign) and stage.arguments:  # ZeroStageEnum(2), since 0.7
         return stage.arguments[0]
@@ -297,12 +318,15 @@ def stated_stage(optimizer: Mapping[str, Any]) -> Any:
 
 
 def stated_config(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Any:
-    """The ds_config, or the name of its file, in a model or an optimizer file."""
+    """The ds_config in a model file or an optimizer file, or the name of the ds_config's file."""
     return model.get("ds_config") or optimizer.get("ds_config")
 
 
 def shapes_of_groups(shapes: Any, file: TorchFile) -> list[ParameterShapes]:
-    """`param_shapes` of a file, as tuples; raises CorruptCheckpoint."""
+    """The `param_shapes` of a file as one dictionary per flat buffer, with shapes as tuples.
+
+    Raises CorruptCheckpoint if `shapes` is neither a list nor a dictionary.
+    """
     groups = [shapes] if isinstance(shapes, dict) else shapes
     if not isinstance(groups, list):
         raise CorruptCheckpoint(
@@ -312,7 +336,7 @@ def shapes_of_groups(shapes: Any, file: TorchFile) -> list[ParameterShapes]:
 
 
 def in_user_order(shapes: ParameterShapes, states: EngineStates) -> ParameterShapes:
-    """The parameters of one flat buffer in the user's order, with round robin undone."""
+    """The parameters of one flat buffer in the user's order, with the round robin undone."""
     if not states.round_robin:
         return shapes
     names = list(shapes)
@@ -321,7 +345,7 @@ def in_user_order(shapes: ParameterShapes, states: EngineStates) -> ParameterSha
 
 
 def open_files(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:
-    """Files of torch.save, each opened once; equal pickles are parsed once."""
+    """Opens files of torch.save, each path once; files of equal pickles share a parsed value."""
     new = _opened([path for path in paths if path not in parsed.files], parsed)
     parsed.files.update((file.path, file) for file in new)
     return [parsed.files[path] for path in paths]
@@ -330,8 +354,8 @@ def open_files(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:
 def _opened(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:
     """Opens files one after another, or in threads if the first files show slow storage.
 
-    If cold or remote storage makes readers wait, threads wait in parallel. Without waiting, threads
-    would only compete for the interpreter.
+    On cold or remote storage, several threads can wait for data at the same time. On fast storage,
+    threads would only compete for Python's interpreter lock.
     """
     began, busy = time.perf_counter(), time.thread_time()
     files = [TorchFile(path, parsed) for path in paths[:FIRST]]
@@ -355,9 +379,9 @@ def dictionary(file: TorchFile, value: Any) -> dict[str, Any]:
 
 
 def version_of(*places: Mapping[str, Any]) -> str:
-    """The engine's version, from the first dictionary that states one.
+    """The version of DeepSpeed, from the first of the given dictionaries that states a version.
 
-    Raises UnsupportedCheckpoint if none does.
+    Raises UnsupportedCheckpoint if no dictionary states a version.
     """
     for place in places:
         version = place.get("ds_version")
@@ -371,9 +395,9 @@ def version_of(*places: Mapping[str, Any]) -> str:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """A version as comparable numbers.
+    """A version as a tuple of numbers, which can be compared.
 
-    0.0.0, which an uninstalled source tree states, is newest.
+    0.0.0, the version of a source tree that was never installed, counts as newest.
     """
     words = "".join(c if c.isdecimal() else " " for c in version).split()
     numbers = tuple(map(int, words[:3]))
@@ -390,7 +414,7 @@ def item(items: Any, place: int) -> dict[str, Any]:
 
 
 def comparable(value: Any) -> Any:
-    """`value` as JSON, with tensors reduced to type and shape."""
+    """`value` as JSON; a tensor is replaced by its type and shape."""
 
     def plain(value: Any, _key: Any) -> Any:
         if isinstance(value, Tensor):
@@ -407,7 +431,7 @@ class BufferSlot(Struct, frozen=True):
     """The masters, or one optimizer state, of all parameters of a flat buffer.
 
     `fragments` maps each parameter's name to the places of its elements in files. `copies` are
-    replicas on further ranks, each with its parameter's name.
+    further copies on other ranks: each item has a parameter's name, and the places of the copy.
     """
 
     name: str
@@ -417,14 +441,14 @@ class BufferSlot(Struct, frozen=True):
 
 
 class FlatBuffer(Struct, frozen=True):
-    """One flat buffer: its parameters in the user's order, and the values that they share.
+    """One flat buffer: its parameters in the user's order, its states, and its step.
 
-    `slots` are the masters and the optimizer states of the parameters' shapes, `scalars` the states
-    of one number. `step_place` is the place of the step that the optimizer uses; `sightings` are
-    all places that state a step. `partition_values` are states that cannot be divided among
-    parameters: by key, the values of all ranks, each from the rank's file in `files`. `starts` maps
-    parameters to their first elements in the buffer. `other` are further states of the first
-    parameter.
+    `slots` are the masters and the states with the shape of the parameters; `scalars` are states
+    that are a single number. `step_place` is where the files keep the step that the optimizer uses;
+    `sightings` are all places that state a step. `partition_values` are states that cannot be
+    divided among parameters: by key, the values on all ranks, each from the rank's file in `files`.
+    `starts` maps parameters to their first elements in the buffer. `other` are states of the first
+    parameter that are neither of its shape nor a number.
     """
 
     group: int
@@ -444,11 +468,12 @@ class FlatBuffer(Struct, frozen=True):
 def states_of_partitions(
     ranks: EngineStates, buffers: Sequence[FlatBuffer], entries: dict[Key, Entry]
 ) -> list[StateRow]:
-    """Rows of the manifest for states of partitions that cannot be divided among parameters.
+    """The manifest's rows for states of partitions that cannot be divided among parameters.
 
-    Examples are SOAP's matrices, and 8-bit optimizers' scales of 256 elements each. Their tensors
-    are added to `entries`. They are not read in two cases: an elastic save cuts its padding off
-    them, and ranks that share experts have partitions of different buffers.
+    Examples are SOAP's matrices, and 8-bit optimizers' scales of 256 elements each. The tensors in
+    such states are added to `entries`. In two cases the states are not read, and the rows say so:
+    elastic saves cut padding off these tensors too, and with experts the ranks have partitions of
+    different buffers.
     """
     rows: list[StateRow] = []
     parts = 0

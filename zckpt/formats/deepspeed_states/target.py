@@ -1,9 +1,10 @@
 """Decides everything about a DeepSpeed target before its first byte is written.
 
-The unmodified engine requires for loading (0.19.8): a model file whose `module` is strict,
-`dp_world_size` equal to its own, `base_optimizer_state` with as many groups (stage 3: sub-groups)
-as it has, and flat tensors of the length that its own partitioning gives. So zckpt partitions as
-the engine does, with the options of the ds_config that the engine will run with.
+To load a checkpoint, the unmodified engine requires (0.19.8): a model file whose `module` has
+exactly the module's tensors, a `dp_world_size` equal to the run's, a `base_optimizer_state` with as
+many groups (stage 3: sub-groups) as the run has, and flat tensors of the length that the engine's
+own partitioning gives. So zckpt partitions as the engine does, with the options of the ds_config
+that the engine will run with.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ VERSION = "0.19.8"  # the version of the written layout
 
 
 class TargetBuffer(Struct, frozen=True):
-    """One flat buffer of the target, with its parameters in buffer order."""
+    """One flat buffer of the target, with its parameters in the order of the buffer."""
 
     group: int
     names: Sequence[str]
@@ -68,9 +69,9 @@ class TargetBuffer(Struct, frozen=True):
 
 
 def _refuse_grid(source: Manifest) -> None:
-    """Raises UnsupportedCheckpoint for a full model of a pipeline or tensor ranks.
+    """Raises UnsupportedCheckpoint for the full model of a run with a pipeline or tensor ranks.
 
-    A single model rank of such a run (with a `place`) is accepted.
+    The manifest of a single model rank of such a run is accepted (it has a `place`).
     """
     pp, tp = source.run.origin.pp, source.run.origin.tp
     if (pp or tp) and source.place is None:
@@ -87,7 +88,8 @@ def _refuse_grid(source: Manifest) -> None:
 def _refuse_untouched(source: Manifest) -> None:
     """Raises MissingData for trained parameters that the optimizer never updated.
 
-    ZeRO partitions everything that is trained, and keeps zeros for an unused parameter.
+    ZeRO needs states of every trained parameter, even if it is never used: the engine keeps zeros
+    for such a parameter, while the source has no state.
     """
     if names := untouched(source):
         raise MissingData(
@@ -102,7 +104,7 @@ def _refuse_untouched(source: Manifest) -> None:
 
 
 class DeepSpeedTarget:
-    """Engine, groups and flat buffers of the target, and notes on what it cannot store.
+    """Decides the engine, the groups and the flat buffers of a target, and what it cannot store.
 
     Raises WrongOption, MissingData and InconsistentCheckpoint.
     """
@@ -142,7 +144,8 @@ class DeepSpeedTarget:
     def mp_rank_of(self, rank: int) -> str:
         """The model rank in the names of a data rank's files.
 
-        In older names (to 0.19.5) it is the index of the data rank in its sequence.
+        In file names up to 0.19.5, it is the index of the data rank among the ranks that share its
+        sequence.
         """
         if self.engine.has_older_names:
             return f"mp_rank_{rank % self.engine.sp:02d}"
@@ -170,10 +173,10 @@ class DeepSpeedTarget:
                 yield self._buffer(group, laid_out, [numels[p] for p in places], other_members, ep)
 
     def _arranged(self, names: Sequence[str], numels: Sequence[int], dp: int) -> list[list[int]]:
-        """Arranges a group's parameters in flat buffers: lists of their positions in the group.
+        """Divides a group's parameters among flat buffers: lists of their positions in the group.
 
         The buffers are cut over `dp` ranks. In stage 0 each parameter has its own buffer, unless
-        the wrapper flattens groups.
+        the engine flattens groups (FP16_Optimizer).
         """
         if self._by_itself:
             return [[place] for place in range(len(names))]
@@ -186,7 +189,7 @@ class DeepSpeedTarget:
 
     @property
     def _by_itself(self) -> bool:
-        """Whether each parameter has separate tensors: in stage 0, unless groups are flattened."""
+        """Whether each parameter has separate tensors: in stage 0, if groups are not flattened."""
         return self.engine.whole and self.wrapper != FLAT
 
     def _buffer(
@@ -199,8 +202,8 @@ class DeepSpeedTarget:
     ) -> TargetBuffer:
         """Makes one flat buffer of the parameters `names`.
 
-        `members_on_all_ranks` are the buffer's parameters on all `ep` ranks, which must have the
-        same states. Raises MissingData if some lack a state.
+        `members_on_all_ranks` are the parameters that this buffer has on all `ep` ranks together.
+        All of them must have the same states: raises MissingData if some lack a state.
         """
         paddings = [0] * len(names)
         if self.engine.aligned:
@@ -237,9 +240,9 @@ class DeepSpeedTarget:
     def _states(self, name: str) -> tuple[tuple[str, str], ...]:
         """The optimizer states of a parameter that the target stores: pairs of slot and dtype.
 
-        If the source has only a 16-bit weight, the master is cast to fp32, and 16-bit states are
-        too. A state that the target cannot keep is left out here. `writing/state_loss.py` reads the
-        shells (files without the tensors' bytes) back, and refuses the loss.
+        If the source has only a 16-bit weight without a master, the target's master is fp32, and
+        16-bit states become fp32 too. A state that the target cannot store is left out, without an
+        error: the target is refused when `writing/state_loss.py` finds the loss.
         """
         if self.options.weights_only:
             return ()
@@ -259,8 +262,8 @@ class DeepSpeedTarget:
     def _shaped(self) -> frozenset[str]:
         """Keys of states whose shape is not the parameter's, for at least one parameter.
 
-        States that have this shape only by chance are included, such as the preconditioner of a
-        square matrix.
+        A key is included even if its state has the parameter's shape in some cases, such as the
+        preconditioner of a square matrix.
         """
         parameters, all_states = self.source.parameters, states_of(self.source).values()
         return frozenset(
@@ -276,7 +279,11 @@ class DeepSpeedTarget:
         return weight.trained.dtype if weight.master else "F32"
 
     def _shared(self, what: str, names: Sequence[str], values: Sequence[Any]) -> Any:
-        """The value that all parameters of a flat buffer share; DeepSpeed keeps only one."""
+        """The value that all parameters of a flat buffer share; DeepSpeed stores only one.
+
+        `values` has each parameter's value. Raises InconsistentCheckpoint if they differ; `what`
+        names the value in the error.
+        """
         if self.options.weights_only:
             return None
         other = next((place for place, value in enumerate(values) if value != values[0]), None)
@@ -292,9 +299,10 @@ class DeepSpeedTarget:
         return values[0] if values else None
 
     def _shared_scalars(self, names: Sequence[str]) -> dict[str, Scalar]:
-        """The states of one number that all parameters of a flat buffer have in common.
+        """The states that are a single number, and equal for all parameters of a flat buffer.
 
-        Unequal numbers are left out. If the optimizer needs them, InconsistentCheckpoint is raised.
+        Numbers that differ are left out, but if the optimizer needs such a number,
+        InconsistentCheckpoint is raised.
         """
         if self.options.weights_only:
             return {}
@@ -310,7 +318,7 @@ class DeepSpeedTarget:
         return shared
 
     def keeps_whole_momenta(self, buffer: TargetBuffer) -> bool:
-        """Whether the engine's Muon keeps the momentum of complete parameters on every rank."""
+        """Whether a rank has the complete Muon momentum of each parameter in its partition."""
         return (
             self.groups[buffer.group].get("use_muon") is True
             and self.engine.cuts_groups
@@ -338,7 +346,8 @@ class DeepSpeedTarget:
         """For each group, the parameters that torch's optimizer lists; None is a frozen one.
 
         A program may give its optimizer frozen parameters too. The source's list is used if it has
-        the same trained parameters. Without it, the optimizer has only trained ones.
+        the same trained parameters as the target. Otherwise the optimizer is assumed to list only
+        trained ones.
         """
         trained = self.trained_names
         module = self.source.state.get("module") or []
@@ -359,18 +368,19 @@ class DeepSpeedTarget:
 
     @property
     def other_values(self) -> dict[str, dict[str, Any]]:
-        """States that are neither numbers nor of the parameter's shape, by parameter.
+        """States that are neither a number nor of their parameter's shape, by parameter.
 
-        Empty if the target has no place for them, because its buffers are flat.
+        Empty if the target's buffers are flat, because flat buffers cannot store such states.
         """
         if self.options.weights_only or not self._by_itself:
             return {}
         return self.source.states.other_values
 
     def of_partitions(self, buffer: TargetBuffer, rank: int) -> dict[str, Any]:
-        """A rank's states that exist only per partition (SOAP's matrices), for one flat buffer.
+        """A rank's states of one flat buffer that no parameter owns alone, such as SOAP's matrices.
 
-        Empty unless the source has the same partitions.
+        They belong to the rank's partition of the buffer. Empty unless the source has cut the
+        buffer into the same partitions.
         """
         engine, parts = self.engine, self.dp if self.engine.partitioned else 1
         if self.options.weights_only or engine.whole or buffer.ep > 1:
@@ -396,7 +406,7 @@ class DeepSpeedTarget:
         return {key: value for key, value in client_state.items() if key not in ENGINE_KEYS}
 
     def take_siblings(self) -> list[tuple[str, Sibling]]:
-        """Chooses the trainer's files to copy beside the tag; returns them with their names there.
+        """Chooses the trainer's files to copy, each with its name in the target's run directory.
 
         Files of single ranks are left out, because they have no meaning at another data-parallel
         size. So are files that the target writes itself, which a universal checkpoint may contain.
@@ -416,7 +426,7 @@ class DeepSpeedTarget:
 
     @property
     def states(self) -> set[str]:
-        """The optimizer states of all buffers."""
+        """The names of the optimizer states that the target's buffers have."""
         return {slot for buffer in self.buffers for slot in buffer.slots}
 
     @property
@@ -431,13 +441,16 @@ class DeepSpeedTarget:
 
     @property
     def version(self) -> str:
-        """The source's version of DeepSpeed, else the version of the written layout."""
+        """The source's version of DeepSpeed.
+
+        If another engine wrote the source: the version of DeepSpeed whose files zckpt writes.
+        """
         before = self.engine.before
         return (before.version if before is not None else None) or VERSION
 
     @property
     def counters(self) -> dict[str, Any]:
-        """The engine's counters; missing ones are derived from the number of updates."""
+        """The engine's counters; counters that the source lacks are derived from its updates."""
         counters = (self.source.state.get("counters") or {}).items()
         kept = {key: value for key, value in counters if value is not None}
         fresh = dict.fromkeys(COUNTERS, 0) | {"global_steps": counted_updates(self.source)}
@@ -445,10 +458,10 @@ class DeepSpeedTarget:
 
     @property
     def step_place(self) -> StepPlace:
-        """Where the target's optimizer looks for its step.
+        """Where the target's optimizer reads its step.
 
-        It is the place of the class of Adam that the target is written for (`adam_class`), or else
-        the place of the source's optimizer.
+        If the target is written for a class of Adam (`adam_class`), it is where that class reads
+        the step. Otherwise it is where the source's optimizer does.
         """
         name = adam_class(self.engine, self.source)
         return steps.WRITTEN[name] if name else steps.kept_place(self.source)
@@ -461,8 +474,9 @@ class DeepSpeedTarget:
     def counts(self, buffer: TargetBuffer) -> bool:
         """Whether the step is stored in the state of this buffer.
 
-        Without ZeRO, some optimizers (DeepSpeed's FusedAdam) store it only for a group's last
-        parameter. A source without ZeRO keeps its form; other sources get the engine's form.
+        Without ZeRO, some optimizers (DeepSpeed's FusedAdam) store the step only for a group's last
+        parameter. If the source is without ZeRO too, the target stores the step for the same
+        parameters as the source; otherwise it does what the engine does.
         """
         alone = self._by_itself and steps.counts_by_last(self.step_place)
         before = steps.kept_place(self.source)
@@ -472,12 +486,12 @@ class DeepSpeedTarget:
 
     @cached_property
     def _last_stepped(self) -> dict[int, TargetBuffer]:
-        """For each group, its last buffer that has a step."""
+        """For each group, the last of its buffers that has a step."""
         return {buffer.group: buffer for buffer in self.buffers if buffer.step is not None}
 
     def thawed(self, value: Any, storages: Storages) -> Any:
-        """Converts a value of the manifest's state for a file of the target.
+        """Converts a value of the manifest's `state` to a value for a file of the target.
 
-        The manifest's state has names in place of tensors; in the result these are tensors again.
+        The manifest has names in place of tensors. The result has tensors in place of these names.
         """
         return thawed(value, self.source.entries, storages)

@@ -21,7 +21,7 @@ from .states import EngineStates, FlatBuffer
 
 
 class ManifestTensors:
-    """Collects a manifest's parameters, and its entries: tensors with their places in files."""
+    """Collects the parameters of a manifest, and the places of tensors in files (entries)."""
 
     def __init__(self, ranks: EngineStates) -> None:
         self.ranks = ranks
@@ -42,8 +42,8 @@ class ManifestTensors:
     def add_trainable(self, buffer: FlatBuffer) -> None:
         """Adds the parameters of one flat buffer, in the user's order.
 
-        Their 16-bit weights come from the module, except in stage 3, which leaves placeholders
-        there (of one element each before 0.6).
+        Their 16-bit weights are those of the module. In stage 3 no 16-bit weights are added,
+        because the module has only placeholders (of one element each before 0.6).
         """
         for name, shape in buffer.shapes.items():
             if name in self.parameters:
@@ -64,7 +64,7 @@ class ManifestTensors:
                 self.replicas.append(replace(self.entries[name, slot.name], fragments=fragments))
 
     def _add_weight(self, name: str, shape: tuple[int, ...]) -> None:
-        """Adds the module's weight of a parameter (slot `param`), if the module has it."""
+        """Adds the module's weight of a parameter, if the module has it; its slot is `param`."""
         tensor = self.module.get(name)
         if not isinstance(tensor, Tensor):
             return
@@ -82,8 +82,8 @@ class ManifestTensors:
     def add_frozen(self) -> list[str]:
         """Adds the frozen parameters; returns the names of those whose values are lost.
 
-        Stage 1 (and stage 2 before 0.9.1) keeps them only in the module. Stage 3 keeps them in
-        fragments, one per rank; before 0.9.1 it did not save them.
+        In stage 1 (and before 0.9.1 in stage 2), frozen parameters are only in the module. In stage
+        3 they are in fragments, one per rank; before 0.9.1, stage 3 did not save them.
         """
         shapes = self.ranks.frozen_shapes or {}
         fragments = [file.value.get("frozen_param_fragments") or {} for file in self.ranks.models]
@@ -107,8 +107,8 @@ class ManifestTensors:
     def _add_frozen_slices(self, name: str, shape: tuple[int, ...], tensors: Sequence[Any]) -> None:
         """Adds a frozen parameter of stage 3, of which each rank has a slice.
 
-        A parameter that stage 3 does not manage is complete on every rank; further copies become
-        replicas.
+        A parameter that stage 3 does not manage is complete on every rank; the copies of ranks
+        after rank 0 become replicas.
         """
         if tensors[0].shape == shape and tensors[0].numel != -(-prod(shape) // self.ranks.dp):
             self.enter(
@@ -131,7 +131,7 @@ class ManifestTensors:
         self.enter(name, "param", tensors[0].dtype, shape, fragments)
 
     def add_buffers(self) -> list[str]:
-        """Adds persistent buffers from rank 0.
+        """Adds the persistent buffers of the module, as rank 0 has them.
 
         Returns the names of buffers that differ between ranks.
         """
@@ -154,10 +154,10 @@ class ManifestTensors:
             self.replicas.append(replace(entry, fragments=file.fragments(tensor)))
 
     def add_state_replicas(self, values: Mapping[str, Any], files: Sequence[TorchFile]) -> None:
-        """Adds tensors that other ranks have too as replicas of rank 0's tensors.
+        """Adds tensors in the files of further ranks as replicas of rank 0's tensors.
 
-        `values` is the content of all `files`, whose pickles are equal. `kept` must have added rank
-        0's tensors before.
+        `values` is the content of all `files`, whose pickles are equal. Call it only after `kept`
+        has added rank 0's tensors.
         """
         for path, value in values.items():
             self._add_state_replica(value, path, files)
@@ -172,9 +172,10 @@ class ManifestTensors:
 
     @cached_property
     def owners(self) -> dict[str, str]:
-        """Maps second names of tied weights to owners, as stated (since 0.9.0) or by storage.
+        """Maps second names of tied weights to first names, as files state or by shared storage.
 
-        Call it only after all trainable parameters have been added.
+        Files state second names since 0.9.0. Call this only after all trainable parameters have
+        been added.
         """
         pairs_of_names = self.ranks.second_names.items()
         owners = {name: owner for name, owner in pairs_of_names if name not in self.parameters}
@@ -192,7 +193,8 @@ class ManifestTensors:
     def add_aliases(self) -> list[str]:
         """Adds second names of tied weights; returns names whose weight was left out of the save.
 
-        `exclude_frozen_parameters` leaves out a frozen weight by its first name alone (0.19.8).
+        `exclude_frozen_parameters` leaves out a frozen weight under its first name, but not under
+        its second one (0.19.8).
         """
         alone = []
         for alias, owner in self.owners.items():
@@ -205,7 +207,7 @@ class ManifestTensors:
         return alone
 
     def _add_own_copy(self, alias: str, owner: str) -> None:
-        """Adds a replica if a tied weight was saved twice, once under each of its names."""
+        """If a tied weight was saved twice, under both names, adds the second copy as a replica."""
         copy, first = self.module.get(alias), self.module.get(owner)
         has_weight = (owner, "param") in self.entries
         if not (
@@ -216,28 +218,31 @@ class ManifestTensors:
             self._add_replica(owner, "param", copy, self.ranks.file_of(alias))
 
     def other_rows(self, buffers: Iterable[FlatBuffer]) -> list[StateRow]:
-        """The optimizer states that are neither numbers nor of their parameter's shape, as rows."""
+        """Rows for optimizer states that are neither a number nor of their parameter's shape."""
         values = {next(iter(each.shapes)): each.other for each in buffers if each.other}
         if not values:
             return []
         return of_parameters("other", self.kept(values, OF_OTHERS, self.ranks.optimizers[0]))
 
     def kept(self, value: Any, path: str, file: TorchFile) -> Any:
-        """A value for the manifest's state.
+        """Converts a value of a file to a value for the manifest's `state`; adds the tensors in it.
 
-        Its tensors become entries of slot `state`, and 0-d tensors become numbers.
+        Each tensor in the value becomes an entry with slot `state`, and each 0-d tensor a number.
         """
         return file.kept(value, path, self.entries)
 
     def hyper(self, value: Any, path: str, file: TorchFile) -> Any:
         """A hyper-parameter of a group for the manifest; a tensor of one element becomes a number.
 
-        Prodigy keeps such tensors. A target's shells then state the number too, where comparisons
-        of ranks' estimates read it.
+        Prodigy keeps some hyper-parameters as such tensors. As numbers, the ranks' values can be
+        compared without their tensors' bytes, also in a target that is not written yet.
         """
         return self.kept(file.number(value), path, file)
 
 
 def is_extra(name: str, value: Any) -> bool:
-    """Whether a value comes from a module's get_extra_state: neither parameter nor buffer."""
+    """Whether a value in a module's state dict comes from `get_extra_state`.
+
+    Such a value is neither a parameter nor a buffer.
+    """
     return not isinstance(value, Tensor) or name.endswith("_extra_state")

@@ -60,9 +60,10 @@ def is_name(name: str) -> bool:
 
 
 def model_files(directory: TagDirectory) -> list[list[str]]:
-    """Model files in rank order, for each model rank; stages 1 and 2 have one file each.
+    """The paths of the model files: a list per model-parallel rank, sorted by data-parallel rank.
 
-    Raises IncompleteCheckpoint and InconsistentCheckpoint.
+    In stages 1 and 2 each list has one file. Raises IncompleteCheckpoint if files are missing, and
+    InconsistentCheckpoint if files of stage 3 are mixed with files of stage 1 or 2.
     """
     by_role: dict[Role, dict[Numbers, str]] = {}
     for name in os.listdir(directory.path):

@@ -41,9 +41,9 @@ from .slicing import info_of_patterns
 class MergedStates:
     """The contents of the model files and of optimizer_state.pt.
 
-    `states` has them in the same structure as those of a run's own directory. With tensor or
-    pipeline parallelism, each model file has only a part of the module. Then `is_whole` is False,
-    and only those tensors of the module are read that are equal on all ranks.
+    `states` has these contents in the class that is also used for a run's own directory. With
+    tensor or pipeline parallelism, each model file has only a part of the module. Then `is_whole`
+    is False, and only the module's tensors that are equal on all ranks are read.
     """
 
     def __init__(self, directory: TagDirectory) -> None:
@@ -87,10 +87,10 @@ class MergedStates:
                 refuse(directory, "mixture-of-experts layers")
 
     def _of_all_ranks(self) -> ModuleOverrides:
-        """Overrides for the model file, if each model rank's file has only a part of the module.
+        """What replaces the first model file's module if each file has only a part of the module.
 
-        The overriding module has the tensors that are equal on all ranks. The second names of tied
-        weights are those of all files together.
+        The replacement has the tensors that are equal on all ranks, and the aliases of tied weights
+        from all files.
         """
         aliases = [top.get("shared_params") or {} for top in self.tops]
         owners = {alias: owner for pairs in aliases for alias, owner in pairs.items()}
@@ -99,7 +99,7 @@ class MergedStates:
         )
 
     def _equal_on_all_ranks(self) -> dict[str, Any]:
-        """The buffers, and frozen weights that are not cut, if all ranks have the same bytes."""
+        """The buffers and uncut frozen weights, by name, that are equal on all model ranks."""
         modules = [m for top in self.tops if isinstance(m := top.get("module"), dict)]
         if len(modules) < max(len(self.tops), 2):
             return {}
@@ -122,7 +122,11 @@ class MergedStates:
 
     @property
     def module_dtype(self) -> str:
-        """The type of the module's weights; from the ds_config if files have only parts of them."""
+        """The type of the module's weights.
+
+        If each model file has only a part of the module, the type is the one that the ds_config
+        states.
+        """
         if self.is_whole:
             return self.states.module_dtype
         for key, dtype in (("bf16", "BF16"), ("bfloat16", "BF16"), ("fp16", "F16")):
@@ -143,14 +147,15 @@ class MergedStates:
     # -- the parameters
 
     def _listed_shapes(self) -> Iterator[list[ParameterShapes]]:
-        """The parameters of every model rank, in the order of its flat buffers."""
+        """Yields each model rank's parameter shapes: one dictionary per group, in buffer order."""
         for top, file in zip(self.tops, self._first_models, strict=True):
             yield shapes_of_groups(top.get("param_shapes"), file)
 
     def shapes(self) -> list[ParameterShapes]:
-        """The parameters of every group (in stage 3, sub-group) on all ranks, in the user's order.
+        """The shapes of all ranks' parameters in the user's order: one dictionary per group.
 
-        If the model was cut for tensor parallelism, the shapes are those of the ranks' slices.
+        In stage 3, there is one dictionary per sub-group. If the model was cut for tensor
+        parallelism, the shapes are those of the ranks' slices.
         """
         merged: list[ParameterShapes] = []
         for groups in self._listed_shapes():
@@ -161,7 +166,10 @@ class MergedStates:
         return merged
 
     def group_of(self, place: int) -> int:
-        """The number of the group that contains a sub-group; in stages 1 and 2, `place` itself."""
+        """The number of the parameter group that contains sub-group `place` of stage 3.
+
+        In stages 1 and 2, `place` is the group's number already, and is returned.
+        """
         if self.states.partitioned:
             groups = self.states.bases[0]["param_groups"]
             for group in range(len(groups) if isinstance(groups, list) else 0):
@@ -197,9 +205,10 @@ class MergedStates:
 
 
 def _patterns(model: dict[str, Any]) -> tuple[Mapping[str, Any], list[Notice]]:
-    """The patterns by which the run's tensors were cut, and a warning if zckpt refuses them.
+    """The run's `universal_checkpoint_info`; if it is invalid, an empty dictionary and a warning.
 
-    Tensors in this directory are full. The patterns matter only for the tensor ranks of a target.
+    Its patterns state how the run's tensors were cut. Tensors in this directory are full, so the
+    patterns matter only for a target with several tensor ranks.
     """
     info = model.get(INFO)
     if not isinstance(info, dict):
@@ -220,10 +229,10 @@ def _base(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dp(directory: TagDirectory, model: dict[str, Any], count: int, cuts_frozen: bool) -> int:
-    """The run's data-parallel size: as stated, else the number of model files.
+    """The run's data-parallel size as the model file states it, else the number of model files.
 
-    In stage 3 frozen weights are cut over one file per rank: raises IncompleteCheckpoint if some of
-    these files are missing.
+    In stage 3, each rank's file has a slice of the frozen weights. If such files are missing,
+    raises IncompleteCheckpoint.
     """
     stated_size = model.get("dp_world_size")
     dp = stated_size if isinstance(stated_size, int) and stated_size > 0 else count

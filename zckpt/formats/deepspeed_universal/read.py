@@ -43,11 +43,12 @@ from .slicing import cuts_of
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
-    """The manifest of a universal directory, or of a run directory's latest one.
+    """The manifest of a universal directory, or of the latest one in a run's directory.
 
-    Parameters with different steps keep them, unless `reading.step_policy` chooses one. Raises
-    NotACheckpoint, IncompleteCheckpoint (no zero/, no fp32.pt of a parameter),
-    InconsistentCheckpoint (shapes that differ), CorruptCheckpoint, UnsupportedCheckpoint (MoE).
+    Different groups may have different steps. Steps that differ within a group are an error, unless
+    `reading.step_policy` chooses one. Raises NotACheckpoint, IncompleteCheckpoint (no zero/, no
+    fp32.pt of a parameter), InconsistentCheckpoint (shapes or steps that differ),
+    CorruptCheckpoint, UnsupportedCheckpoint (MoE).
     """
     directory = KIND.locate(path, reading.tag)
     try:
@@ -101,9 +102,10 @@ def _manifest(
 
 
 def _missing_steps(manifest: Manifest) -> list[Notice]:
-    """A warning if steps are missing.
+    """A warning if Adam's states have no step.
 
-    Converters before 0.14.1 wrote the step only of optimizers that keep it in the group.
+    Before 0.14.1, DeepSpeed's converter kept the step only if the optimizer stores it in the param
+    groups.
     """
     names = {entry.parameter for entry in manifest.slots.get("exp_avg_sq", ())}
     if not any(not manifest.parameters[name].step for name in names):
@@ -133,7 +135,7 @@ class ParameterFolders:
             self._refuse_swapped(paths_of_name)
 
     def _listed(self, name: str) -> list[str]:
-        """A parameter's files, with its master first."""
+        """The paths of a parameter's files, with its master (fp32.pt) first."""
         if not is_name(name):
             raise CorruptCheckpoint(
                 "unsafe-name",
@@ -162,7 +164,7 @@ class ParameterFolders:
         refuse_others(saved_names((ANY,), folders), "states")
 
     def _copies(self, names: set[str]) -> list[str]:
-        """The paths of the copies that the converter makes of frozen weights and buffers.
+        """The paths of the fp32.pt files that the converter makes of frozen weights and buffers.
 
         Raises InconsistentCheckpoint for optimizer states of a parameter that no model file lists.
         """
@@ -182,9 +184,10 @@ class ParameterFolders:
         return paths
 
     def buffers(self, step_policy: str | None) -> list[FlatBuffer]:
-        """One flat buffer per parameter, in the user's order.
+        """One `FlatBuffer` per parameter, in the user's order.
 
-        The first buffer of each group also has the statements of the step and its warnings.
+        The steps that files state for a group (in stage 3, for a sub-group), and warnings about
+        these steps, are in the first buffer of the group only.
         """
         buffers = []
         for place, shapes in enumerate(self.shapes):
@@ -213,9 +216,11 @@ class ParameterFolders:
     def _slots(
         self, name: str, shape: tuple[int, ...]
     ) -> tuple[list[BufferSlot], dict[str, Scalar], tuple[int, ...]]:
-        """Reads a parameter's files: its slots, its states of one number, and its full shape.
+        """Reads a parameter's files.
 
-        Raises InconsistentCheckpoint if a tensor does not have that shape.
+        Returns the parameter's tensors (master and optimizer states), its states that are one
+        number, and its full shape. Raises InconsistentCheckpoint if a tensor does not have that
+        shape.
         """
         slots: list[BufferSlot] = []
         scalars: dict[str, Scalar] = {}
@@ -256,9 +261,9 @@ class ParameterFolders:
         return tensor.part(0, numel) if longer else tensor
 
     def _tensor(self, file: TorchFile) -> tuple[Any, SliceInfo | None]:
-        """The tensor (or number) in a file, and the other keys of the file's dictionary.
+        """The tensor (or number) in a file, and the other items of the file's dictionary.
 
-        The keys are None if the file contains nothing but the tensor.
+        Instead of the other items, None is returned if the file contains nothing but the tensor.
         """
         value = file.value
         info = None
@@ -281,9 +286,9 @@ class ParameterFolders:
         tensor: Any,
         info: SliceInfo | None,
     ) -> tuple[int, ...]:
-        """The full parameter's shape.
+        """The shape of the full parameter; `stated_shape` is the shape that the model files state.
 
-        Raises InconsistentCheckpoint if files contradict each other.
+        Raises InconsistentCheckpoint if the parameter's file contradicts the model files.
         """
         if not isinstance(tensor, Tensor):
             raise CorruptCheckpoint("file-damaged", f"{file.path} holds no tensor", file=file.path)
@@ -311,7 +316,12 @@ class ParameterFolders:
     def _steps(
         self, place: int, group: int, names: Sequence[str], policy: str | None
     ) -> tuple[dict[str, agreement.Step], list[Sighting], StepPlace | None]:
-        """Each parameter's step, all places that state a step, and the place that counts."""
+        """The steps of a group's parameters, as the files state them.
+
+        Returns each parameter's step, all statements of a step that were found, and the place of
+        the step that counts (the states or the param group; None without a step). In stage 3,
+        `place` is a sub-group.
+        """
         states = self.merged.states
         common = states.flat_states(place)[0].get("step")
         of_group = _number(states.optimizers[0], states.groups(group)[0].get("step"))
@@ -345,7 +355,7 @@ class ParameterFolders:
     def _refuse_differing(self, by_name: Mapping[str, agreement.Step]) -> None:
         """Raises InconsistentCheckpoint unless the parameters of a group have one step.
 
-        DeepSpeed counts the updates of a group, and its loader fails on different steps too
+        DeepSpeed counts updates per group. Its loader also fails if the steps in a group differ
         (0.19.8).
         """
         names = by_key((step, name) for name, step in by_name.items())

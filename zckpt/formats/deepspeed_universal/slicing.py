@@ -1,14 +1,14 @@
 """The keys beside a full tensor in its file, by which the engine cuts it for tensor parallelism.
 
-    rule of the source    keys (DeepSpeed 0.19.8, ds_to_universal.py `merge_tp_slices`)
+    how it is cut                    keys (DeepSpeed 0.19.8, ds_to_universal.py `merge_tp_slices`)
 
-    replicated            none
-    0, 1                  cat_dim
-    0:2x                  cat_dim, param_n_sub_params
-    0:64,16,16            sub_param_shape
-    a vocabulary          vocab_tensor too; the tensor lacks the vocabulary's padding rows
+    replicated                       none
+    along axis 0 or 1                cat_dim
+    each of 2 equal parts (0:2x)     cat_dim, param_n_sub_params
+    parts of sizes (0:64,16,16)      sub_param_shape
+    a vocabulary                     vocab_tensor too; the tensor lacks the padding rows
 
-The loader of AutoTP's engines has its own map of the pieces, and ignores these keys.
+The loader of AutoTP's engines has its own map of the cuts, and ignores these keys.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Shape = tuple[int, ...]
 
 
 def slice_info(target: DeepSpeedTarget, name: str) -> SliceInfo | None:
-    """The keys to write beside a parameter's tensor: they tell the engine how to cut it.
+    """The keys to write beside a parameter's tensor: they tell the engine how to cut the tensor.
 
-    They are copied from the source's files, or derived as DeepSpeed does from the
-    `universal_checkpoint_info` in the client state. None if the file contains only the flat tensor,
-    as in stage 3 if nothing is cut. Raises InconsistentCheckpoint, MissingData if no rule covers a
-    parameter, UnsupportedCheckpoint if no keys of DeepSpeed can describe the cut.
+    The keys are copied from the source's files, or derived as DeepSpeed does from the
+    `universal_checkpoint_info` in the client state. None if the file gets only the flat tensor, as
+    in stage 3 if nothing is cut. Raises InconsistentCheckpoint, MissingData if no rule says how the
+    parameter is cut, UnsupportedCheckpoint if no keys of DeepSpeed can describe the cut.
     """
     kept = target.source.state.get("universal")
     if isinstance(kept, dict):
@@ -54,7 +54,7 @@ def slice_info(target: DeepSpeedTarget, name: str) -> SliceInfo | None:
 
 
 def keeps_padding(target: DeepSpeedTarget, name: str, info: SliceInfo | None) -> bool:
-    """Whether the file of a vocabulary contains padding: more rows than `original_vocab_size`."""
+    """Whether a vocabulary is written with its padding: more rows than `original_vocab_size`."""
     rows = target.trainable[name].shape[:1]
     original_size = stated_patterns(target.source).get("original_vocab_size")
     vocabulary = (info or {}).get(VOCABULARY)
@@ -82,9 +82,10 @@ def used_rows(source: Manifest) -> dict[str, int]:
 
 
 def info_of_patterns(patterns: Mapping[str, Any], name: str, shape: Shape) -> SliceInfo:
-    """The keys that describe how a parameter is cut, by the `patterns` that match its name.
+    """The keys that describe how DeepSpeed cuts a parameter, by the `patterns` that match its name.
 
-    If none matches, it is cut by rows. Raises InconsistentCheckpoint if the patterns do not fit.
+    If no pattern matches, the parameter is cut by rows. Raises InconsistentCheckpoint if the
+    patterns do not fit the parameter's shape or are malformed.
     """
     try:
         return _by_patterns(patterns, name, shape)
@@ -122,9 +123,10 @@ def _by_patterns(patterns: Mapping[str, Any], name: str, shape: Shape) -> SliceI
 def _sub_param_shape(
     patterns: Mapping[str, Any], parts: Mapping[str, Any], shape: Shape
 ) -> Foreign:
-    """DeepSpeed's `SubparamShape` of a fused tensor: a view whose axis has the sub-parameters.
+    """DeepSpeed's `SubparamShape` of a fused tensor; one axis lists the sizes of sub-parameters.
 
-    Before version 0.4, the view has only the number of equal sub-parameters.
+    Patterns before version 0.4 state only the number of sub-parameters, which are equally large;
+    then the sizes are computed.
     """
     sizes, axis = list(parts["shape"]), parts["partition_dim"]
     if isinstance(sizes[axis], int) and (patterns.get("universal_checkpoint_version") or 0.0) < 0.4:
@@ -147,10 +149,11 @@ def _view(patterns: Iterable[str], sizes: Iterable[Any], axis: int) -> Foreign:
 def _info_of_rule(
     target: DeepSpeedTarget, facts: TensorParallel, name: str, stated_info: SliceInfo
 ) -> SliceInfo:
-    """The keys that describe how a parameter is cut, by the rule that joined the tensor ranks.
+    """The keys that make DeepSpeed cut a parameter as the source's tensor ranks cut it.
 
-    `stated_info` has the keys by the checkpoint's own patterns, which are used if they describe the
-    same cut. Raises MissingData if no rule names the parameter.
+    `stated_info` has the keys that the source's own `universal_checkpoint_info` gives. If these
+    describe the same cut, they are returned. Raises MissingData if no rule states how the parameter
+    is cut.
     """
     placement = facts.placements.get(name)
     shape = target.trainable[name].shape
@@ -196,7 +199,7 @@ def _info_by(placement: Placement, name: str, shape: Shape) -> SliceInfo | None:
 
 
 def placement_of(info: SliceInfo, shape: Shape) -> Placement:
-    """The `Placement` (how a parameter is cut over ranks) that the keys beside its tensor mean."""
+    """How a parameter is cut over ranks, as the keys in its tensor's file (`info`) describe it."""
     view = info.get(VIEW)
     if view is not None:
         fields = fields_of(view)
@@ -217,9 +220,10 @@ def placement_of(info: SliceInfo, shape: Shape) -> Placement:
 
 
 def _cuts_alike(patterns: Mapping[str, Any], name: str, info: SliceInfo) -> bool:
-    """Whether the keys in `info` cut a parameter along the dimension that its affine map shows.
+    """Whether the keys in `info` cut a parameter along the dimension that its `affine_map` shows.
 
-    Without a map, whether they cut a view.
+    Keys with a `sub_param_shape` always count as right. If `patterns` have no map of the parameter,
+    only keys with a `sub_param_shape` count as right.
     """
     maps = (patterns.get("affine_map") or {}).get("params") or {}
     mapped = next((maps[pattern] for pattern in maps if re.match(pattern, name)), None)
@@ -237,11 +241,11 @@ def _cuts_alike(patterns: Mapping[str, Any], name: str, info: SliceInfo) -> bool
 def cuts_of(
     rules: Any, patterns: Mapping[str, Any], shapes: Mapping[str, Shape]
 ) -> TensorParallel | None:
-    """How the parameters of a directory are cut over tensor ranks; None if nothing states it.
+    """How the parameters of a directory are cut over tensor ranks; None if no file states it.
 
-    `rules` are rules that zckpt wrote into the directory. Without them, the program's `patterns`
-    decide, which DeepSpeed's converter keeps. The files of tensors do not suffice: those of AutoTP
-    name no dimension.
+    `rules` are rules that zckpt wrote into the directory. Without such rules, the training
+    program's `patterns` decide, which DeepSpeed's converter keeps. The tensors' own files are not
+    enough, because files of an AutoTP run do not state the dimension of the cut.
     """
     if rules is not None:
         return TensorParallel.of_state(convert(rules, dict[str, Any]))

@@ -1,11 +1,12 @@
 """Writes DeepSpeed's own universal checkpoints.
 
-It makes shells (files without their tensors' bytes). The model files are those of a run without
-pipelines and tensor parallelism.
+This module makes shells (files without their tensors' bytes). The model files are those of a run
+without pipelines and tensor parallelism.
 
-Rejected alternatives: a copy of each model rank's file, as DeepSpeed writes them. Its loader reads
-no weights from there, and one file with the full model serves any grid (0.19.8). Also rejected: the
-copies of frozen weights and buffers that DeepSpeed puts below zero/ as fp32.pt; nothing reads them.
+Rejected alternatives: one copy of the model file for each model rank, as DeepSpeed's converter
+writes. The loader reads no weights from these files, and one file with the full model serves any
+grid (0.19.8). Also rejected: the copies of frozen weights and buffers that DeepSpeed puts below
+zero/ as fp32.pt; nothing reads them.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ SliceInfos = Mapping[str, SliceInfo | None]
 def lay_out(source: Manifest, options: Options) -> Layout:
     """The files of a directory that the engine loads at any data-parallel size.
 
-    Source and target may have any grid: tensors are full, and the single model file has what all
-    model ranks read. The form depends on the target's stage.
+    Source and target may have any grid (tp, pp, dp): tensors are full, and all model ranks read the
+    single model file. What the files contain depends on the target's ZeRO stage.
 
     Raises before anything is written, with the errors of deepspeed/write.py. Also raises
     UnsupportedCheckpoint for a source that the engine's loader cannot load: numbers per parameter
@@ -279,7 +280,7 @@ def _warnings_of_grid(source: Manifest, target: DeepSpeedTarget) -> list[Notice]
 
 
 def _common_file(target: DeepSpeedTarget, name: str) -> Shell:
-    """optimizer_state.pt: groups and loss scale; in stage 3 also the steps."""
+    """Lays out optimizer_state.pt: the groups and the loss scale; in stage 3 also the steps."""
     storages = Storages()
     value: dict[str, Any] = {OURS: 1, **own_statements(target), "ds_version": target.version}
     if not target.engine.wraps_bf16:
@@ -304,7 +305,10 @@ def _common_file(target: DeepSpeedTarget, name: str) -> Shell:
 
 
 def _step(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -> dict[str, Any]:
-    """The item `step` of a sub-group's state, where stage 3 looks for it with every optimizer."""
+    """The dictionary {"step": ...} for a sub-group's state; empty if the step is unknown.
+
+    Stage 3 reads the step from there, whatever the optimizer.
+    """
     return {} if buffer.step is None else {"step": typed_step(target, buffer.step, storages)}
 
 

@@ -41,7 +41,7 @@ Tensors = dict[int, Tensor]
 class RankFiles(Struct, frozen=True):
     """The files of one kind (model, optimizer) by rank.
 
-    `place` is the path at which their values lie in the full tree.
+    All kinds of files are merged into one tree; `place` is the path of this kind in that tree.
     """
 
     place: TreePath
@@ -55,7 +55,7 @@ class RankFiles(Struct, frozen=True):
 class Model(Struct, frozen=True):
     """A model whose DTensors state the offsets of each rank's shard.
 
-    `names` are the names of its DTensors, `plain` those of its other tensors.
+    `names` are the names of the model's DTensors, `plain` the names of its other tensors.
     """
 
     path: TreePath
@@ -76,10 +76,11 @@ class Model(Struct, frozen=True):
 def joined(
     tree: dict[Any, Any], ranks: Sequence[RankFiles], different: Sequence[Difference]
 ) -> tuple[dict[Any, Any], list[Notice], Callable[[TreePath], bool]]:
-    """Joins averages that ranks saved as slices, or leaves them out if they do not fit.
+    """Joins averages that ranks saved as slices, or leaves them out if they do not fit the model.
 
-    Returns the changed tree, warnings, and a function that tells whether the value at a path was
-    joined or left out. `different` are the values that differ between ranks.
+    `tree` has all state dicts; `different` are the values in it that differ between ranks. Returns
+    the changed tree, warnings, and a function that tells whether the value at a path was joined or
+    left out.
     """
     tables = [(each, path, value) for each in ranks for path, value in _tables(each)]
     models = [
@@ -128,9 +129,9 @@ def _of_model(
 ) -> tuple[dict[Any, Leaf], bool]:
     """Joins ranks' tensors if they match the shards of one model's DTensors.
 
-    `tensors` has each rank's tensor by key; the result has the joined ones. The second result is
-    true if the tensors must be left out: they are slices that cannot be joined, or full tensors
-    that differ between ranks.
+    `tensors` has, by key, the tensors of all ranks. Returns the joined tensors by key, and whether
+    the tensors must be left out. They must if they are slices that cannot be joined, or full
+    tensors that differ between ranks.
     """
     is_slices = False
     for model in models:
@@ -225,7 +226,11 @@ def _leaf(
 
 
 def _called(keys: Mapping[Any, Any], model: Model) -> dict[Any, str]:
-    """Maps keys to the model's names; these are the same, or differ by one prefix. Else empty."""
+    """Maps the keys of some tensors to names of tensors in the model.
+
+    Each key is a name, or a name behind one prefix, such as `module.`. Empty if neither fits the
+    model.
+    """
     names = model.names | model.plain
     if any(key in model.names for key in keys):
         return {key: key for key in keys}
@@ -239,7 +244,7 @@ def _called(keys: Mapping[Any, Any], model: Model) -> dict[Any, str]:
 def _tables(ranks: RankFiles) -> Iterator[tuple[TreePath, Any]]:
     """Yields the dictionaries and lists that contain tensors, with their paths.
 
-    Only the first rank's values outside of optimizers are searched.
+    Only the file of the lowest rank is searched. Optimizers' state dicts are skipped.
     """
     for path, value in _containers(ranks.files[min(ranks.files)].value):
         items = value.values() if isinstance(value, dict) else value

@@ -82,11 +82,11 @@ ROLES = (
 class StateDictFiles(Struct, eq=False):
     """The files of one checkpoint.
 
-    `whole` has the complete files by kind: `model`, `optim`, or `model_1` for a second model. The
-    kind is also the key under which the file's content is put into the joined tree. It is None for
-    a file that has the full tree. `ranks` has each rank's files by kind and rank. `world` is the
-    number of ranks, if names of files state it. `items` is true for files of torch_checkpointing:
-    there, any rank may have saved a state dict that is not distributed.
+    A kind of files is `model`, `optim`, or `model_1` for a second model. A file's content gets its
+    kind as the key in the merged tree; the kind None means that the file has the full tree already.
+    `whole` has the complete files by kind, `ranks` each rank's files by kind and rank. `world` is
+    the number of ranks, if file names state it. `items` is true for files of torch_checkpointing:
+    in such a checkpoint, any rank may have saved a state dict that is not distributed.
     """
 
     whole: dict[str | None, str] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class StateDictFiles(Struct, eq=False):
 
     @property
     def missing(self) -> list[Notice]:
-        """Warnings about files that Accelerate numbers, if a number is missing."""
+        """Warnings about gaps in the numbers of Accelerate's files, such as `optimizer_1.bin`."""
         warnings: list[Notice] = []
         for kind in ("model", "optim"):
             paths = [path for key, path in self.whole.items() if key and key.startswith(kind)]
@@ -117,7 +117,7 @@ class StateDictFiles(Struct, eq=False):
         return warnings
 
     def is_of_optimizer(self, path: str) -> bool:
-        """Whether a file is an optimizer's, by its name, and the checkpoint also has a model."""
+        """Whether a file is named like an optimizer's; always False without a model."""
         has_model = any(_is_of("model", key) for key in (*self.whole, *self.ranks))
         return has_model and _is_of("optim", os.path.basename(path))
 
@@ -135,7 +135,7 @@ class StateDictFiles(Struct, eq=False):
 
 
 def _is_of(kind: str, key: str | None) -> bool:
-    """Whether a kind of files, such as `model_1` or None, is a model's or an optimizer's.
+    """Whether files of kind `key`, such as `model_1`, belong to a model or to an optimizer.
 
     `kind` says which of the two is asked for: "model" or "optim".
     """
@@ -143,9 +143,9 @@ def _is_of(kind: str, key: str | None) -> bool:
 
 
 def detect(path: str) -> list[str]:
-    """One empty tag if `path` has a model with its optimizer's state; else an empty list.
+    """[""] (a checkpoint without tags) if `path` has a model and its optimizer; else an empty list.
 
-    They may be in one file or in several.
+    The model and the optimizer may be in one file or in several.
     """
     if sources.is_file(path):
         return [""] if _has_state_dicts(path) else []
@@ -157,11 +157,12 @@ def detect(path: str) -> list[str]:
 
 
 def detect_weak(path: str) -> list[str]:
-    """Tags for weights without an optimizer, or for single files.
+    """The tags of weights without an optimizer, or of files that each have all state dicts.
 
     Folders of other formats contain such files too, so the tags count only if no format is
-    detected. There is one empty tag; for a folder with several single files, the tags are their
-    names.
+    detected. A folder with several files that each have all state dicts has these files' names as
+    tags. Otherwise the result is [""] (a checkpoint without tags), or an empty list if nothing is
+    found.
     """
     if sources.is_file(path):
         return [""] if path.endswith(".safetensors") else []
@@ -221,9 +222,9 @@ def _steps(value: Any, depth: int = 3) -> Iterator[Any]:
 
 
 def _names(folder: str) -> list[str]:
-    """The names in a folder, without those of subfolders.
+    """The names of everything in a folder except subfolders.
 
-    Pipes and broken links are among them, and fail when they are opened.
+    Pipes and broken links are among the names; opening these fails.
     """
     with os.scandir(folder) as entries:
         return sorted(
@@ -234,9 +235,9 @@ def _names(folder: str) -> list[str]:
 
 
 def _seen(folder: str) -> list[str]:
-    """The names of the files in a folder; empty if it is not a folder or cannot be listed.
+    """The names of the files in a folder.
 
-    `lost+found` is an example.
+    Empty if `folder` is not a folder, or if the user may not list it (such as `lost+found`).
     """
     may_be_listed = sources.is_folder(folder) and not sources.is_denied(folder)
     return _names(folder) if may_be_listed else []
@@ -245,7 +246,7 @@ def _seen(folder: str) -> list[str]:
 def _whole(names: Sequence[str]) -> dict[str, str]:
     """The name of the complete file for each kind (`model`, `optim`, ...) that is in `names`.
 
-    Accelerate's further models and optimizers have a number in their kind: `model_1`.
+    The kinds of Accelerate's second and later models and optimizers have a number: `model_1`.
     """
     present = set(names)
     whole = {
@@ -278,7 +279,10 @@ def _safetensors(names: Sequence[str]) -> list[str]:
 
 
 def _single_files(folder: str, names: Sequence[str]) -> list[str]:
-    """The names of files that contain all state dicts of a checkpoint; they have usual endings."""
+    """The names of files that each have all state dicts of a checkpoint.
+
+    Only files with usual endings, such as `.pt` and `.ckpt`, are considered.
+    """
     return by_counting(
         name
         for name in names
@@ -303,7 +307,8 @@ def _of_rank(name: str) -> ParsedName | None:
 def _is_part(folder: str, name: str) -> bool:
     """Whether a file has one rank's shards of a model or of an optimizer.
 
-    Its name shows it, or else its content: a DTensor, a ShardedTensor or an optimizer's groups.
+    The name of such a file has a rank, and says `model` or `optim`. If it says neither, the content
+    must have a DTensor, a ShardedTensor or an optimizer's groups.
     """
     rank_name = _of_rank(name)
     if rank_name is None or not is_torch(path := os.path.join(folder, name)):
@@ -345,9 +350,10 @@ def _has_tensors(value: Any, depth: int = DEPTH) -> bool:
 
 
 def whole_of(path: str) -> str | None:
-    """The folder of the checkpoint that `path` is one file of, if that file is not enough.
+    """The folder of a checkpoint, if `path` is one of its files and not enough alone; else None.
 
-    Such a file has an optimizer's state, or one rank's shards. None for other files.
+    An optimizer's file beside a model is not enough, and neither is one rank's file of
+    torch_checkpointing.
     """
     if not sources.is_file(path):
         return None
@@ -361,9 +367,9 @@ def whole_of(path: str) -> str | None:
 
 
 def slices(path: str) -> list[str]:
-    """The safetensors files that are ranks' slices of one model; else an empty list.
+    """The safetensors files that are ranks' slices of one model, in the order of ranks.
 
-    `path` is one slice, or the folder of all.
+    `path` is one slice, or the folder of all. Empty if there are no slices.
     """
     is_folder = sources.is_folder(path)
     names = _names(path) if is_folder else [os.path.basename(path)]
@@ -376,10 +382,11 @@ def slices(path: str) -> list[str]:
 
 
 def locate(path: str) -> StateDictFiles:
-    """Finds the files of the one checkpoint at `path`; a rank's file leads to those of all ranks.
+    """Finds the files of the one checkpoint at `path`, a folder or a file.
 
-    Raises NotACheckpoint if no file has a model's state dict, AmbiguousCheckpoint if there are
-    several checkpoints, and InconsistentCheckpoint if two files belong to the same rank.
+    If `path` is the file of one rank, the files of all ranks are found. Raises NotACheckpoint if no
+    file has a model's state dict, AmbiguousCheckpoint if there are several checkpoints, and
+    InconsistentCheckpoint if two files belong to the same rank.
     """
     if not sources.is_folder(path):
         folder, name = os.path.split(path)
@@ -420,11 +427,11 @@ def locate(path: str) -> StateDictFiles:
 
 
 def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]) -> StateDictFiles:
-    """The files of all ranks, by kind and rank, and complete files for kinds that no rank has.
+    """The files of all ranks by kind and rank, and the complete files of other kinds.
 
-    `whole` are the complete files by kind. Raises InconsistentCheckpoint if two files belong to one
-    rank. Raises AmbiguousCheckpoint for files of different world sizes, and for files of several
-    kinds of which none is a model's or an optimizer's.
+    A kind is `model`, `optim` or the stem of the names. `whole` are the complete files by kind.
+    Raises InconsistentCheckpoint if two files belong to one rank. Raises AmbiguousCheckpoint for
+    files of different world sizes, and for several stems, none of which says `model` or `optim`.
     """
     by_stem: dict[str, dict[int, str]] = {}
     worlds: set[int] = set()

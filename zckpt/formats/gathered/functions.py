@@ -20,7 +20,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 def obstacles(source: Manifest, options: Options) -> list[Notice]:
     """The reason why a run of another dp cannot load the files; empty for complete files.
 
-    Files of ranks need a run with as many ranks.
+    Files per rank need a run with the same number of ranks.
     """
     return other_dp(source, options) if source.run.origin.dp else []
 

@@ -68,7 +68,7 @@ def _partitions(files: StateDictFiles) -> list[Partition]:
 
 
 def _whole_file(path: str, parsed: Parsed) -> Any:
-    """The values in a file that belongs to no single rank, or in all files of an index."""
+    """The values in a complete file; for an index (.json), those in all files that it lists."""
     if path.endswith(".json"):
         with sources.opened(path) as file:
             names = sorted(set(json.load(file)["weight_map"].values()))
@@ -81,7 +81,10 @@ def _whole_file(path: str, parsed: Parsed) -> Any:
 
 
 def _numbers(whole: Mapping[str | None, str], parsed: Parsed) -> Sequence[str]:
-    """The names of the parameters that an optimizer numbers, if zckpt wrote them in extra.pt."""
+    """The names of an optimizer's numbered parameters, in its order; zckpt writes them in extra.pt.
+
+    Empty if extra.pt does not state the names.
+    """
     value = TorchFile(whole["extra"], parsed).value if "extra" in whole else None
     record = value.get("zckpt") if isinstance(value, dict) else None
     names: Sequence[str] = (record.get("numbers") or ()) if isinstance(record, dict) else ()
@@ -214,9 +217,10 @@ def _is_strided(placed: tuple[Foreign, int]) -> bool:
 
 
 def _starts(lengths: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...], int]:
-    """The offset of each shard along one axis; shards follow each other by position.
+    """The offset of each shard along one axis.
 
-    `lengths` has the shards' sizes along this axis.
+    `lengths` maps a shard's position (its mesh coordinates) to its size along this axis. Shards
+    follow each other in the order of their positions.
     """
     starts, end = {}, 0
     for position in sorted(lengths):
@@ -242,7 +246,11 @@ def _fields(state: Any) -> dict[str, Any]:
 
 
 def _number_their_own(files: Mapping[int, TorchFile]) -> bool:
-    """Whether each rank's optimizer numbers its own parameters: other tensors on each rank."""
+    """Whether the ranks' optimizers use the same numbers for different parameters.
+
+    This is so in ZeroRedundancyOptimizer's local states. It is inferred from numbers or tensors
+    that differ between ranks.
+    """
     states = []
     for file in files.values():
         value = file.value
@@ -265,9 +273,10 @@ def _number_their_own(files: Mapping[int, TorchFile]) -> bool:
 
 
 def _content(file: TorchFile, value: Any) -> Any:
-    """A comparable value that is equal for equal content.
+    """Represents a value for comparisons: equal values have equal representations.
 
-    For a tensor it contains the checksum, which is computed if the file states none.
+    A tensor is represented by its layout and checksum. The checksum is computed if the file does
+    not state one.
     """
     if not isinstance(value, Tensor):
         return value

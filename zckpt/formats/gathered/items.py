@@ -1,12 +1,13 @@
-"""Finds files named `{item}_{rank}`, of which torch_checkpointing writes one for each rank.
+"""Finds torch_checkpointing's files: one for each item (a saved object) and rank.
 
     model_0.pt, model_1.pt, optimizer_0.pt, ...     its default: DTensors, in files of torch.save
     model_0.safetensors, model_1.safetensors        each rank's slices of the tensors
 
-Files of epochs have such names too. Files of torch.save show whether they hold shards of tensors.
-Safetensors files do not: if the files of one item have the same tensor names, but not the same
-bytes, they count as slices of one model. Only torch_checkpointing's own `metadata.pkl` states the
-offsets of a slice; it is written if an item has a resharder.
+The names are `{item}_{rank}`. Files that programs number by epochs have such names too. Files of
+torch.save show whether they hold shards of tensors. Safetensors files do not: if the files of one
+item have the same tensor names, but not the same bytes, they count as slices of one model. Only
+torch_checkpointing's own `metadata.pkl` states the offsets of a slice; it is written if an item has
+a resharder.
 
 Facts are of torch_checkpointing 0.1.1.
 """
@@ -35,12 +36,13 @@ Items = dict[str | None, dict[int, str]]
 
 
 def parts(folder: str, names: Sequence[str], of: str | None = None) -> Items:
-    """The torch.save files by item and rank, if one of the items is distributed; else empty.
+    """The torch.save files by item and rank; empty if no item is distributed.
 
-    An item is distributed if its files have DTensors, or plain tensors whose rows ranks seem to
-    share (merging these is refused later). Other items are included if their files' ranks are ranks
-    of this item. All other numbered files belong to the program. If `of` names one file, only its
-    item counts.
+    An item is what the names `{item}_{rank}` begin with, such as `model`. It is distributed if its
+    files have DTensors, or plain tensors whose rows seem to be divided among ranks (merging such
+    tensors is refused later). Items that are not distributed are included if the distributed item
+    has files of the same ranks. All other numbered files belong to the program. `of` is the name of
+    one file; with it, only that file's item is considered.
     """
     items = _by_item(folder, names, ".pt", of)
     likeliest = _likeliest(items)
@@ -57,10 +59,11 @@ def parts(folder: str, names: Sequence[str], of: str | None = None) -> Items:
 
 
 def slices(folder: str, names: Sequence[str], of: str | None = None) -> list[str]:
-    """The safetensors files of the first item whose files may be slices, in the order of ranks.
+    """The safetensors files that may be slices of one model, in the order of ranks; else empty.
 
-    Empty if there is none. Items with `model` in their names come first. If `of` names one file,
-    only its item counts.
+    Files `{item}_{rank}` with the same `{item}` belong together. The first item with possible
+    slices is returned; items with `model` in their names come first. `of` is the name of one file;
+    with it, only that file's item is considered.
     """
     items = _by_item(folder, names, ".safetensors", of)
     return next((files for item in _likeliest(items) if (files := _slices_of(items[item]))), [])
@@ -98,7 +101,7 @@ def _by_item(folder: str, names: Iterable[str], ending: str, of: str | None) -> 
 
 
 def _likeliest(items: Items) -> list[str]:
-    """The names of the items, sorted; those with `model` in their names come first."""
+    """The items (`model` in `model_0.pt`), sorted by name; names with `model` come first."""
     return sorted(map(str, items), key=lambda item: ("model" not in item, item))
 
 
@@ -116,7 +119,8 @@ def _is_distributed(paths: Mapping[int, str]) -> bool:
 def _are_rows(paths: Mapping[int, str]) -> bool:
     """Whether an item's files seem to be slices of one model; compares the first and last file.
 
-    They seem so if both have the same tensor names, and the last file has tensors with fewer rows.
+    Slices are assumed if both files have the same tensor names, and some tensors of the last file
+    have fewer rows and none differs otherwise.
     """
     if len(paths) < 2 or sorted(paths) != list(range(len(paths))):
         return False
@@ -140,11 +144,11 @@ def _shapes_in(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, tuple
 
 
 def _slices_of(paths: Mapping[int, str]) -> list[str]:
-    """An item's files in the order of ranks if they may be slices of one model; else none.
+    """An item's files in the order of ranks if they may be slices of one model; else an empty list.
 
     They may be slices if they have the same tensor names, but not all the same bytes. A damaged
-    file, whose names cannot be read, counts as a slice; otherwise the other files would pass for
-    full models.
+    file, whose tensor names cannot be read, counts as a slice; otherwise the other files would pass
+    for full models.
     """
     files = [paths[rank] for rank in sorted(paths)]
     if len(files) < 2 or sorted(paths) != list(range(len(files))):

@@ -74,8 +74,8 @@ def merge(
 ) -> MergedRanks:
     """Merges the files of all ranks into one tree.
 
-    `place` is the path of this tree in the full tree. With `by_checksums`, no tensor is read for
-    comparison.
+    The files are of one kind, such as the model's; `place` is their path in the tree of all kinds.
+    With `by_checksums`, no tensor is read for comparison.
 
     Raises IncompleteCheckpoint (a rank or a shard is missing), InconsistentCheckpoint (ranks
     contradict each other), UnsupportedCheckpoint (flat parameters, placements other than Shard and
@@ -200,8 +200,8 @@ class MergedRanks(Struct, eq=False):
     def _rank_0s(self, by_rank: dict[int, Any], path: TreePath) -> Any:
         """The first rank's value at a path, compared with the values of the other ranks.
 
-        Differences are added to `different`. Without a step policy, a difference within a
-        scheduler's state is an InconsistentCheckpoint.
+        Differences are added to `different`. A scheduler's state that differs raises
+        InconsistentCheckpoint unless the user has given a step policy.
         """
         first, *other_ranks = by_rank
         value = leaves(self.files[first], by_rank[first])
@@ -228,8 +228,8 @@ class MergedRanks(Struct, eq=False):
     ) -> NoReturn:
         """Raises InconsistentCheckpoint for a scheduler whose state differs between two ranks.
 
-        A scheduler counts with the optimizer, equally on all ranks. This is not called if the user
-        has given a step policy: then rank 0's scheduler is used.
+        A scheduler counts with the optimizer, so it must be equal on all ranks. If the user has
+        given a step policy, this function is not called, and rank 0's scheduler is used.
         """
         values = [
             f"{brief(text(by_rank[rank], self.files[rank]))} in {self.files[rank].path}"
@@ -265,9 +265,9 @@ class MergedRanks(Struct, eq=False):
         return first_text() == text(b, files[1])
 
     def _step(self, by_rank: dict[int, Any], path: TreePath) -> Any:
-        """The step that all ranks state; raises if they disagree and no step policy decides.
+        """The step that all ranks state; if they disagree, the step that the step policy chooses.
 
-        Raises InconsistentCheckpoint.
+        Raises InconsistentCheckpoint if ranks disagree and there is no step policy.
         """
         first = min(by_rank)
         numbers = {
@@ -292,7 +292,7 @@ class MergedRanks(Struct, eq=False):
         return replace(whole, number=lambda: number)
 
     def _assemble(self, by_rank: dict[int, Any], path: TreePath) -> Leaf:
-        """Joins all ranks' shards of a tensor into one `Leaf`.
+        """Joins all ranks' shards of a tensor into one `Leaf` (full tensor: byte ranges in files).
 
         Raises InconsistentCheckpoint if ranks state different facts about the tensor or hold
         different replicas of a shard, and IncompleteCheckpoint if elements are missing.
@@ -369,7 +369,10 @@ def _differ(values: Sequence[Any]) -> bool:
 
 
 def joined(name: str, whole: DistributedTensor, parts: Sequence[LocalPart]) -> Leaf:
-    """Joins a tensor's shards into one `Leaf`; each element must be in exactly one shard."""
+    """Joins a tensor's shards into one `Leaf` (full tensor: byte ranges in files).
+
+    Each element must be in exactly one shard.
+    """
     pieces = [piece_of(part.file, part.tensor, part.offsets) for part in parts]
 
     def number() -> Scalar:

@@ -52,9 +52,9 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def with_copies(path: str) -> Manifest:
-    """The manifest of files that are laid out but whose tensors are not filled in yet.
+    """The manifest of files that were laid out, before their tensors are filled.
 
-    Its `replicas` include the replicas of tensors that the other ranks hold.
+    Its `replicas` also list the tensors that several ranks store completely.
     """
     manifest, copies = read_tree(path, USUAL)
     entries = {id(entry.fragments): entry for entry in manifest.entries.values()}
@@ -99,8 +99,8 @@ def _read_located(
 ) -> tuple[Manifest, Sequence[rank_trees.Copies]]:
     """Reads the files of one checkpoint (`located`): its manifest, and the ranks' replicas.
 
-    If the checkpoint consists of ranks' slices, `files` are these, and only the first is shown,
-    with a warning. Otherwise `files` is empty.
+    `files` are the ranks' safetensors slices if the checkpoint consists of such slices; else empty.
+    Only the first slice is shown, with a warning.
     """
     reader = _TreeReader(path, located, reading)
     if files:
@@ -128,10 +128,10 @@ def _read_located(
 
 
 def _slices(path: str, reading: Reading) -> list[str]:
-    """The slices of all ranks, if `path` is one of them or their folder, for `inspect`; else empty.
+    """The slices of all ranks, if `inspect` reads a slice or a folder of slices; else empty.
 
-    Raises UnsupportedCheckpoint for slices that any other command would use. `--from gathered`
-    declares that one file is a full model.
+    Raises UnsupportedCheckpoint for slices if any other command reads them. `--from gathered`
+    declares that a file which looks like a slice is a full model.
     """
     if reading.format == "gathered" and sources.is_file(path):
         return []
@@ -169,8 +169,8 @@ def _refuse_missing(manifest: Manifest, names: Sequence[str] | None) -> None:
 def _in_order(manifest: Manifest, names: Sequence[str] | None) -> Manifest:
     """Sorts the parameters of every group into the model's order.
 
-    Before, they are sorted by size, the order in which ZeroRedundancyOptimizer assigns them to
-    ranks. `names` is the order to use; by default, the module's.
+    Before this, they are in the order of their sizes, as ZeroRedundancyOptimizer assigns parameters
+    to ranks. `names` is the order to use; by default, the module's.
     """
     places = {name: place for place, name in enumerate(names or manifest.state["module"])}
 
@@ -235,8 +235,8 @@ class _TreeReader:
     def _tree(self, trees: dict[str | None, Any]) -> dict[Any, Any]:
         """Joins the trees of all files into one.
 
-        The state dicts of models and optimizers get the keys of their files (`model`, `optim`); all
-        other values keep their own keys.
+        A file of a model or optimizer is put under its kind (`model`, `optim`). The values of other
+        files keep their own keys.
         """
         extras = [trees.pop(key) for key in [*trees] if is_extra(key)]
         extra = {key: value for each in extras for key, value in each.items()}
@@ -263,8 +263,8 @@ class _TreeReader:
     def _extra(self, path: str) -> dict[Any, Any] | None:
         """The values in extra.pt, zckpt's file for everything except model and optimizer.
 
-        None if the program itself wrote a file of this name. The facts that zckpt stated in it are
-        removed and remembered.
+        None if the program itself wrote a file of this name. zckpt's own facts in the file are
+        moved to `saved.stated_of`.
         """
         file = self.opened[path]
         if not isinstance(file.value, dict):  # the program's own file, which is copied unread
@@ -275,9 +275,10 @@ class _TreeReader:
         return extra
 
     def _without_stated(self, file: TorchFile, model: TreePath) -> dict[Any, Any]:
-        """The program's values in a file, without the facts that zckpt wrote there, which are kept.
+        """The program's values in a file, without the facts that zckpt added under the key `zckpt`.
 
-        `model` is the path of the model that these facts describe, unless they state it.
+        zckpt's facts are moved to `saved.stated_of`, by the path of the model that they describe.
+        `model` is this path if the facts do not state it.
         """
         value = dict(file.value)
         record = checked(value.pop(STATED, None), file.path)
@@ -367,7 +368,7 @@ class _TreeReader:
         return merged
 
     def _join_averages(self) -> None:
-        """Joins plain slices beside DTensors, or leaves them out: see averages.py."""
+        """Joins averages that ranks saved as plain slices, or leaves them out: see averages.py."""
         ranks = [
             averages.RankFiles(() if key is None else (key,), by_rank)
             for key, paths in self.files.ranks.items()
@@ -380,7 +381,7 @@ class _TreeReader:
 
 
 def is_extra(key: str | None) -> bool:
-    """Whether a kind of files is zckpt's own (extra.pt), with the values beside the state dicts."""
+    """Whether a kind of files means zckpt's own extra.pt: values outside of the state dicts."""
     return key is not None and key == numbered("extra", number_of(key))
 
 

@@ -3,9 +3,10 @@
     ShardedTensor    offsets, sizes, rank and world size are in each pickle (FSDP1)
     DTensor          the local tensor, the full shape, a mesh and its placements (FSDP2)
 
-For a DTensor the shard is computed. With `Shard(d)`, the k-th of n ranks has elements [k * c, (k +
-1) * c) along axis d, c = ceil(size / n). With `Replicate`, it has all elements. `_StridedShard(d)`
-cuts a shard along d in the same way, after the later axes of the mesh have cut it along d.
+For a DTensor the shard is computed. With `Shard(d)`, the rank at position k of n on the mesh axis
+has elements [k * c, (k + 1) * c) along axis d, c = ceil(size / n). With `Replicate`, every rank has
+all elements. `_StridedShard(d)` cuts a shard along d in the same way, after the later axes of the
+mesh have cut it along d.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ OF_ITEMS = (
 class LocalPart(Struct, frozen=True):
     """A rank's shard of a tensor: elements [offset, offset + size) along every axis.
 
-    `tensor` in `file` has these elements.
+    The elements of the shard are those of `tensor` in `file`.
     """
 
     offsets: tuple[int, ...]
@@ -226,10 +227,11 @@ def rows_mesh(value: Foreign) -> tuple[str, str | None] | None:
 
 
 def _split_factor(placement: Any) -> int:
-    """The `split_factor` of a `_StridedShard`: into how many parts its axis was cut before.
+    """The `split_factor` of a `_StridedShard`: how many parts other cuts make of its axis.
 
-    FSDP2 cuts shards that tensor parallelism has cut along the same axis. 1 for other placements, 0
-    if it is not stated.
+    With FSDP2, these are tensor parallelism's cuts along the same axis. Other placements have
+    factor 1, so their cuts come first. If the factor is not stated, 0 is returned, and the caller
+    refuses the tensor.
     """
     if not placement.name.endswith("._StridedShard"):
         return 1
@@ -248,8 +250,8 @@ def _axes_of(entry: Any) -> tuple[int, ...]:
 class DeviceMesh(Struct, frozen=True):
     """A device mesh: `places` maps each rank to its row-major index in the mesh.
 
-    `axes` has the counts and strides of each axis. `record` is the pickled object; it is kept alive
-    so that no other object gets its id while the cache refers to it.
+    `axes` has the counts and strides of each axis. `record` is the pickled mesh. It is kept alive
+    because the cache uses its `id()` as a key, which another object could get otherwise.
     """
 
     record: Any
@@ -326,7 +328,7 @@ def _refuse_other(rank: int, stated_rank: int | None, world: int, file: TorchFil
 
 
 def _mesh_ranks(mesh: Any, file: TorchFile) -> list[int]:
-    """The ranks of a mesh in row-major order; of nested meshes, those of the outermost."""
+    """The ranks of a mesh in row-major order; for a submesh, the ranks of its root mesh."""
     flat = _attribute(mesh, "_flatten_rank_map", None)
     if flat is not None:
         return list(_ints(flat))

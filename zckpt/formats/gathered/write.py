@@ -5,10 +5,11 @@
     extra.pt    the scheduler, the program's own state, and under `zckpt` facts that state dicts
                 lack: which names are aliases, frozen, buffers
 
-The files are laid out without tensors' bytes, which the copy fills in. Groups have `param_names`,
-as torch >= 2.6 keeps them for named parameters, so numbers have names; loading ignores them. With
-the dialect `safetensors` the model's state dict is a safetensors file, with one name for a tied
-weight, as safetensors requires. Trainers look for files with other names:
+The files are laid out without tensors' bytes, which the copy fills in. Groups have the key
+`param_names` with the names of the numbered parameters; torch >= 2.6 writes this key for named
+parameters too, and ignores it when it loads. With the dialect `safetensors` the model's state dict
+is a safetensors file, with one name for a tied weight, as safetensors requires. Trainers look for
+files with other names:
 
     safetensors, from a Trainer's directory    model.safetensors (adapter_model.safetensors with
                                                PEFT), optimizer.pt, scheduler.pt
@@ -17,7 +18,7 @@ weight, as safetensors requires. Trainers look for files with other names:
                                                state dicts, if the optimizer uses names
 
 A source that is a single file becomes a single file again, with the same name and keys, and with
-the key `zckpt` added. A program that loads a single file also gets a single file.
+the key `zckpt` added. A source of Lightning also becomes a single file, which Lightning loads.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ Make = Callable[[BlankTensor], Any]
 class FileNames(Struct, frozen=True):
     """The names that a program gives to its files.
 
-    `by_name`: its optimizer uses parameter names instead of numbers. If `scheduler` is None, the
-    scheduler's state is in extra.pt. `keys` are the keys of the state dicts, if all are in one
-    file.
+    `by_name` is true if the program's optimizer uses parameter names instead of numbers. If
+    `scheduler` is None, the scheduler's state is in extra.pt. `keys` are the keys of the state
+    dicts, if all are in one file.
     """
 
     weights: str
@@ -69,7 +70,7 @@ class FileNames(Struct, frozen=True):
     extra: str = "extra.pt"
 
     def of_model(self, number: int) -> FileNames:
-        """The names of another model's files: these names with the model's number."""
+        """The names of the files of model `number`: with a number in them, except for model 0."""
         return replace(
             self,
             weights=numbered(self.weights, number),
@@ -100,7 +101,11 @@ def has_models(source: Manifest, options: Options) -> bool:
 
 
 def file_names(source: Manifest, options: Options) -> FileNames:
-    """The names of the target's files: by `--dialect`, or as in a source of this format."""
+    """The names of the target's files.
+
+    They depend on `--dialect` and on the trainer whose files are beside the source. Without
+    `--dialect`, a source of this format keeps its dialect, or its single file.
+    """
     engine = keys_of(source.run.engine)
     if options[DIALECT] is None and not options.weights_only:
         keys = None
@@ -213,7 +218,10 @@ class StateDictWriter(StateDicts):
     # -- the content of the files, with blank tensors
 
     def _model_state(self) -> OrderedDict[str, Any]:
-        """The module's state dict; the names of a tied weight share one blank tensor."""
+        """The module's state dict, with a `BlankTensor` (type and shape only) for each tensor.
+
+        The names of a tied weight share one `BlankTensor`.
+        """
         owners: dict[str, Any] = {}
         state = OrderedDict(
             (name, owners.setdefault(self.aliases.get(name, name), value))
@@ -225,7 +233,7 @@ class StateDictWriter(StateDicts):
         return state
 
     def _add_scheduler(self) -> None:
-        """Adds the scheduler's file, if the trainer reads one and the source has none."""
+        """Adds the scheduler's file, if the trainer reads one and the source does not have it."""
         name, step = self.file_names.scheduler, self.source.step
         known_names = {item.name for item in self.source.files.siblings}
         if name is None or known_names.intersection((name, *trainers.SCHEDULERS)):
@@ -290,7 +298,7 @@ class StateDictWriter(StateDicts):
     def _everything(self, keys: Keys) -> dict[Any, Any]:
         """The content of a single file: the program's own values, and the state dicts.
 
-        `keys` are the keys of the state dicts.
+        `keys` states under which keys the model's and the optimizer's state dicts are put.
         """
         tree = self._extra((STATED,))
         state_dicts: dict[TreePath, Any] = {keys.model: self.weights}
@@ -306,7 +314,8 @@ class StateDictWriter(StateDicts):
     def _extra(self, taken: Sequence[str]) -> dict[Any, Any]:
         """The content of extra.pt: the scheduler's state and the program's own values.
 
-        Values whose keys are `taken` or used twice are left out, with a note.
+        Keys in `taken` are needed for other contents. The program's values under such a key, or
+        under the scheduler's, are left out and noted in `omitted`.
         """
         source = self.source
         extra: dict[Any, Any] = {}
@@ -321,9 +330,9 @@ class StateDictWriter(StateDicts):
         return extra
 
     def _stated(self, files: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-        """The facts that zckpt adds to a file (own_facts.py), with the names of the tensors.
+        """The facts that zckpt adds to a file (own_facts.py), among them the names of tensors.
 
-        `files` are the files' names and values.
+        `files` are pairs of a file's name and the values in it.
         """
         names = {
             name: tensor_names
@@ -333,7 +342,10 @@ class StateDictWriter(StateDicts):
         return {**self.unsaid(), "names": names}
 
     def _tensor_names(self, value: Any) -> Iterator[str]:
-        """Yields the manifest's name of each tensor in a file that is not 0-d; "" for weights."""
+        """Yields, for each tensor in a file's values, its name in the manifest; "" for a weight.
+
+        Tensors of shape () are skipped.
+        """
         if isinstance(value, (BlankTensor, Scalar)):
             yield from [""] if value.shape else []
         elif isinstance(value, TensorName):
@@ -345,10 +357,10 @@ class StateDictWriter(StateDicts):
     def with_tensors(
         self, value: Any, storages: Storages, made: dict[int, Any], make: Make | None = None
     ) -> Any:
-        """The value with the file's tensors instead of blank tensors and numbers.
+        """The value with real tensors in place of its `BlankTensor`s, numbers and tensor names.
 
-        A blank tensor that occurs several times becomes one tensor: `made` caches them by identity.
-        `make` creates them; without it, each has the full shape.
+        A `BlankTensor` that occurs several times becomes one tensor: `made` caches the results by
+        `id()`. `make` creates a tensor from a `BlankTensor`; without `make`, it has the full shape.
         """
         if isinstance(value, Scalar):
             return storages.scalar(value)
@@ -367,7 +379,7 @@ class StateDictWriter(StateDicts):
 
 
 def _placed(tree: dict[Any, Any], path: TreePath, value: Any) -> Any:
-    """Puts a value at a path and returns the previous one; an integer key is a list index."""
+    """Puts a value at a path, and returns the previous value; an integer key is a list index."""
     container: Any = tree
     earlier_value: Any = None
     for key, following in pairwise((*path, None)):

@@ -5,8 +5,9 @@
     extra_state_world_size_N_rank_R.pt    the scheduler, and rank 0's random states for each rank
     fsdp_config.json                      the version of FSDP, and N
 
-verl 0.7 names the files by the number of ranks, and loads no others. A pickled DTensor states the
-mesh of the ranks. It is pickled as by torch 2.13, with the device and axis of the source's mesh.
+verl 0.7 loads only files whose names state the run's number of ranks. A pickled DTensor states the
+mesh of the ranks. The pickles are those of torch 2.13; the device type and the axis name of the
+mesh are the source's.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ ORDER = Foreign(Global(f"{SPECS}.ShardOrderEntry"), (0, (0,)), None, "new")
 def lay_out(source: Manifest, options: Options) -> Layout:
     """Lays out the files of `--dp` ranks.
 
-    Raises WrongOption unless FSDP2 cut the source's parameters into rows on a mesh of one axis, and
-    for `--dialect`, whose files are complete.
+    Raises WrongOption unless FSDP2 cut the source's parameters into rows on a mesh of one axis.
+    Also raises WrongOption with `--dialect`, because dialects have complete files only.
     """
     ranks, mesh = options[DP], source.run.origin.mesh
     assert ranks is not None

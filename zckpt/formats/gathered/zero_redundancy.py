@@ -47,10 +47,11 @@ def merge(
     step_policy: str | None,
     param_names: Sequence[str] | None,
 ) -> dict[Any, Any]:
-    """Joins the ranks' local states into one optimizer's state dict.
+    """Joins the ranks' local states into one optimizer's state dict, with new parameter numbers.
 
-    Sets `saved.orders`, by which the new numbers get names. Raises InconsistentCheckpoint (ranks of
-    different saves) and MissingData (no state shows the size of a parameter).
+    May set `saved.orders`: lists of these numbers, from which names are found later. Raises
+    InconsistentCheckpoint (ranks of different saves) and MissingData (no state shows the size of a
+    parameter).
     """
     _check_alike(files, step_policy)
     groups = [file.value["param_groups"] for file in files.values()]
@@ -72,8 +73,8 @@ def _owners_by_names(
 ) -> list[list[OwnedParameter]] | None:
     """The owner of every parameter, group by group, in the program's order.
 
-    None unless `param_names` lists all parameters. Then the model gives their sizes, and no state
-    is needed.
+    None if `param_names` does not list all parameters. If it does, the model gives their sizes, and
+    no optimizer state is needed.
     """
     names = list(param_names or ())
     parts = [[group["params"] for group in file.value["param_groups"]] for file in files.values()]
@@ -93,7 +94,9 @@ def _owners_by_names(
 def _owners_by_size(saved: SavedTree, files: Mapping[int, TorchFile]) -> list[list[OwnedParameter]]:
     """The owner of every parameter, group by group, in the order of assignment to ranks.
 
-    The largest come first; equally large ones are in the program's order. Sets `saved.orders`.
+    The largest parameters come first; equally large ones are in the program's order. Sets
+    `saved.orders` to one list of parameter numbers for each size: only within such a list is the
+    program's order known.
     """
     ranks = [
         [
@@ -178,9 +181,9 @@ OwnedParameter = tuple[int, int]
 def partition(groups: Sequence[Sequence[int]], world: int) -> list[list[list[int]]]:
     """Assigns parameters to `world` ranks as ZeroRedundancyOptimizer does.
 
-    The largest of a group comes first, and each one goes to the rank that has the fewest elements.
-    `groups` has the parameters' element counts. The result `[rank][group]` lists the parameters of
-    a rank by their positions in the group.
+    The largest parameter of a group is assigned first. Each parameter goes to the rank that has the
+    fewest elements so far. `groups` has the parameters' element counts. The result `[rank][group]`
+    lists the parameters of a rank by their positions in the group.
     """
     parts: list[list[list[int]]] = [[] for _ in range(world)]
     sizes = [0] * world
@@ -203,9 +206,9 @@ def dealt(
     """The owner of every parameter of every group, by ZeroRedundancyOptimizer's rule.
 
     `groups` has the element counts of each group's parameters. `ranks[rank][group]` has the element
-    counts in a rank's file, in the order of its numbers; None if unknown. `files` are the ranks'
-    paths. Raises InconsistentCheckpoint with the rank's file and the group if the two contradict
-    each other.
+    counts that a rank's file shows for its own parameters of a group; None if unknown. `files` are
+    the ranks' paths. If a rank's file does not fit the rule, raises InconsistentCheckpoint, which
+    names the file and the group.
     """
     owners = [[(0, 0)] * len(numels) for numels in groups]
     for rank, parts in enumerate(partition(groups, len(ranks))):

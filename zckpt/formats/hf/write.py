@@ -6,9 +6,9 @@
     adapter_model.safetensors, adapter_config.json       instead, if PEFT trained an adapter
 
 The files are those of `save_pretrained` (transformers 5.24, PEFT 0.21). If config.json ties several
-names, the weight is saved once, under the name to which config.json ties the others. Modules' names
-become the names in files (naming/saving). An adapter is saved without its base model. Files that
-only a trainer needs are left out.
+names, the weight is saved once, under the name to which config.json ties the others. The names of
+the module's tensors become the names that `save_pretrained` writes (naming/saving). An adapter is
+saved without its base model. Files that only a trainer needs are left out.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
     # -- weights
 
     def _names(self) -> list[str]:
-        """The names to write, in the module's order; of the names of a tied weight, only one."""
+        """The names to write, in the module's order; only one of the names of a tied weight."""
         kept = self._owners()
         module = self.source.state.get("module") or []
         names = [*self.source.parameters, *self.source.buffers, *self.source.owners]
@@ -210,9 +210,9 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         """Whether a tensor is written to the folder.
 
         For an adapter, these tensors are written: the adapter's own; tensors of the base model that
-        were trained; and tensors of the base model that PEFT saves with it. AdaLoRA's `ranknum` is
-        never saved. If no parameter is frozen, the source has no optimizer and does not show what
-        was trained; then only PEFT's rules count.
+        were trained; and tensors of the base model that PEFT saves with the adapter. AdaLoRA's
+        `ranknum` is never saved. A source without frozen parameters does not show what was trained
+        (it has no optimizer). Of its base model, only the tensors that PEFT saves are written.
         """
         if self.adapter and name.endswith(peft.RANKS):
             return False
@@ -225,7 +225,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
     def _refuse_unknown_tuners(self) -> None:
         """Raises UnsupportedCheckpoint if zckpt does not know how PEFT saves this kind of adapter.
 
-        It is unknown if the saved names cannot be mapped back to the module's names.
+        That is the case if a name in the written files cannot be mapped back to the module's name.
         """
         exported = {name for name in self.names if self._is_exported(name)}
         names = peft.module_names(self.tensors, config=self.config)
@@ -238,7 +238,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
             )
 
     def _model(self) -> Manifest:
-        """The weights that are written, by their names in the files; a tied weight once."""
+        """The weights to write, as a manifest with the names of the files; a tied weight once."""
         source = self.source
         parameters: dict[str, Parameter] = {}
         entries: dict[Key, Entry] = {}
@@ -271,11 +271,11 @@ class PretrainedWriter(Struct, eq=False, dict=True):
             yield saved_name, (self._dtype(name, entry.dtype, entry is weight.param), entry.shape)
 
     def _dtype(self, name: str, dtype: str, is_weight: bool) -> str:
-        """The type in which a tensor is written: for a parameter, the type of `--dtype`, if given.
+        """The type in which a tensor is written.
 
-        Without `--dtype`, a weight keeps its type, and a master without a weight is rounded to the
-        type of the module. Buffers and integers keep their types. `dtype` is the source's type;
-        `is_weight` is false for a master.
+        Parameters get the type of `--dtype`. Without `--dtype`, a weight keeps its type, and a
+        master without a weight is rounded to the type of the module. Buffers and integers keep
+        their types. `dtype` is the source's type; `is_weight` is false for a master.
         """
         if name not in self.model.parameters or dtype not in FLOATS:
             return dtype

@@ -44,9 +44,9 @@ SIZES_OF_RUN = {
 def read_common(table: ItemTable, files: ItemFiles) -> tuple[TorchFile, dict[Any, Any]]:
     """Reads the state that all ranks share; returns its file and its content.
 
-    If there are both `common.pt` and the item, `common.pt` is read, as Megatron-Core does. Raises
-    IncompleteCheckpoint if there is neither, and CorruptCheckpoint if the content is not a
-    dictionary.
+    If the directory has both the file `common.pt` and the key `common_state/shard_0_1`, the file is
+    read, as Megatron-Core does. Raises IncompleteCheckpoint if both are missing, and
+    CorruptCheckpoint if the content is not a dictionary.
     """
     path = os.path.join(table.folder, FILE)
     if sources.is_file(path):
@@ -73,9 +73,9 @@ def read_common(table: ItemTable, files: ItemFiles) -> tuple[TorchFile, dict[Any
 def sharding_of(table: ItemTable, common: dict[Any, Any]) -> str:
     """The type of the optimizer state's sharding; NOT_DISTRIBUTED if its tensors are full.
 
-    Since 0.14 the optimizer's state names the type. Otherwise it is inferred from the keys: the
-    `content_metadata` alone does not show whether the optimizer is distributed. Raises
-    UnsupportedCheckpoint for a type that zckpt does not read.
+    Since 0.14 the optimizer's state names the type. In older directories it is inferred from the
+    keys, because their `content_metadata` alone does not show whether the optimizer is distributed.
+    Raises UnsupportedCheckpoint for a type that zckpt does not read.
     """
     sharding_types: set[str] = {
         item["param_state_sharding_type"]
@@ -114,7 +114,7 @@ def with_groups(
 ) -> dict[Any, Any]:
     """The common state, completed with the parameter groups that a run stores beside flat buffers.
 
-    `listed` has, for each optimizer, the groups that its ranks saved; equal ones are kept once.
+    `listed` has, for each optimizer, the groups that its ranks saved; of equal groups, one is kept.
     `beside` has, for each optimizer, further values of its state, such as the loss scale.
     """
     known_optimizers = optimizers_of(common)

@@ -54,10 +54,11 @@ ROLES = (
 
 
 def detect(path: str) -> list[str]:
-    """The tags of the checkpoints at `path`: [""] if `path` is itself a checkpoint.
+    """The tags of the checkpoints at `path`; a tag is the name of a checkpoint's folder in `path`.
 
-    For a run: its latest iteration, or all iterations if no file names the latest. [] if there is
-    none.
+    [""] if `path` itself is a checkpoint. For a run's directory: the folder of its latest
+    iteration, or the folders of all iterations if no file names the latest. [] if there is no
+    checkpoint.
     """
     if not sources.is_folder(path):
         return []
@@ -79,8 +80,8 @@ def iterations(path: str) -> list[str]:
 def counter(path: str) -> int | None:
     """The iteration that a checkpoint states in `common.pt`, or in its first rank's file.
 
-    In NeMo's checkpoints it is Lightning's `global_step`. None if no such file exists: since 0.19
-    only the folder's name states the iteration.
+    In NeMo's checkpoints the iteration is Lightning's `global_step`. None if no such file exists:
+    since 0.19 only the folder's name states the iteration.
     """
     for folder in (path, os.path.join(path, WEIGHTS)):
         if sources.is_folder(folder):
@@ -104,7 +105,10 @@ def is_of_rank(name: str) -> bool:
 
 
 def _is_one_of_run(run: str, name: str) -> bool:
-    """Whether the folder `name` of a run contains a checkpoint that may be read."""
+    """Whether the folder `name` of a run contains a checkpoint; true for a damaged one, too.
+
+    False for a folder that zckpt may not open.
+    """
     if sources.is_denied(os.path.join(run, name)):
         return False
     try:
@@ -118,8 +122,9 @@ def _is_one_of_run(run: str, name: str) -> bool:
 def kind_of(path: str) -> str | None:
     """The kind of Megatron-Core checkpoint in a folder; None for any other folder.
 
-    It is the --ckpt-format that `metadata.json` names. If that file is missing, it is one of
-    OF_RANKS, OF_FSDP and UNMARKED.
+    The kind is the --ckpt-format that `metadata.json` names, such as `torch_dist`. Folders without
+    this file are OF_RANKS (mp_rank_* folders), OF_FSDP (keys of Megatron-FSDP) or UNMARKED (keys of
+    torch_dist: the file is lost).
     """
     if not sources.is_folder(path):
         return None

@@ -71,8 +71,9 @@ class FsdpReader:
 
     `.metadata` keeps the path of each key in the saved state. Keys are identified by this path,
     because names have dots too. `weights` and `modules` (modules' extra states) map names in the
-    model to keys, `states` has such a map for each optimizer state, `metas` maps each parameter to
-    the keys of its group's values, and `other_keys` maps paths to keys.
+    model to keys, `states` has such a dictionary for each optimizer state, and `metas` maps each
+    parameter to the keys of its group's values. `other_keys` maps the paths of all other keys to
+    these keys.
     """
 
     def __init__(self, folder: str, reading: Reading) -> None:
@@ -289,10 +290,11 @@ class FsdpReader:
     # -- values that torch_dist also has
 
     def _modules(self) -> tuple[dict[str, int], dict[str, Any]]:
-        """The torch_dist keys of weights, and the modules' extra states by torch_dist key.
+        """The torch_dist keys of weights and buffers, and modules' extra states by torch_dist key.
 
-        The first result maps keys to their number of leading axes (layers, experts). 0.16.1 does
-        not save the extra states; each is then None.
+        The first result maps each key to its number of leading axes (layers, experts). In the
+        second, each value is a list of one state. Megatron-Core 0.16.1 does not save extra states
+        in these directories; the lists then contain None.
         """
         state_keys = {plain_name(raw): key for raw, key in self.modules.items()}
         state_keys.pop(OF_OUTPUT, None)
@@ -411,7 +413,7 @@ class FsdpReader:
 def plain_name(raw: str) -> str:
     """The name of a parameter as in Megatron-Core's local spec.
 
-    There, names have no wrappers, and each expert and each norm is a separate module.
+    Names of this spec have no wrappers, and each expert and each norm is a separate module.
     """
     return with_plain_norms(with_own_expert(WRAPPERS.sub("", raw)))
 

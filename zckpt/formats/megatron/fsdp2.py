@@ -1,10 +1,11 @@
 """Reorders the row blocks of gated layers that a run with torch's FSDP2 saved.
 
-With --use-torch-fsdp2 each data rank has a range of rows of a gated `linear_fc1`, [gate; up]. With
-2 data ranks, the first has the gate and the second has up. Megatron-Core 0.16.1 treats the first
-half of a rank's rows as a part of the gate, and the second half as a part of up. So the files of 2
-ranks have the halves in the order [gate 0, up 0, gate 1, up 1]. Compared: runs of 1 and of 2 data
-ranks held the same weights, and so did 2 tensor ranks with 2 data ranks each.
+A gated `linear_fc1` has the rows [gate; up]. With --use-torch-fsdp2 each data rank has a range of
+these rows: of 2 data ranks, the first has the gate, and the second has up. Megatron-Core 0.16.1
+saves the first half of each rank's rows as a part of the gate, and the second half as a part of up.
+So the files of 2 ranks have the halves in the order [gate 0, up 0, gate 1, up 1]. Compared: a run
+of 1 data rank and a run of 2 data ranks held the same weights, and so did a run of 2 tensor ranks
+with 2 data ranks each.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def data_ranks(args: Mapping[str, Any]) -> int:
 
 
 def put_in_order(args: Mapping[str, Any]) -> list[Notice]:
-    """The warning that the files store the rows of gated layers in another order than the module.
+    """A list with a warning if the files store gated layers' rows in another order than the module.
 
-    Empty if they do not. zckpt reads the rows in the module's order.
+    The list is empty if the order is the same. zckpt always reads the rows in the module's order.
     """
     if not is_interleaved(args) or data_ranks(args) == 1:
         return []
@@ -90,9 +91,10 @@ def in_order(
 
 
 def _row(number: int, tp: int, dp: int) -> int:
-    """The first row in the module of a file's shard `number`, counted in shards.
+    """Converts `number`, the place of a gated layer's shard in the file, to that in the module.
 
-    The file has the first halves of all ranks' rows, then the second halves.
+    Places count shards from 0; all shards have the same number of rows. The file has the first
+    halves of all ranks' rows, then the second halves.
     """
     half, rank = divmod(number, tp * dp)
     tensor_rank, data_rank = divmod(rank, dp)

@@ -20,9 +20,10 @@ from .write import lay_out, lay_out_like, seal
 
 
 def obstacles(source: Manifest, options: Options) -> list[Notice]:
-    """Lists the run sizes for which the options ask another number than the files were saved with.
+    """Lists the run sizes, such as tp, that differ between `options` and the run of `source`.
 
-    Only the sizes that matter for this kind of files; empty if the files fit.
+    Only sizes that must be the same for this kind of files are compared. The list is empty if they
+    are, so that the run can load the files unchanged.
     """
     dialect = sharding(source)
     legacy = kind_of(source.root) == OF_RANKS

@@ -32,9 +32,10 @@ FileStep = tuple[str, Any]
 
 
 def groups_of(common: dict[Any, Any]) -> list[dict[str, Any]]:
-    """The groups of all optimizers, with the experts' groups last; raises CorruptCheckpoint.
+    """The groups of all optimizers, with the experts' groups last.
 
-    `common` is the state that all ranks share.
+    `common` is the state that all ranks share. Raises CorruptCheckpoint if an optimizer's groups
+    are not a list of dictionaries.
     """
     states = (state.get("optimizer", state) for state in optimizers_of(common))
     return [group for state in states for group in groups_in(state, "the optimizer", [])]
@@ -59,10 +60,11 @@ def members(
     shapes: Mapping[str, tuple[int, ...]],
     args: Mapping[str, Any],
 ) -> dict[str, int] | None:
-    """The number of every parameter's group by name; None if the rule does not decide.
+    """The number of every parameter's group by name; None if no rule decides it.
 
-    The rule is in this module's description. It does not decide if no group or several groups fit a
-    parameter. `args` are the run's arguments.
+    By Megatron-Core's rule, biases and 1-d tensors have `wd_mult` 0, and experts that are spread
+    over ranks have `is_expert_parallel`; options in the run's arguments `args` may change this. The
+    rule does not decide if no group or several groups fit a parameter.
     """
     spread = any(group.get("is_expert_parallel") for group in groups)
     alike = by_key(
@@ -92,7 +94,8 @@ def _is_decayed(name: str, shape: tuple[int, ...], args: Mapping[str, Any]) -> b
 def _is_decoupled(group: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
     """Whether a group has the learning rate of --decoupled-lr.
 
-    Since 0.16 only its largest learning rate shows this.
+    Since 0.16 the group itself does not state this: only its `max_lr`, which then has the value of
+    this option, shows it.
     """
     if group.get("is_decoupled_lr"):
         return True
@@ -126,7 +129,7 @@ def agreed_step(folder: str, steps_of_files: Iterable[FileStep], policy: str | N
 def stated_step(
     common: dict[Any, Any], file: TorchFile, policy: str | None
 ) -> tuple[Step | None, StepPlace | None, list[Sighting]]:
-    """The completed updates, where the files store them, and every place that states a step.
+    """The number of completed updates, where files store it, and every place that states a step.
 
     Raises InconsistentCheckpoint if groups differ and `policy` does not decide.
     """

@@ -82,7 +82,8 @@ class Content(Struct, eq=False):
         """Joins the tensor ranks' shards into entries with the full tensors.
 
         `parts` are pairs of a tensor rank and its shard; `cuts` says how the ranks cut each
-        parameter. Further identical shards become replicas.
+        parameter. If several ranks have the same shard, the first is used, and the others become
+        replicas.
         """
         held: dict[Key, list[list[Entry]]] = {}
         for rank, part in parts:
@@ -97,8 +98,8 @@ class Content(Struct, eq=False):
 def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     """The manifest of a directory; raises InconsistentCheckpoint if steps differ.
 
-    `step_policy` is the value of --step-policy. A number also supplies the iteration if the common
-    state has none.
+    `step_policy` is the value of --step-policy. If it is a number, and the common state has no
+    iteration, this number becomes the iteration.
     """
     common, shapes = content.common, content.shapes
     slots = {entry.slot for entry in content.entries.values() if is_optimizers(entry.slot)}
@@ -204,7 +205,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
 def extra_states(table: ItemTable, own_paths: Iterable[str] = ()) -> list[Notice]:
     """Notes on files of a directory that zckpt does not read.
 
-    `own_paths` are files that it does read, besides those with tensors.
+    `own_paths` are further files that zckpt does read, besides the tensors' files in `table`.
     """
     known_paths = {*table.files, *table.locations.paths, *own_paths}
     of_zckpt = (CACHE, UNFINISHED)

@@ -35,9 +35,9 @@ OTHERS = (
 
 
 def copies(manifest: Manifest, replicas: str | None) -> list[Replicas]:
-    """The comparison of all replicas of tensors, made by a conversion.
+    """All replicas of tensors: a conversion compares them with the tensors that it uses.
 
-    It raises InconsistentCheckpoint with the parameters whose replicas differ between ranks.
+    If any differ, the comparison raises InconsistentCheckpoint, which lists their parameters.
     """
 
     def judge(differing: Sequence[Result]) -> list[Notice]:
@@ -64,9 +64,10 @@ def way_out(manifest: Manifest) -> str:
 def rebuilt(manifest: Manifest, elements: str) -> Manifest:
     """Drops fp32 masters that do not round to their weights, and their moments; adds a warning.
 
-    `elements` says which elements are compared: BEGINNINGS or ALL (core/comparison/masters.py). The
-    masters and moments of all vectors are then dropped too. Norms are often constant, so a wrong
-    master may round to its weight by chance. Only `fully_reshardable` checkpoints are changed.
+    `elements` says which elements are compared: BEGINNINGS or ALL (core/comparison/masters.py). If
+    any masters are dropped, those of all 1-d and 0-d parameters are dropped too, with their
+    moments: norms are often constant, so a wrong master may round to its weight by chance. Only
+    `fully_reshardable` checkpoints are changed.
     """
     wrong = {result.match.a.parameter for _, result in unlike(manifest, elements)}
     if not wrong or sharding(manifest) != READABLE:  # a conversion refuses other shardings

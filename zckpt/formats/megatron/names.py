@@ -77,9 +77,9 @@ def with_plain_norms(name: str) -> str:
 
 
 def with_own_expert(name: str) -> str:
-    """The name in the local spec, where each expert is a module, of a grouped experts' parameter.
+    """The parameter's name as in the local spec, which has a separate module for each expert.
 
-    Other names stay unchanged.
+    Only names of parameters in grouped experts change.
     """
     return GROUPED.sub(r"\g<experts>.local_experts.\g<number>.\g<linear>", name)
 
@@ -107,8 +107,9 @@ def keys_of(
 def _generalized(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields variants of a name with PLACE instead of numbers, and the numbers that were replaced.
 
-    First the name itself, without replaced numbers. Then the variants without the expert's number,
-    without the layer's, and without both. The numbers are (layer, expert).
+    The first variant is the name itself, without replaced numbers. The next ones have PLACE instead
+    of the expert's number, of the layer's number, and of both. Replaced numbers are in the order
+    (layer, expert).
     """
     yield name, ()
     for patterns in ((EXPERT,), (LAYER,), (LAYER, EXPERT)):
@@ -155,12 +156,13 @@ class KeysOfGpt:
         decoder.layers.3.input_layernorm.weight     ...self_attention.linear_qkv.layer_norm_weight
         decoder.layers.3.mlp.linear_fc2._extra_state    ...linear_fc2._extra_state/shard_3_L
 
-    If layers differ, each layer has separate keys with its number in them, and no axis of layers.
-    The keys of other modules depend on their code, so they get none. Proven with 0.16.1.
+    If `args` state that layers differ, no key has an axis of layers: each layer has separate keys,
+    which contain its number. Modules that a GPTModel does not have get no keys, because these keys
+    depend on the modules' code. Proven with megatron-core 0.16.1.
 
     `names` are the names of all parameters, buffers and modules' extra states, as in the local spec
     and in the full model. `raw` are the names in the files, which may name norms as Transformer
-    Engine's spec does. If `args` state that layers differ, no key has an axis of layers.
+    Engine's spec does.
     """
 
     def __init__(self, names: Iterable[str], raw: Iterable[str], args: Mapping[str, Any]) -> None:
@@ -178,8 +180,8 @@ class KeysOfGpt:
         """The torch_dist keys of parameters and buffers, with their number of leading axes.
 
         An unknown module gets no key, nor does a module that only some layers or experts have. The
-        result is empty if no module has an extra state (`items`), because then no run could load
-        it.
+        result is empty if no module has an extra state (see `items`): a run cannot load a directory
+        without extra states.
         """
         if not self.items():
             return {}
@@ -217,7 +219,7 @@ class KeysOfGpt:
     def _key(self, name: str, norms: bool = True) -> tuple[str, int]:
         """The torch_dist key of a parameter or extra state, and its number of leading axes.
 
-        Without `norms`, norms keep their names.
+        If `norms` is false, the key names norms as the local spec does.
         """
         match = LAYER.fullmatch(name)
         if match is None:
@@ -240,7 +242,7 @@ class KeysOfGpt:
 
 
 def layers_differ(args: Mapping[str, Any]) -> bool:
-    """Whether each layer has separate keys, by the run's arguments (TransformerBlock, 0.16.1)."""
+    """Whether the run's arguments give each layer separate keys (TransformerBlock, 0.16.1)."""
     frequencies = [args.get(name) for name in FREQUENCIES]
     return any(isinstance(each, list) or (each or 1) != 1 for each in frequencies) or any(
         args.get(name) for name in MARKS_OF_LAYERS

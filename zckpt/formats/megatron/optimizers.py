@@ -1,11 +1,11 @@
 """The optimizers of the target's run, and their groups.
 
     --ep 1      {"optimizer": {"param_groups": [...]}, ...}              one optimizer for all
-    --ep 2..    {0: {... groups of the rest}, 1: {... groups of experts}}
+    --ep 2..    {0: {... groups of other parameters}, 1: {... groups of experts}}
 
-Megatron-Core reads the first if the run's expert-parallel size is 1, else the second. The tensors
-are the same in both. No file lists the members of a group. A run matches its groups with saved ones
-by `wd_mult`, `lr_mult`, `is_expert_parallel` and `is_decoupled_lr`.
+Megatron-Core reads the first of these dictionaries if the run's expert-parallel size is 1, else the
+second. The tensors are the same in both cases. No file lists the members of a group. A run matches
+its groups with saved ones by `wd_mult`, `lr_mult`, `is_expert_parallel` and `is_decoupled_lr`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ Group = dict[str, Any]
 
 
 def optimizers(source: Manifest, common: Mapping[Any, Any], options: Options) -> dict[Any, Any]:
-    """The optimizer state that the target's common state contains, for one optimizer or two.
+    """The optimizer state in the target's common state: one optimizer's, or two optimizers'.
 
-    The second one updates experts that are spread over ranks. The state is one that runs with the
-    distributed optimizer load. `common` is the source's common state. Without `--ep` the target has
-    as many optimizers as the source. The values of `--group-defaults` replace the source's.
+    Runs with the distributed optimizer can load it. A second optimizer updates experts that are
+    spread over ranks. `common` is the source's common state. Without `--ep` the target has as many
+    optimizers as the source. The values of `--group-defaults` replace the source's.
 
     Raises MissingData (the source has no groups, or no experts for `--ep`), WrongOption (a key of
     `--group-defaults` that no group has) and InconsistentCheckpoint (parameters have several steps,
@@ -78,8 +78,8 @@ def _optimizer(
 ) -> dict[str, Any]:
     """The state of one optimizer of the target, with the given groups.
 
-    Values that the program added are taken from `saved`, this optimizer's state in the source. The
-    loss scale is taken from `first`, the state of the source's first optimizer.
+    `saved` is this optimizer's state in the source: values that the program added to it are kept.
+    The loss scale comes from `first`, the state of the source's first optimizer.
     """
     inner = saved.get("optimizer")
     inner_values = inner if isinstance(inner, Mapping) else {}

@@ -10,7 +10,7 @@ If only the optimizer was saved, its masters have the keys of weights; zckpt use
 All tensors have the global shape of the key, so no size of tp, pp or ep matters. The rows of a
 gated `linear_fc1` are [gate; up] for any tp.
 
-States in flat buffers (buffers/flats.py) become full tensors in the same way.
+States in flat buffers (buffers/flats.py) become full tensors of single layers, too.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class _Reader:
     # -- tensors
 
     def _weights(self) -> None:
-        """Adds every weight of the model, or the masters of a directory without weights."""
+        """Adds entries for all weights of the model, or for the masters if there are no weights."""
         slot, stacked = "param", {}
         for key, item in self.table.items.items():
             if item is None or OPTIMIZER.fullmatch(key):
@@ -220,9 +220,9 @@ class _Reader:
         return {match["key"]: (key, item) for match, key, item in kept}
 
     def _states(self, is_flat: bool) -> None:
-        """Adds masters and moments that are stored under the keys of weights.
+        """Adds entries for masters and moments that are stored under the keys of weights.
 
-        `is_flat` states whether they are stored as flattened slices (buffers/flats.py).
+        `is_flat` states whether these states are flattened slices (buffers/flats.py).
         """
         for key, item in self.table.items.items():
             if not OPTIMIZER.fullmatch(key) or item is None:
@@ -253,7 +253,7 @@ class _Reader:
             require_states_by_parameter(self.folder, {"optimizer": "muon"})
 
     def _flat_states(self) -> None:
-        """Adds masters and moments from flat buffers.
+        """Adds entries for the masters and moments in flat buffers.
 
         The groups that are saved beside the buffers are added to the common state.
         """
@@ -277,7 +277,7 @@ class _Reader:
             self._place(list(experts), ranks, tp)
 
     def _place(self, names: Sequence[str], ranks: Sequence[ModelRank], tp: int) -> None:
-        """Finds the parameters `names` in the flat buffers of `ranks`, and adds their states.
+        """Finds the parameters `names` in flat buffers of `ranks`; adds entries for their states.
 
         Each of the `tp` tensor ranks has a slice of a parameter, or all of it.
         """
@@ -305,8 +305,8 @@ class _Reader:
     def _tensor_ranks(self, names: Sequence[str], argument: str) -> int:
         """The number of tensor ranks among which the parameters `names` are divided.
 
-        `argument` names the run's argument that states it. Without it, the result is the largest
-        number of shards of a weight.
+        `argument` is the name of the run's argument that states the number. If the arguments lack
+        it, the result is the largest number of shards of a weight.
         """
         seen = [len(self.pieces[name]) for name in names if "linear_fc1" not in name]
         return size_of(self.args, argument) or max(seen, default=1)
@@ -387,8 +387,8 @@ class _Reader:
     def _values(self, takes_optimizers: bool) -> dict[str, Any]:
         """The objects of modules and ranks (`_extra_state`, `rng_state`), by key.
 
-        With `takes_optimizers`, also those of optimizers. They are pickles, which zckpt parses and
-        never runs.
+        With `takes_optimizers`, the objects of optimizers are included. Objects are pickles: zckpt
+        parses them, but runs no code from them.
         """
         values: dict[str, Any] = {}
         for key, item in self.table.items.items():

@@ -1,14 +1,14 @@
 """`--like RUN`: completes a source of another engine with facts that only a Megatron run has.
 
     from RUN       keys, axes, arguments, objects of modules, optimizers and their groups
-    from source    weights, masters, moments, the step, and each group's values of HYPER
+    from source    weights, masters, moments, the step; each group's lr, betas, eps, weight_decay
 
-The result is a manifest like those of Megatron-Core, so the writer needs no special case. Both must
-have the same parameters with the same shapes. No tensor of RUN's model is used, and no state of
-RUN's ranks: the next run draws new random numbers.
+The result is a manifest like those of Megatron-Core, so the writer needs no special case. RUN and
+source must have the same parameters with the same shapes. No tensor of RUN's model is used, and no
+state of RUN's ranks: the next run draws new random numbers.
 
-Rejected alternative: to compute keys and arguments without RUN. They depend on the model's
-specification and on the program, and another engine's files do not state these.
+Rejected alternative: to compute keys and arguments without RUN. Keys and arguments depend on the
+model's specification and on the program, and another engine's files do not state these.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RunTemplate(Template):
         super().__init__(source, like, options, rows, with_plain_norms)
 
     def manifest(self) -> Manifest:
-        """The source with the run's keys, arguments and groups, in the run's order."""
+        """The source with the run's keys, arguments, groups and order of parameters."""
         source, like = self.source, self.run
         entries = {
             entry.key: entry
@@ -272,8 +272,8 @@ class RunTemplate(Template):
     def _counted(self, values: Mapping[str, Any], key: str, step: int) -> dict[str, int]:
         """{`key`: the number of samples after `step` steps}, for a counter of samples in `values`.
 
-        It assumes as many samples per step as in the run, and adds a warning that says so. Empty if
-        the run's count is not a multiple of its steps.
+        The number assumes as many samples per step as in the run; a warning says so. {} if `values`
+        has no such counter, or if the run's count is not a multiple of its steps.
         """
         before, count = self.common.get("iteration"), values.get(key)
         if type(count) is not int:

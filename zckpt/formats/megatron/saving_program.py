@@ -1,13 +1,13 @@
 """Identifies the program that saved a Megatron-Core directory, and the program's own files.
 
-    Megatron-LM      RUN/iter_0000006/   its arguments are in the common state
-    Megatron-Bridge  RUN/iter_0000006/   run_config.yaml, train_state.pt, tokenizer/ instead
+    Megatron-LM      RUN/iter_0000006/   no own files: its arguments are in the common state
+    Megatron-Bridge  RUN/iter_0000006/   run_config.yaml, train_state.pt, tokenizer/
                      RUN/latest_train_state.pt, a copy of train_state.pt
-    NeMo 2           NAME/weights/       NAME/context/ instead
+    NeMo 2           NAME/weights/       NAME/context/
 
 A program resumes only with its own files, so zckpt copies them. The facts on Bridge and NeMo are
-from their source code: Megatron-Bridge of 2026-08, NeMo 2.5. Their keys are Megatron-Core's; NeMo
-adds the prefix `module.`.
+from their source code: Megatron-Bridge of 2026-08, NeMo 2.5. Bridge and NeMo use the keys of
+Megatron-Core, but NeMo adds the prefix `module.`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def program_of(folder: str) -> str | None:
 
 
 def beside(folder: str) -> SiblingList:
-    """The files that the program put beside or around the tensors, by their names in its directory.
+    """The program's own files: in the tensors' folder, or beside this folder for NeMo.
 
-    Raises OSError.
+    Raises OSError if a folder cannot be listed.
     """
     of_nemo = program_of(folder) == NEMO
     root = os.path.dirname(folder) if of_nemo else folder

@@ -8,10 +8,10 @@ layer and every expert is saved as a separate shard, because torch always reads 
 Versions 0.14 to 0.18 write a `common.pt`. 0.19 stores the common state under a key instead, but
 prefers `common.pt` if it is there (by its source code).
 
-Keys, axes and objects are those of the source. Which of them a run asks for depends on its
+Keys, axes and objects are those of the source. Which keys a run asks for depends on its
 specification, which no file has. So a source must come from Megatron-Core, directly or through a
-universal checkpoint. A source of another engine gets them from a run of Megatron-Core
-(run_template.py).
+universal checkpoint. A source of another engine gets keys, axes and objects from a run of
+Megatron-Core (run_template.py).
 
 Rejected alternative: the files of an optimizer that is not distributed. These identify parameters
 only by number.
@@ -263,7 +263,10 @@ class MegatronWriter:
         return TargetTensor(key, slot, dtype, (*sizes, *shapes.pop()), names)
 
     def _entry(self, name: str, slot: str) -> Entry:
-        """A parameter's weight, master or optimizer state in the source; raises MissingData."""
+        """A parameter's weight, master or optimizer state in the source.
+
+        Raises MissingData if the source does not have it.
+        """
         if slot in ("param", "master"):
             weight = weight_of(self.source.entries, name)
             return weight.stored if slot == "param" else weight.trained
@@ -356,7 +359,10 @@ class MegatronWriter:
         return result
 
     def _moved(self, value: Any, path: str) -> Any:
-        """A value of the state; the names of its tensors are changed to names below `path`."""
+        """A value of the common state, with its tensors renamed after `path`, its new path.
+
+        The entries of these tensors are added to `moved` under their new names.
+        """
         if isinstance(value, TensorName):
             entry = self.source.entries[value.name, "state"]
             self.moved[path, "state"] = replace(entry, parameter=path)
@@ -422,7 +428,10 @@ class MegatronWriter:
             )
 
     def _describe(self, saved: list[SavedItem]) -> Foreign:
-        """The content of `.metadata`."""
+        """The content of `.metadata`: the shards of each key, and the files that have them.
+
+        `saved` lists the saved items with their locations.
+        """
         items: Items = {
             tensor.key: TensorItem(TORCH_NAMES[tensor.dtype], tensor.shape, tuple(_boxes(tensor)))
             for tensor in self.tensors

@@ -1,6 +1,6 @@
 """ONNX Runtime's ZeRO-1 checkpoints, 1.3 to 1.16; later versions write no such files.
 
-    PREFIX.ZeRO.R.L.ort.pt, PREFIX.ort.pt    torch.save: L1 (before 1.7) and L2
+    PREFIX.ZeRO.R.L.ort.pt, PREFIX.ort.pt    torch.save; called L1 before 1.7, L2 since then
     any name                                 HDF5, one file per rank
 
     files.py        finds the files of one checkpoint

@@ -44,8 +44,8 @@ class CheckpointFiles(Struct, frozen=True):
     """The files of one checkpoint, each with its rank.
 
     `name` is the checkpoint's name in messages. `ranks` is the number of ranks that the files
-    state. `parsed` are the opened files of an HDF5 checkpoint, because only their contents state
-    the ranks; it is empty for files of torch.save.
+    state. `parsed` are the contents of HDF5 files, which are opened because only their contents
+    state the ranks. `parsed` is empty for files of torch.save.
     """
 
     name: str
@@ -55,9 +55,10 @@ class CheckpointFiles(Struct, frozen=True):
 
 
 def detect(path: str) -> list[str]:
-    """One empty tag if `path` has a checkpoint; else an empty list.
+    """[""] (a checkpoint without tags) if `path` has a checkpoint; else an empty list.
 
-    Several checkpoints also give one tag; `locate` then tells them apart.
+    If a folder has several checkpoints, the result is [""] too; `locate` then tells them apart. Of
+    many files with the same ending, only the first and last ones are opened.
     """
     if not sources.is_folder(path):
         return [""] if sources.is_file(path) and (hdf5.is_one(path) or legacy.is_one(path)) else []
@@ -69,7 +70,7 @@ def detect(path: str) -> list[str]:
 
 
 def detect_weak(path: str) -> list[str]:
-    """Does the same as `detect` for the files of a folder that `detect` did not open."""
+    """Like `detect`, for those files of a folder that `detect` did not open."""
     if not sources.is_folder(path) or sources.is_denied(path):
         return []
     names = _candidates(path)
@@ -83,9 +84,9 @@ def _hold_one(folder: str, names: Iterable[str]) -> bool:
 
 
 def _some_of_each_kind(names: Sequence[str]) -> Iterator[str]:
-    """Yields the names of the files to open.
+    """Yields the names of the files that `detect` opens.
 
-    These are all files with a rare ending, and the first and last ones of each frequent ending.
+    These are all files with a rare ending, and the first and last files with each frequent ending.
     """
     endings = ((name[name.rfind(".") + 1 :], name) for name in names)
     kinds = by_key((end if end.isalpha() else NUMBERS.sub("#", end), name) for end, name in endings)
@@ -108,15 +109,16 @@ def _may_be_hdf5(path: str) -> bool:
 
 
 def _candidates(folder: str) -> list[str]:
-    """Names of the files in a folder that may belong to a checkpoint."""
+    """Names of the files in a folder, without those with endings of other programs' files."""
     return sorted(name for name in sources.names(folder) if not name.endswith(OTHER_FILES))
 
 
 def locate(path: str) -> CheckpointFiles:
-    """Finds the one checkpoint at `path`; one rank's file leads to those of all ranks.
+    """Finds the files of the one checkpoint at `path`, a folder or a file.
 
-    Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank is missing),
-    InconsistentCheckpoint (two files of one rank) and MissingExtra (h5py).
+    If `path` is the file of one rank, the files of all ranks are found. Raises NotACheckpoint,
+    AmbiguousCheckpoint, IncompleteCheckpoint (a rank is missing), InconsistentCheckpoint (two files
+    of one rank) and MissingExtra (h5py).
     """
     if sources.is_folder(path):
         checkpoints = _all(path, _candidates(path))
@@ -147,7 +149,8 @@ def locate(path: str) -> CheckpointFiles:
 def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[CheckpointFiles]:
     """All checkpoints in a folder, incomplete ones included.
 
-    `names` are the files to consider. With `of_any_name`, every file counts as a checkpoint.
+    `names` are the files to consider. With `of_any_name`, every file that is not HDF5 counts as a
+    file of torch.save, whatever its name.
     """
     checkpoints: list[CheckpointFiles] = []
     sharded: dict[tuple[str, int], list[tuple[int, str]]] = {}

@@ -1,8 +1,9 @@
 """How ONNX Runtime's own aggregators join the ranks' files: the rule behind `verify --gather`.
 
-They join the slices of a weight, and the slices of each moment, in the order of the ranks. Another
-file states the shape of the result. A weight that is not divided comes from the first rank. Before
-1.7, each owner of a shared weight stores all of it; there the lengths of the slices of its first
+They join the slices of a weight, and the slices of each moment, in the order of the ranks. The
+shape of the result comes from a full tensor of the weight (such as its 16-bit copy) or, in HDF5
+files, from partition_info. A weight that is not divided comes from the first rank. Before 1.7, each
+owner of a shared weight stores all of it; in such files, the lengths of the slices of the first
 moment show which slice of the owner's weight is current. This module does not use the partition
 rule, on which the reader relies: so `verify --gather` checks the reader.
 
@@ -29,7 +30,7 @@ Shape = tuple[int, ...]
 
 
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
-    """Every tensor of every weight: the weight, its 16-bit copy, its moments.
+    """Every tensor of every weight: the fp32 weight, its 16-bit copy, its moments.
 
     Raises InconsistentCheckpoint if the ranks' slices have more or fewer elements than the weight.
     Raises UnsupportedCheckpoint if the engine itself could not determine which values are current.
@@ -40,7 +41,10 @@ def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
 
 
 def _opened(path: str) -> Save:
-    """Reads the ranks' files, in the order of the ranks in their names or options."""
+    """Reads the ranks' files in the order of the ranks.
+
+    The ranks are in the names of torch.save files, and in the `trainer_options` of HDF5 files.
+    """
     checkpoint = locate(path)
     if checkpoint.parsed:
         files = sorted(checkpoint.parsed, key=lambda file: file.options.world_rank)
@@ -49,7 +53,7 @@ def _opened(path: str) -> Save:
 
 
 def _number(path: str) -> int:
-    """The rank R in the name `PREFIX.ZeRO.R.L.ort.pt`; 0 for another name, of a single file."""
+    """The rank R in the name `PREFIX.ZeRO.R.L.ort.pt`; 0 for other names (of single files)."""
     recognized = parse_name((OF_RANK,), path)
     return recognized.numbers[0] if recognized else 0
 

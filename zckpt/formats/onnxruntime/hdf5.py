@@ -9,9 +9,9 @@
     train_step_info/...                 since 1.12
     user_dict                           a pickle as hexadecimal text: never opened
 
-The files may have any name. A `/` in the name of a weight makes groups; the path of the dataset is
-the name again. 16-bit copies are not stored. Builds before the release of 1.7 wrote no sizes of
-data and horizontal parallelism, and groups could be empty.
+The files may have any name. If a weight's name contains `/`, HDF5 makes nested groups of it; the
+weight's name is then the path of its dataset. 16-bit copies are not stored. Builds before the
+release of 1.7 wrote no sizes of data and horizontal parallelism, and groups could be empty.
 
 Other programs' HDF5 files may be in the same folder, so the names in the root group are read before
 anything else.
@@ -76,7 +76,7 @@ class RankFile(Struct, frozen=True):
     orphans: Sequence[Extent] = ()
 
     def under(self, group: str) -> dict[str, Any]:
-        """The values directly in an HDF5 group, by name; their names do not include the group's."""
+        """The values directly in an HDF5 group, by name, without the group's own name."""
         prefix = f"{group}/"
         return {
             name.removeprefix(prefix): value

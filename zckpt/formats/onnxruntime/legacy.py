@@ -12,11 +12,12 @@
     Step                     Lamb's counter
 
 Before 1.7 (L1), each owner of a shared weight in a mixed-precision run stores all of it, but only
-the owner's own slice is current. The old front end adds every weight that the session lacks, with
-stale values. So the presence of a key proves nothing: read.py reads a weight from its owners only.
+the owner's own slice is current. ONNX Runtime's old front end also saves, with stale values, every
+weight that its session lacks. So a weight in a rank's file may not be current: read.py reads a
+weight from its owners only.
 
-A weight's name may look like one of these keys (`x_view_1`, `Step_scale`). A key is split into
-weight and suffix only if the weight is a key too.
+A weight's own name may look like one of these keys (`x_view_1`, `Step_scale`). So a key is split
+into a weight's name and a suffix only if that weight is a key too.
 """
 
 from __future__ import annotations
@@ -143,8 +144,8 @@ def _is_half(key: str, tensor: Tensor, suffix: str) -> bool:
 def _weights(models: Sequence[Mapping[str, Tensor]], suffix: str) -> set[str]:
     """The names of all weights in the files.
 
-    These are the keys that have a 16-bit copy, and the keys that are none of these: a 16-bit copy,
-    a slice of a weight, an optimizer state. `suffix` ends the keys of 16-bit copies.
+    These are the keys of which a 16-bit copy exists, and all keys that are neither a 16-bit copy,
+    nor a slice of a weight, nor an optimizer state. `suffix` ends the keys of 16-bit copies.
     """
     every = [(model, key, tensor) for model in models for key, tensor in model.items()]
     copied = {key.removesuffix(suffix) for _, key, each in every if _is_half(key, each, suffix)}
@@ -179,9 +180,10 @@ def _rank(
     rank = RankStates(file.path)
 
     def weight_of(name: str, key: str) -> str:
-        """The weight that `name` denotes: itself, or the weight that it names a slice of.
+        """The weight to which `name` belongs: `name` itself, or w if `name` is a slice `w_view_K`.
 
-        Raises InconsistentCheckpoint if it denotes none.
+        Raises InconsistentCheckpoint if there is no such weight. `key` is the full key, for the
+        error.
         """
         view = VIEW.fullmatch(name)
         if name in weight_names:

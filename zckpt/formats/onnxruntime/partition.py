@@ -44,8 +44,8 @@ def by_name(names: Iterable[str]) -> list[str]:
 def per_rank(total: int, dp: int) -> int:
     """The number of elements in each rank's partition, padding included.
 
-    It is a multiple of ALIGNMENT. `total` is always padded: by a full block if it is a multiple
-    already.
+    The number is a multiple of ALIGNMENT. There is always padding: if `total` is a multiple of
+    ALIGNMENT * dp already, ALIGNMENT * dp elements are added.
     """
     block = ALIGNMENT * dp
     return (total + block - total % block) // dp
@@ -98,9 +98,9 @@ WRONG_FILE = (
 def weights_apart(save: Save) -> set[str]:
     """The names of the weights whose fp32 values only their owners store.
 
-    These are the trained weights of a mixed-precision run. Sets `save.mixed` for such a run that
-    was saved without its 16-bit copies. Raises MissingData if such a save has slices of weights:
-    only the copies state the full shapes.
+    These are the trained weights of a mixed-precision run. If the run's 16-bit copies were not
+    saved, sets `save.mixed`. Raises MissingData if slices of weights were saved without 16-bit
+    copies, because only these copies state the full shapes.
     """
     halves = {name for rank in save.ranks for name in rank.halves}
     everywhere = set.intersection(*(set(rank.weights) for rank in save.ranks))
@@ -132,9 +132,10 @@ def weights_apart(save: Save) -> set[str]:
 def owners_of(save: Save, shapes: Shapes, apart: Collection[str]) -> tuple[Owned, set[str]]:
     """The owners of each weight by the partition rule, and the names of the trained weights.
 
-    `apart` is the result of `weights_apart`. Without moments in the files, the slices of weights
-    show which weights are trained. Raises IncompleteCheckpoint if moments are missing,
-    InconsistentCheckpoint if they contradict the rule, and MissingData if slices are in no file.
+    `apart` are the weights whose fp32 values only their owners store. If the files have no moments,
+    the slices of weights show which weights are trained. Raises IncompleteCheckpoint if moments are
+    missing, InconsistentCheckpoint if moments contradict the rule, and MissingData if no file has
+    the slices of shared weights.
     """
     numels = {name: prod(shape) for name, shape in shapes.items()}
     trained = {name for rank in save.ranks for name in rank.moments}
@@ -177,7 +178,7 @@ def _fits(save: Save, name: str, owned: Sequence[Share]) -> bool:
 def _check_moments(save: Save, owned: Owned) -> None:
     """Compares the moments in each rank's file with the elements that the rank owns.
 
-    Raises InconsistentCheckpoint for moments of elements that it does not own, and
+    Raises InconsistentCheckpoint if a rank has moments of elements that it does not own, and
     IncompleteCheckpoint if a moment is missing.
     """
     expected: list[dict[str, Share]] = [{} for _ in save.ranks]
@@ -213,9 +214,10 @@ def _check_moments(save: Save, owned: Owned) -> None:
 
 
 def _refuse_torch_names(save: Save) -> None:
-    """Raises MissingData for mixed-precision files that have only the names of torch's model.
+    """Raises MissingData if a mixed-precision run was saved with torch's names of weights only.
 
-    Such files lack the weights that several ranks share, so these cannot be restored.
+    Such files lack the weights that several ranks share, so these weights cannot be restored. Does
+    nothing for HDF5 files and for files with 16-bit copies.
     """
     if save.dialect == "hdf5" or any(rank.halves for rank in save.ranks):
         return

@@ -36,8 +36,9 @@ class RankStates(Struct, eq=False):
     """One rank's file: tensors and counters, by the weight to which they belong.
 
     `weights` are full weights; `pieces` are flat slices of weights. `halves` are the 16-bit copies
-    of mixed-precision runs. `moments` are by weight and then by optimizer state. `counts` and
-    `shared` are the counters as stored: one more than the completed updates.
+    of mixed-precision runs. `moments` maps a weight to its tensors by optimizer state. `counts`
+    (Adam's, per weight) and `shared` (Lamb's, one for all weights) are the counters as stored: one
+    more than the completed updates.
     """
 
     path: str
@@ -52,10 +53,11 @@ class RankStates(Struct, eq=False):
 class Save(Struct, eq=False):
     """One checkpoint: its ranks in order, and the facts that all of them state.
 
-    `mixed` is the type of the 16-bit copies, None in an fp32 run. `optimizer` is the stated
-    optimizer. `shapes` are shapes that the files state without tensors. `state` are the values that
-    do not belong to a weight; `kept` are the tensors in them, and `copies` are the other ranks'
-    replicas of these tensors. `notes` are the manifest's.
+    `mixed` is the type of the 16-bit copies, None in an fp32 run. `optimizer` is the optimizer that
+    the files state. `shapes` are the shapes of weights of which no full tensor is stored. `state`
+    are the values that do not belong to a weight; `kept` are the tensors in these values, and
+    `copies` are the other ranks' replicas of the tensors. `omitted`, `warnings` and `notes` go into
+    the manifest.
     """
 
     root: str

@@ -42,10 +42,10 @@ from .ranks import COUNT, SHARED, SLOTS, RankStates, RankTensor, Save
 def read(path: str, reading: Reading = USUAL) -> Manifest:
     """The manifest of a directory of ranks' files, or of one file; there are no tags.
 
-    Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank, or a slice that it
-    owned, is missing), InconsistentCheckpoint (ranks contradict each other or the partition rule),
-    MissingData (split weights were not saved), CorruptCheckpoint, UnsupportedCheckpoint (horizontal
-    parallelism), MissingExtra (h5py).
+    Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank's file is missing, or a
+    file lacks a slice that the rank owned), InconsistentCheckpoint (ranks contradict each other or
+    the partition rule), MissingData (split weights were not saved), CorruptCheckpoint,
+    UnsupportedCheckpoint (horizontal parallelism), MissingExtra (h5py).
     """
     try:
         return manifest(opened(path), reading.step_policy)
@@ -54,10 +54,11 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def copies(manifest: Manifest, replicas: str | None) -> list[Replicas]:
-    """The comparison of ranks' replicas that `read` could not compare by checksums.
+    """The comparisons of ranks' replicas that `read` could not make by checksums.
 
-    A conversion makes it; `inspect` reads no tensor. It raises InconsistentCheckpoint if ranks hold
-    replicas that differ, and CorruptCheckpoint if a damaged file is the cause.
+    A conversion makes these comparisons; `inspect` does not, because it reads no tensor. If
+    replicas differ, the comparison raises InconsistentCheckpoint, or CorruptCheckpoint if a damaged
+    file is the cause.
     """
 
     def judge(differing: Sequence[Result]) -> list[Notice]:
@@ -129,7 +130,7 @@ def manifest(save: Save, step_policy: str | None) -> Manifest:
 
 
 def _shapes(save: Save) -> Shapes:
-    """Every weight's shape, on which all files must agree."""
+    """Every weight's shape; raises InconsistentCheckpoint if files state different shapes."""
     shapes: Shapes = dict(save.shapes)
     for rank in save.ranks:
         for tensors in (rank.weights, rank.halves):
@@ -161,7 +162,7 @@ def _shapes(save: Save) -> Shapes:
 
 
 class _Entries:
-    """Collects the entries of the manifest and their replicas, one weight after another."""
+    """Collects the manifest's entries (tensors) and their replicas, one weight after another."""
 
     def __init__(self, save: Save, shapes: Shapes, owned: Owned) -> None:
         self.save = save
@@ -174,7 +175,7 @@ class _Entries:
     def add_sharded(self, name: str) -> None:
         """Adds a mixed-precision weight: its owners have the master, all ranks a 16-bit copy.
 
-        If an owner has no slice of it, its name is added to `lost` instead. Raises
+        If an owner has no slice of the weight, the weight's name is added to `lost` instead. Raises
         InconsistentCheckpoint if a slice has another length than by the partition rule.
         """
         fragments = []
@@ -234,7 +235,7 @@ class _Entries:
         self._add_moments(name)
 
     def _add_copies(self, name: str, copies: Sequence[tuple[RankStates, RankTensor]]) -> None:
-        """Adds the first rank's tensor as an entry, and the other ranks' as its replicas.
+        """Adds a weight that several ranks store: the first copy as an entry, others as replicas.
 
         Raises InconsistentCheckpoint if the checksums in the files differ.
         """
@@ -313,9 +314,10 @@ def _check_dtype(rank: RankStates, name: str, tensor: RankTensor, allowed: Seque
 
 
 def _sightings(save: Save, owned: Owned) -> Iterator[tuple[str, str, Sighting]]:
-    """Yields every counter in the files as completed updates, with its weight and its file.
+    """Yields (weight, file, step) for every counter in the files.
 
-    Lamb has one counter for all weights; then the weight is "".
+    The step is the number of completed updates. Lamb has one counter for all weights; then the
+    weight is "".
     """
     shared = any(rank.shared is not None for rank in save.ranks)
     if not shared and not any(rank.counts for rank in save.ranks):
@@ -355,7 +357,7 @@ def _steps(
 ) -> dict[str, agreement.Step | None]:
     """The number of completed updates of each weight.
 
-    It is the same for all weights, unless `policy` is `keep`.
+    The number is the same for all weights, unless `policy` is `keep`.
     """
     steps_by_weight: dict[str, list[tuple[str, agreement.Step]]] = {}
     for name, file, line in sightings:

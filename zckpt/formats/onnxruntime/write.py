@@ -5,7 +5,7 @@ resume from them. Each rank loads its own torch.save file (L2), with its partiti
 sizes.
 
 Beside the weights' tensors, the files contain counters (one more than the updates). HDF5 files also
-contain ORTTrainer's own counters and the user's dictionary. `omitted` names everything else.
+contain ORTTrainer's own counters and the user's dictionary. Other values are listed in `omitted`.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     """Lays out the files of the target, and lists what they cannot store.
 
     Raises before anything is written: WrongOption, MissingData (the optimizer is neither Adam nor
-    Lamb, or a state is missing), InconsistentCheckpoint (Lamb has one step for all),
-    UnsupportedCheckpoint (a name that HDF5 files cannot store), MissingExtra (h5py).
+    Lamb, or a state is missing), InconsistentCheckpoint (steps differ, but Lamb has one step for
+    all weights), UnsupportedCheckpoint (a name that HDF5 files cannot store), MissingExtra (h5py).
     """
     writer = OnnxRuntimeWriter(source, options)
 
@@ -92,9 +92,9 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
 class TargetWeight(Struct, frozen=True):
     """A weight of the target, and how ranks store it.
 
-    `owned` are the ranks' shares of it; empty if it is frozen. `apart` is true if only its owners
-    store it. `moments` are the types of its optimizer states, by moment. `updates` is its number of
-    completed updates; None if no state is written.
+    `owned` are the ranks' shares of the weight; empty if it is frozen. `apart` is true if only the
+    owners store the weight. `moments` are the types of its optimizer states, by moment. `updates`
+    is its number of completed updates; None if no optimizer state is written.
     """
 
     name: str
@@ -309,7 +309,8 @@ class OnnxRuntimeWriter:
     ) -> Iterator[tuple[TargetWeight, Share | None, tuple[int, ...] | None]]:
         """Yields every weight with the rank's share of it, and the shape that the rank stores.
 
-        The share is None if the rank owns no elements of it, the shape None if it stores nothing.
+        The share is None if the rank owns no elements of the weight. The shape is None if the rank
+        does not store the weight.
         """
         for weight in self.weights:
             share = share_of(weight.owned, rank)
@@ -401,9 +402,10 @@ class OnnxRuntimeWriter:
         return hdf5shell.shell(f"checkpoint{part}.ortcp", tree)
 
     def _step_info(self) -> dict[str, int]:
-        """ORTTrainer's counters: the source's, or else the number of updates for each counter.
+        """The source's `train_step_info`, which are ORTTrainer's own counters.
 
-        Empty if the number of updates is unknown.
+        If the source has none, each counter is set to the number of updates. Empty if that is
+        unknown.
         """
         kept = self.source.state.get("train_step_info")
         if isinstance(kept, dict) and kept:

@@ -158,8 +158,8 @@ class ManifestBuilder:
     def _all_aliases(self, trained: Sequence[str]) -> dict[str, str]:
         """Maps each second name of a tied weight to the weight's first name.
 
-        If zckpt wrote the ties beside the state dicts, these are used; otherwise tensors with equal
-        contents. Ties that a config.json states are added.
+        If zckpt wrote these names beside the state dicts, they are used; otherwise they are found
+        by equal contents of tensors. Second names that a config.json states are added.
         """
         record = self.saved.record
         aliases = self._same_content(trained) if record is None else dict(record["aliases"])
@@ -337,7 +337,8 @@ class ManifestBuilder:
     def _need_one_save(self, where: str) -> None:
         """Raises InconsistentCheckpoint if the ranks' files state different steps (mixed saves).
 
-        `where` is `state` or `group`: where the optimizer keeps the step that counts.
+        `where` says which steps are compared, those in states or those in groups: `state` or
+        `group`.
         """
         begin = {"state": "state.", "group": "param_groups."}[where]
         for optimizer in self.optimizers:
@@ -369,7 +370,8 @@ class ManifestBuilder:
     def _hyper(self, value: Any, path: str) -> Any:
         """A hyper-parameter of a group; a tensor of one element (Prodigy) becomes a number.
 
-        `path` is its path in the manifest's state. None if its file is lost.
+        `path` is the hyper-parameter's path in the manifest's state. Returns None if the file with
+        the tensor is lost.
         """
         if _is_missing(value):
             return None
@@ -389,9 +391,9 @@ class ManifestBuilder:
         return None if groups is None else name_of_groups(keys, groups)
 
     def _state(self) -> tuple[dict[str, Any], StateDictEngine]:
-        """The manifest's state, and its facts about the program's keys and files.
+        """The manifest's state, and the facts about the program's keys and files.
 
-        Both are needed to write the state dicts again.
+        The writer needs both to make the same state dicts again.
         """
         models = {root.model for root in self.roots}
         rest = without(self.saved.tree, models | {*self.optimizers, *self.ignored})

@@ -17,8 +17,8 @@ def is_float(value: Any) -> bool:
 def is_updated(state: Mapping[str, Any]) -> bool:
     """Whether a parameter's optimizer states show that it was updated.
 
-    They do if the elements of some state differ. A step alone does not show it, because torch's
-    helpers count a step that never happened.
+    A state shows this if it is a tensor with different elements. A step alone does not, because
+    torch's helpers count a step that never happened.
     """
     return any(isinstance(v, Leaf) and v.shape and is_distinctive(v) for v in state.values())
 
@@ -30,7 +30,8 @@ def is_complex(value: Any) -> bool:
 def is_distinctive(leaf: Leaf) -> bool:
     """Whether a tensor has at least two different elements.
 
-    Then equal bytes mean the same tensor; two tensors of zeros or of ones may be equal by chance.
+    If two such tensors have equal bytes, they are the same tensor. Tensors that consist of zeros or
+    of ones may be equal without being the same.
     """
     first = next(iter(leaf.fragments), None)
     if first is None or leaf.numel < 2:
@@ -47,11 +48,11 @@ def second_names(
     second names that may be frozen copies instead. `trained` are the names that the optimizers
     list, `state` maps them to their optimizer states.
 
-    A second name is a name that no optimizer lists, of a tensor that has the same storage as a
-    listed weight, or equal bytes with different elements (two tensors of zeros may be equal by
-    chance). Before the first update, a frozen copy such as a teacher has equal bytes too. It is not
-    a second name if the file shows that its storage is another one. If the file does not show
-    storages, it is in the list.
+    A tensor that no optimizer lists is a listed weight under a second name if both have the same
+    storage, or if their bytes are equal and the elements are not all the same (two tensors of zeros
+    may be equal by chance). Before the first update, a frozen copy, such as a teacher model, has
+    equal bytes too. Then only the storages decide. If they differ, the name is not a second name.
+    If the file does not show storages, the name is in the dictionary and in the list.
     """
     owned = set(trained)
     untrained = {name: leaf for name, leaf in model.items() if name not in owned}

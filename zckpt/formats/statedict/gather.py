@@ -88,9 +88,10 @@ def states(
 ) -> Iterator[Partition]:
     """Yields the tensors of an optimizer's state dict; nameless if `model` lacks the parameter.
 
-    A tensor of the parameter's shape is an optimizer state, such as `exp_avg`. Numbers are skipped:
-    `step`, and every key such as NAdam's `mu_product`, whose value for some parameter is a single
-    number although this parameter has another shape. For such a key, all single values are numbers.
+    A tensor of the parameter's shape is an optimizer state, such as `exp_avg`. Keys of numbers,
+    such as `step` and NAdam's `mu_product`, are skipped: for at least one parameter, the value
+    under such a key is a Python number, or has one element although the parameter has another
+    shape. Under such a key, every value of one element is a number.
     """
     by_name, nameless = _optimizer(state_dict, numbers)
     named = [(name, state) for name, state in by_name.items() if name in model]
@@ -224,19 +225,19 @@ def _model(
 
 
 def whole(file: TorchFile, tensor: Tensor) -> Whole:
-    """A tensor that one file contains completely, as input for the all-gather."""
+    """A tensor that one file contains completely, for the all-gather of `verify --gather`."""
     box = box_of(file, tensor, (0,) * len(tensor.shape))
     return Whole(UNNAMED, tensor.dtype, tensor.shape, box.extent, box.strides)
 
 
 def box_of(file: TorchFile, tensor: Tensor, offsets: tuple[int, ...]) -> BoxPart:
-    """A tensor of a file as a shard of a larger tensor, which begins there at `offsets`."""
+    """A tensor of a file as a shard of a larger tensor; the shard begins at `offsets`."""
     extent, strides = file.reach(tensor)
     return BoxPart(offsets, tensor.shape, extent, strides=strides)
 
 
 def stored_box(stored: SavedTensor, offsets: tuple[int, ...]) -> BoxPart:
-    """A tensor of a safetensors file as a shard of a larger tensor, which begins at `offsets`."""
+    """A tensor of a safetensors file as a shard of a larger tensor; it begins at `offsets`."""
     return BoxPart(offsets, stored.shape, stored.extent)
 
 

@@ -23,14 +23,14 @@ def own_key(folder: str) -> str:
 
 
 def in_folder(path: TreePath) -> TreePath:
-    """The path of a value within its folder: without a first key that names the folder."""
+    """The path of a value within its folder: `path` without a first key that is a folder."""
     return path[1:] if path and str(path[0]).endswith("/") else path
 
 
 def trainers_dialect(engine: Engine | None) -> str | None:
-    """The `--dialect` with which the target's files get the same names as the source's.
+    """The value of `--dialect` that gives the target's files the same names as the source's.
 
-    None if no dialect does that.
+    None if no value does this.
     """
     keys = keys_of(engine)
     is_fsdp = any(name.startswith("pytorch_model_fsdp") for name in keys.folders or ())
@@ -43,7 +43,10 @@ def is_optimizers_key(key: Any) -> bool:
 
 
 def keys_of(engine: Engine | None) -> StateDictEngine:
-    """The keys and files of the program that wrote a source; for other engines, the usual keys."""
+    """The keys and files of the program that wrote a source; usual keys for other sources.
+
+    Other sources are those whose files are not state dicts of a torch program.
+    """
     if isinstance(engine, StateDictEngine):
         return engine
     dtype = engine.dtype if engine else None

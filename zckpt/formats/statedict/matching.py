@@ -3,9 +3,9 @@
     numbers of a group    0  1     2  3          torch.optim numbers parameters through its groups
     model's names         a  b  c  d  e  f       some of them are frozen, or buffers
 
-A number gets a name in one of three ways:
+A numbered parameter gets a name in one of three ways:
 
-    shapes        only one name has the number's shape, in any order
+    shapes        only one name has the parameter's shape; orders do not matter
     order         names are in the module's order, and one assignment keeps that order: inferred
     param_names   the user states the names
 

@@ -129,7 +129,8 @@ def _candidates(
 def without_wrappers(names: Sequence[str], model: Mapping[Any, Any]) -> list[str] | None:
     """The model's names for an optimizer's `names`, in the same order.
 
-    The two may differ by a wrapper's prefix or words. None if no single rule fits all names.
+    The names may differ from the model's by a prefix, or by words that wrappers insert, such as
+    `_orig_mod`. None if no single rule turns all of them into names of the model.
     """
     weights = [str(name) for name, leaf in model.items() if isinstance(leaf, Leaf)]
     try:
@@ -146,7 +147,8 @@ def _refuse_mixed(
 ) -> None:
     """Raises InconsistentCheckpoint if the states have the weights' shapes in another order.
 
-    If other shapes occur, nothing is proven: some optimizers keep states of other shapes than their
+    The error is raised only if weights and states have the same shapes, each the same number of
+    times. Otherwise nothing is proven: some optimizers keep states of other shapes than their
     weights.
     """
     pairs = [

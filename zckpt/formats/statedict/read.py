@@ -127,8 +127,9 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
 def _settle_averages(saved: SavedTree, model: TreePath) -> None:
     """Handles averages that Lightning saves in place of the model's weights.
 
-    If the averages are read (`model` is their path), a warning names the weights that the optimizer
-    updates. If those weights are read instead (`--root`), the averages are left out, with a note.
+    `model` is the path of the weights that are read. If these are the averages, a warning names the
+    key of the weights that the optimizer updates. If `--root` selects these updated weights, the
+    averages are left out, with a note.
     """
     whole_model, trained = lightning.WHOLE.model, lightning.TRAINED
     if not {lightning.LIGHTNING, trained} <= saved.tree.keys():
@@ -147,7 +148,7 @@ def _settle_averages(saved: SavedTree, model: TreePath) -> None:
 
 
 def _separate(saved: SavedTree) -> None:
-    """Separates an optimizer's keys that were mixed with the model's (`{**model, **optimizer}`)."""
+    """Moves an optimizer's keys out of a dictionary `{**model, **optimizer}`, below a new key."""
     tree = saved.tree
     if not is_optimizer(tree):
         return

@@ -104,7 +104,12 @@ def refuse_parts(
 def refuse_unnamed_parts(
     saved: SavedTree, model: Mapping[str, Any], optimizer: OptimizerState, weights_only: bool
 ) -> None:
-    """Does the same as `refuse_parts` for an optimizer whose numbers have no names yet."""
+    """Raises InconsistentCheckpoint if a weight or a moment is only one rank's slice.
+
+    This function is for an optimizer whose numbers have no names yet. A weight is a slice if it has
+    the shape of one rank's shard of any moment; a moment is a slice if it has the shape of one
+    rank's shard of any weight. With `weights_only`, moments are not checked.
+    """
     weights = {name: leaf for name, leaf in model.items() if isinstance(leaf, Leaf) and leaf.shape}
     moments = {
         f"{number}/{key}": leaf
@@ -125,8 +130,8 @@ def _part_among(
 ) -> tuple[str, Leaf, Leaf] | None:
     """Finds the first tensor with the shape of a rank's shard of one of `other_tensors`.
 
-    Returns its name, the tensor, and the other tensor. None if there is none, or if `tensors` are
-    sharded themselves.
+    Returns its name, the tensor, and the other tensor. None if no tensor has such a shape, or if
+    one of `tensors` is sharded itself.
     """
     if any(leaf.sharded for leaf in tensors.values()):
         return None

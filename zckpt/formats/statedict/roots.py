@@ -71,9 +71,10 @@ class Roots(Struct, frozen=True):
         weights: Mapping[TreePath, Mapping[Any, Any]],
         optimizers: Mapping[TreePath, OptimizerState],
     ) -> Roots:
-        """These models, and one more for each dictionary of weights that has no optimizer.
+        """Adds a model for each dictionary of weights that no optimizer trains.
 
-        `weights` are these dictionaries by path; `optimizers` are all optimizers.
+        `weights` are these dictionaries by path; `optimizers` are all optimizers. The result has
+        the models of this object and the added ones.
         """
         roots_of_weights = (Root(dotted(path), path) for path in weights)
         fitting = {
@@ -163,7 +164,7 @@ class Roots(Struct, frozen=True):
     def omitted(self, chosen: Root) -> list[Notice]:
         """A note that lists the state dicts which `--root` leaves out.
 
-        `chosen` is the model that it selects, with its optimizers.
+        `chosen` is the model that `--root` selects, with its optimizers.
         """
         other_paths = [root.model for root in self.roots if root.model != chosen.model]
         other_paths += [path for root in self.roots for path in root.optimizers]
@@ -258,8 +259,8 @@ def _has_shapes(model: Mapping[Any, Any], optimizer: OptimizerState) -> bool:
 def _by_words(optimizer: TreePath, models: Sequence[TreePath]) -> list[TreePath]:
     """The models whose keys have the same words as an optimizer's key.
 
-    If there is none: the models whose words match if one of the two is abbreviated, such as `g` of
-    `optimizer_g` and `generator`.
+    If no model has the same words, the result has the models with abbreviated or longer words: `g`
+    of `optimizer_g` abbreviates `generator`.
     """
     words = _words(optimizer)
     equal = [path for path in models if _words(path) == words]

@@ -58,8 +58,8 @@ def refuse_weights(
     """Raises InconsistentCheckpoint if weights of one model are ranks' slices.
 
     The error names one of the weights. `place` is the model's path in the tree, `names` maps its
-    keys to the names in `model`. `listed` are the names that the optimizers list; None if there are
-    none, or if no file shows them. `buffers` are the globs of `--buffers`.
+    keys to the names in `model`. `listed` are the parameter names that the optimizers list; None
+    without optimizers, and if no file shows these names. `buffers` are the globs of `--buffers`.
     """
     differing = {
         names[item.path[-1]]: item
@@ -166,8 +166,9 @@ def _is_kept_apart(
 ) -> bool:
     """Whether an optimizer, by design, keeps different values of this state on each rank.
 
-    Its name shows it; or it is not a usual moment, and the parameter's moments are the same on all
-    ranks. `differing` are all states that differ, as pairs of parameter and key.
+    It does if the state's name shows this. It also does if the state is not a usual moment, and the
+    usual moments of the parameter (`member`) are the same on all ranks. `differing` are all states
+    that differ between ranks, as pairs of parameter and key.
     """
     if key in ELEMENTWISE:
         return False
@@ -190,9 +191,9 @@ def omitted(key: str) -> Notice:
 
 
 def entry_of(place: TreePath, kept: Collection[TreePath]) -> TreePath:
-    """The shortest prefix of the path `place` that leads to none of the `kept` state dicts.
+    """The shortest beginning of the path `place` that is not the beginning of a `kept` path too.
 
-    The value there can be removed from the tree without losing them.
+    The value at this shorter path can be removed from the tree; all values at `kept` paths remain.
     """
     ends = range(1, len(place) + 1)
     return next(place[:end] for end in ends if not any(path[:end] == place[:end] for path in kept))
@@ -205,9 +206,10 @@ def omit_slices(
 ) -> dict[TreePath, dict[Any, Any]]:
     """Leaves out models whose tensors are one rank's slices; returns the other models by path.
 
-    Lists of slices are left out too. A directory of torch.distributed.checkpoint may contain one
-    rank's slice of a plain tensor, such as an average (EMA) of `to_local()`. Raises
-    InconsistentCheckpoint if such a model has a usual key of the trained model, such as `model`.
+    Lists of such tensors are left out too. A directory of torch.distributed.checkpoint may contain
+    one rank's slice of a plain tensor, such as an average (EMA) of `to_local()`. Raises
+    InconsistentCheckpoint if these slices seem to be the trained model: if their key is a usual
+    one, such as `model`.
     """
     wholes = by_key(
         (str(name), leaf)
@@ -243,7 +245,8 @@ def omit_parts(
 ) -> list[TreePath]:
     """Leaves out averages of weights that ranks saved as slices, though the model is complete.
 
-    Such averages have names of the model, but another shape on some rank. Returns their paths.
+    Such averages have the names of the model's weights, but another shape on at least one rank.
+    Returns the paths that were removed from the tree.
     """
     shapes = by_key(
         (str(name), leaf.shape)

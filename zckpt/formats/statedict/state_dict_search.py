@@ -8,8 +8,8 @@ dicts are recognized by their content. An optimizer's state dict has one of thre
     flat      {"state.<name>.exp_avg": ..., "param_groups.<name>.lr": ...}: groups are lost
     raw       as nested, with numbers instead of names; numbers run through all groups
 
-torch_checkpointing's `optimizer_transform_pre` turns a raw one into a nested one, whose groups list
-their parameters under `param_names` instead of `params` (0.1.1).
+torch_checkpointing's `optimizer_transform_pre` turns a raw state dict into a nested one. Its groups
+list their parameters under `param_names` instead of `params` (0.1.1).
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def read_optimizer(state_dict: dict[Any, Any]) -> OptimizerState:
 def _flat(state_dict: dict[Any, Any]) -> OptimizerState:
     """The optimizer's states and groups from a flat state dict.
 
-    A flat state dict has hyper-parameters per parameter; parameters with equal ones become a group.
+    A flat state dict has separate hyper-parameters for every parameter. Parameters whose
+    hyper-parameters are equal become a group.
     """
     state: dict[str, dict[str, Any]] = {}
     hyper: dict[str, dict[str, Any]] = {}
@@ -274,9 +275,9 @@ def value_at(tree: Any, path: TreePath) -> Any:
 def is_buffer(name: str, leaf: Leaf, sharded: bool) -> bool:
     """Whether a tensor is a buffer, for state dicts that do not state their buffers.
 
-    It is one if no optimizer could train its type, or if it has a name that modules usually give to
-    buffers. If the ranks' parameters are sharded (`sharded`), a tensor that is not sharded is a
-    buffer too, unless it has a single row, because then it may be a parameter that cannot be
+    A tensor is a buffer if no optimizer could train its type, or if modules usually give its name
+    to buffers. If the ranks' parameters are sharded (`sharded`), an unsharded tensor is a buffer
+    too. An unsharded tensor with a single row does not count: it may be a parameter that cannot be
     divided.
     """
     whole = sharded and leaf.sharded is False and leaf.shape[:1] != (1,)
@@ -296,8 +297,8 @@ def is_extra(key: Any) -> bool:
 def without(tree: Any, paths: set[TreePath], path: TreePath = ()) -> Any:
     """The tree without the state dicts at `paths`; containers that become empty are removed too.
 
-    In a list with other items, None replaces them. For the path (), the tensors at the top of the
-    tree are removed. `path` is where `tree` itself lies.
+    In a list that keeps other items, None replaces a removed state dict. If `paths` has the path
+    (), the tensors at the top of the tree are removed. `path` is the path of `tree` itself.
     """
     if () in paths and not path:
         values = {key: value for key, value in tree.items() if not isinstance(value, Leaf)}

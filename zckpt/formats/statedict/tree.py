@@ -63,8 +63,10 @@ def dotted(path: TreePath) -> str:
 def put(tree: Any, path: TreePath, value: Any, room: int) -> int:
     """Sets the value at a path of a tree; an integer in the path is an index in a list.
 
-    Missing dictionaries and lists on the way are created. All lists together may grow by `room`
-    elements; returns how many remain. Raises CorruptCheckpoint for a path that does not fit.
+    Missing dictionaries and lists on the way are created. `room` is the number of elements by which
+    all lists together may grow; returns how many of these are left. Raises CorruptCheckpoint for a
+    path that leads through a value that is no container, has a value already, or needs more
+    elements than `room`.
     """
     container = tree
     for key, following in pairwise((*path, None)):
@@ -97,17 +99,18 @@ def put(tree: Any, path: TreePath, value: Any, room: int) -> int:
 
 
 def no_twin() -> None:
-    """Returns None: the `find_twin` of a `Leaf` whose checksums are unknown."""
+    """The `find_twin` of a `Leaf` whose checksums are unknown: None means unknown."""
 
 
 class Leaf(Struct, frozen=True, eq=False):
     """One full tensor in a tree of state dicts: its type, its shape, and its byte ranges in files.
 
     Two leaves with equal `memory` are views of the same bytes. Two leaves with equal `twin` have
-    shards of the same shapes with equal checksums; to compute it, files may have to be opened. Both
-    are None if unknown. `number` reads the value of a 0-d tensor. `sharded` states whether ranks
-    hold shards of the tensor, whose shapes are in `parts`; None if the files do not show that.
-    `name` is the tensor's name in the manifest, if zckpt wrote the files and stated it.
+    shards of the same shapes with equal checksums; zckpt may have to open files to compute `twin`.
+    `memory` and `twin` are None if they are unknown. `number` reads the value of a 0-d tensor.
+    `sharded` states whether ranks hold shards of the tensor; None if the files do not show that.
+    `parts` are the shapes of these shards. `name` is the tensor's name in the manifest, if zckpt
+    wrote the files and stated the name.
     """
 
     dtype: str
@@ -167,14 +170,14 @@ class SavedTree(Struct, eq=False):
 
     `root` is the path of the checkpoint, `origin` becomes the manifest's `source`.
     `files` are the paths of its files, `records` the byte ranges with the files' checksums.
-    `siblings` are other files in the directory; `omitted_files` are those that are only compared.
+    `siblings` are other files in the directory. `omitted_files` are such files that no target gets.
     `omitted` and `warnings` are notices for the manifest.
     `orders` is for an optimizer that numbers parameters: lists of numbers, each in the order of the
     model's parameters; by default one list per group.
     `models` are the keys of several models, if separate files show that these are models.
-    `beside` is the key invented for optimizer entries that were mixed with the model's.
+    `beside` is the key that zckpt gave to an optimizer whose keys were mixed with the model's.
     `record` are the facts that zckpt wrote beside the state dicts (own_facts.py); `stated_of` has
-    them for each model, by its path in the tree.
+    these facts for each model, by the model's path in the tree.
     `folders` are the folders of model and optimizer, if these are separate.
     `in_order` states whether the model's names are in the program's order (safetensors sorts them).
     `unused` are byte ranges of the files that belong to no value.
@@ -185,12 +188,12 @@ class SavedTree(Struct, eq=False):
     state dict, whether the optimizer's names lack PEFT's prefixes, and the file with everything.
     `extra_states` are the optimizers' values beside the states of parameters.
     `likely` are optimizers that fit the only model that is read.
-    `different` are values that differ between ranks, `of_ranks` the other ranks' values, by file;
+    `different` are values that differ between ranks. `of_ranks` are other ranks' values, by file.
     `uncompared` counts tensors that were not compared.
-    `buffers_named` states whether `--buffers` matched some of its tensors.
+    `buffers_named` states whether `--buffers` matched some of the model's tensors.
     `share` is the reason why an optimizer seems to be only one rank's share.
     `is_numbered` states whether an optimizer numbers its parameters.
-    `laid` are the tables of folders that zckpt has just laid out, by folder.
+    `laid` are the `.metadata` tables, by folder, of folders that zckpt has just laid out.
     """
 
     root: str
@@ -243,7 +246,10 @@ class InPieces(Struct, frozen=True):
     pieces: Sequence[tuple[tuple[int, ...], Any]]
 
     def refused(self, path: str) -> UnsupportedCheckpoint:
-        """The error for such a tensor outside of an optimizer's state; `path` is its key."""
+        """The error for a tensor of this class outside of an optimizer's state.
+
+        `path` is the tensor's key.
+        """
         return UnsupportedCheckpoint(
             "type-unsupported",
             f"{path} is a sharded tensor of the class {self.name}, which zckpt does not read",
@@ -313,7 +319,7 @@ def leaves(file: TorchFile, value: Any, names: Iterator[str] | None = None) -> A
 
 
 def missing_number() -> Any:
-    """Returns None: the `number` of a `Leaf` whose file is lost."""
+    """The `number` of a `Leaf` whose file is lost: None means unknown."""
 
 
 def number_of(stored: SavedTensor) -> Callable[[], Scalar]:
@@ -330,7 +336,7 @@ def number_of(stored: SavedTensor) -> Callable[[], Scalar]:
 class TensorPiece(Struct, frozen=True):
     """One shard of a tensor: elements [offset, offset + size) along every axis, stored in a file.
 
-    They begin at element `first` of the byte range `extent`; `strides` count elements.
+    The shard begins at element `first` of the byte range `extent`; `strides` count elements.
     """
 
     offsets: tuple[int, ...]
@@ -437,9 +443,9 @@ def assembled_rows(
 
 
 def _rows(dtype: str, shape: Sequence[int], pieces: Sequence[TensorPiece]) -> Runs | None:
-    """The byte ranges of a tensor whose shards are consecutive full rows; None for others.
+    """The byte ranges of a tensor whose shards are consecutive full rows.
 
-    Other shards may still be valid.
+    None for a tensor with other shards, which may be valid too.
     """
     inner, size, stop = tuple(shape[1:]), SIZES[dtype], 0
     row = prod(inner)
@@ -463,7 +469,7 @@ def _rows(dtype: str, shape: Sequence[int], pieces: Sequence[TensorPiece]) -> Ru
 
 
 def _overlap(fragments: Fragments, pieces: Sequence[TensorPiece], shape: Sequence[int]) -> bool:
-    """Whether two shards overlap, if all together have the tensor's number of elements."""
+    """Whether two shards overlap, for shards whose elements add up to the tensor's number."""
     if isinstance(fragments, Runs):
         ends = [fragment.stop for fragment in fragments]
         return ends[:-1] != [fragment.start for fragment in fragments.listed[1:]]

@@ -40,7 +40,8 @@ def weights_of(path: str) -> tuple[dict[str, Leaf], list[Record]]:
 def zero_scalars(path: str, tensors: Mapping[str, Leaf]) -> list[Notice]:
     """A warning about 0-d weights that are 0: a fault of torch may have lost their values.
 
-    Only for files without metadata, because torch writes none. Empty if there is no such weight.
+    Empty if the tensors have no such weight, and for files with metadata, which torch did not
+    write.
     """
     numbers = {
         name: leaf.number

@@ -45,8 +45,8 @@ class StateDicts:
     """The state dicts that a torch program would save: values and blank tensors by path.
 
     `format` is the target's format; groups of a source with the same format are copied unchanged.
-    `layout` is that of the optimizer's keys, nested or flat; None keeps the source's, or uses
-    nested.
+    `layout` states how the optimizer's keys are written, nested or flat; with None, as in the
+    source, or nested if the source has no such layout.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class StateDicts:
         self.numbers = {name: number for number, name in enumerate(members)}
 
     def _put_steps_in_groups(self) -> None:
-        """Writes steps into the groups, if the source's optimizer keeps them there.
+        """Writes steps into the groups, if the source's optimizer keeps them in groups.
 
-        A group with several steps prevents this for all groups. Apex's FusedAdam restarts at 1 if
-        its group has no step. Some optimizers keep steps elsewhere, but also an unused number in
-        their groups; it is written again.
+        If one group has several steps, no group gets a step. Apex's FusedAdam counts from 1 again
+        if its group has no step. Some optimizers keep the steps elsewhere and have an unused `step`
+        in their groups; this unused number is copied.
         """
         steps = steps_of_groups(self.source, len(self.groups))
         in_group = self.step_place.where == "group"
@@ -125,9 +125,9 @@ class StateDicts:
                 yield from flattened((str(key),), value)
 
     def omit_larger(self, most: int) -> list[tuple[Any, int]]:
-        """Leaves out keys of the program's own state that have more than `most` values.
+        """Leaves out the keys of the program's own state that contain more than `most` values each.
 
-        Returns these keys with their numbers of values.
+        Returns the omitted keys, each with its number of values.
         """
         if self.options.weights_only:
             return []
@@ -138,9 +138,10 @@ class StateDicts:
         return large
 
     def _is_taken(self, path: TreePath) -> bool:
-        """Whether a path of the program's own state is already that of a state dict in the target.
+        """Whether a state dict of the target needs the path of a value in the program's own state.
 
-        DeepSpeed keeps its client state separately, so any name is possible there.
+        `path` is the path of this value. DeepSpeed keeps the program's own values apart from the
+        state dicts, so their keys may have any names.
         """
         if not self.model and path[0] in self.names:
             return True
@@ -152,7 +153,7 @@ class StateDicts:
         return any(path[: len(own)] == own[: len(path)] for own in taken)
 
     def collisions(self) -> list[Notice]:
-        """A note on the program's own values that are left out because their keys are used."""
+        """A note on the program's own values that are left out: state dicts need their keys."""
         if self.options.weights_only:
             return []
         lost = [dotted(path) for path, _ in self._client_items() if self._is_taken(path)]
@@ -184,8 +185,9 @@ class StateDicts:
     def unsaid(self) -> dict[str, Any]:
         """The facts that zckpt writes beside the state dicts, because these cannot state them.
 
-        They are the names that are aliases, buffers, frozen, or inferred, and the class that
-        `--optimizer` names, which decides where the step is.
+        The facts are the names of aliases, of buffers, of frozen parameters and of inferred
+        parameters, and the optimizer's class from `--optimizer`. A reader needs the class to find
+        the step.
         """
         source = self.source
         frozen = [name for name, parameter in source.parameters.items() if not parameter.trainable]

@@ -1,8 +1,8 @@
 """Checks that the values in manifest.json do not contradict each other.
 
-A checksum shows that bytes changed. It does not show contradictions that an older zckpt, or a
-program that edits the file, wrote. If a parameter were missing in one list, it would be lost
-silently in every target.
+A checksum shows that bytes changed. It does not show contradictions that were written by an older
+zckpt, or by a program that edits the file. For example, a parameter that is missing in one of the
+manifest's lists would be lost silently in every target.
 """
 
 from __future__ import annotations

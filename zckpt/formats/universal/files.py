@@ -4,11 +4,13 @@
     OUT/model.safetensors         the module's weights and buffers
     OUT/master.safetensors        fp32 master weights
     OUT/exp_avg.safetensors ...   one file per optimizer state
-    OUT/state.safetensors         tensors inside the rest of the state
+    OUT/state.safetensors         tensors among other saved values, such as a program's own state
     OUT/siblings/                 other files of a trainer's directory
-    OUT/around/                   other files in the directory that contains a numbered folder
+    OUT/around/                   other files of the numbered folder (such as step3/) that contained
+                                  the checkpoint's folder
 
-There is no pickle in it. The version of the format is 1; keys are added, never changed.
+None of zckpt's own files is a pickle. The version of the format is 1; keys are added, but never
+changed.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ KEYS = (b'"zckpt"', b'"source"', b'"step"', b'"optimizer"')
 
 
 def detect(path: str) -> list[str]:
-    """One empty tag if `path` has a manifest that zckpt wrote, or files whose manifest is lost.
+    """[""] (a checkpoint without tags) if `path` is a universal checkpoint; else an empty list.
 
-    Otherwise an empty list.
+    It is one if it has a manifest that zckpt wrote, or files whose manifest was lost.
     """
     name = os.path.join(path, MANIFEST)
     if sources.is_file(name):

@@ -1,11 +1,13 @@
 """Finds the bit that was flipped in a damaged manifest.json.
 
-The manifest states the CRC-32 of its contents (`agreement.checksum`), not of its bytes. So a bit is
-flipped back and the text is parsed again: if the contents then have the stated CRC-32, it was this
-bit. If the text is not valid JSON, the bits near the position of the error are tried. Otherwise
-these are tried: the bits of the stated CRC-32; the one bit of the contents that explains the
-difference from it; and bits of words and keys that occur only once in the text, as a damaged name
-does.
+The manifest states the CRC-32 of its contents (`agreement.checksum`), not of its bytes. To test a
+bit, this module flips it back and parses the text again. If the contents then have the stated
+CRC-32, this bit was the flipped one. Only likely bits are tested:
+
+    the text is no valid JSON    the bits near the position of the error
+    the text is valid JSON       the bits of the stated CRC-32; the bit of the contents whose flip
+                                 gives the computed CRC-32 instead of the stated one; bits of words
+                                 and keys that occur only once in the text, as a damaged name does
 """
 
 from __future__ import annotations
@@ -85,9 +87,9 @@ def _bits(text: bytes, start: int, stop: int) -> Iterator[Bit]:
 def _in_contents(text: bytes, document: dict[str, Any]) -> Iterator[Bit]:
     """Yields the bits of the text whose flip may explain the wrong CRC-32.
 
-    The difference of the two CRC-32s shows which bit of the canonical contents was flipped (the
-    sorted JSON from which the CRC-32 is computed). The text has its keys in another order, so the
-    bytes around this bit are searched in it.
+    The stated and the computed CRC-32 together show which bit of the canonical contents was flipped
+    (the sorted JSON from which the CRC-32 is computed). The text may list its keys in another order
+    than the canonical contents. So the bytes around the flipped bit are searched for in the text.
     """
     stated = document.get("crc32")
     if not isinstance(stated, str) or not re.fullmatch("[0-9a-f]{8}", stated):
@@ -106,7 +108,7 @@ def _in_contents(text: bytes, document: dict[str, Any]) -> Iterator[Bit]:
 def _in_names(text: bytes) -> Iterator[Bit]:
     """Yields bits whose flip turns a word that occurs once into another word of the text.
 
-    Then it yields all bits of the keys that occur once.
+    After these, yields all bits of the JSON keys that occur once.
     """
     words: dict[bytes, list[int]] = {}
     for match in WORD.finditer(text):

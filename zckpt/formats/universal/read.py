@@ -59,9 +59,10 @@ ENDING = ".safetensors"
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
-    """The manifest of a universal checkpoint; it needs no option in `reading`.
+    """The manifest of a universal checkpoint.
 
-    Raises IncompleteCheckpoint (no manifest), UnsupportedCheckpoint (a newer version) and
+    Of `reading`, only `weights_only` matters: with it, files of the optimizer may be missing or
+    damaged. Raises IncompleteCheckpoint (no manifest), UnsupportedCheckpoint (a newer version) and
     CorruptCheckpoint (a manifest that is damaged or contradicts itself).
     """
     name = os.path.join(path, MANIFEST)
@@ -114,7 +115,7 @@ def _is_of_optimizer(file: str) -> bool:
 
 
 def _slot_of(file: str) -> str:
-    """The kind of a safetensors file's tensors, by its name: `param`, `master`, `exp_avg`, ..."""
+    """The kind of tensors in a safetensors file, by its name: `param`, `master`, `exp_avg`, ..."""
     stem = os.path.basename(file).removesuffix(ENDING).split("-")[0]
     return "param" if stem == "model" else stem
 
@@ -122,8 +123,9 @@ def _slot_of(file: str) -> str:
 def shells_of(path: str, chosen: Manifest) -> Manifest:
     """The manifest of files that were just laid out for `chosen`, before their tensors are filled.
 
-    The files' headers state each tensor's byte range. Everything else comes from `chosen`, as in
-    manifest.json. Raises CorruptCheckpoint for facts that a manifest may not state.
+    The files' headers state each tensor's byte range. Everything else is taken from `chosen`, of
+    which manifest.json has a copy. Raises CorruptCheckpoint for facts that a manifest may not
+    state.
     """
     stored, files = _stored(path, ())
     entries = {}
@@ -345,7 +347,10 @@ def _records(path: str, listed: Mapping[str, Any]) -> tuple[Record, ...]:
 
 
 def _groups(document: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
-    """The hyper-parameters of the groups; former tuples, such as betas, become tuples again."""
+    """The hyper-parameters of the groups; None if the manifest has no groups.
+
+    JSON has lists where the groups had tuples, such as betas; these become tuples again.
+    """
     groups = document["groups"]
     if not all(isinstance(group, dict) for group in groups or ()):
         raise TypeError("groups are not dictionaries")
@@ -361,7 +366,7 @@ def _groups(document: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
 
 
 def _listed_files(entries: Mapping[Key, Entry]) -> set[str]:
-    """The files of entries whose byte ranges the manifest lists."""
+    """The files that the byte ranges in manifest.json (the key `fragments`) refer to."""
     return {
         fragment.extent.file
         for entry in entries.values()
@@ -373,8 +378,8 @@ def _listed_files(entries: Mapping[Key, Entry]) -> set[str]:
 def _require_room(path: str, entries: Mapping[Key, Entry], files: Collection[str]) -> None:
     """Raises CorruptCheckpoint if the tensors have more bytes than the files that contain them.
 
-    Then some tensors share bytes. A small manifest could list the same bytes as a million tensors,
-    and reading would never end.
+    In such a checkpoint, some tensors share bytes. A small manifest could list the same bytes as a
+    million tensors, and reading would never end.
     """
     stated_bytes = sum([entry.length for entry in entries.values()])
     room = sum([sources.size(file) for file in {*files}])
@@ -426,9 +431,11 @@ def _origin(
 def _stored(
     path: str, listed: Collection[str]
 ) -> tuple[dict[Key, safefile.SavedTensor], list[str]]:
-    """The tensors of the listed safetensors files, by name and slot; and the files' paths.
+    """The tensors of the listed safetensors files, and the files' paths.
 
-    If no file is listed, as while files are being written, all files are read.
+    The tensors are mapped by parameter name and kind (`param`, `master`, `exp_avg`, ...). If
+    `listed` is empty, as it is while files are being written, all safetensors files in the folder
+    are read.
     """
     tensors: dict[Key, safefile.SavedTensor] = {}
     files = []
@@ -473,8 +480,8 @@ def _listed(path: str, name: str, entry: Mapping[str, Any]) -> Runs:
 def check(manifest: Manifest) -> list[Notice]:
     """Compares each file that a conversion copies unread with the CRC-32 that the manifest states.
 
-    These files have no tensors, so no other check compares them. Called before a conversion writes
-    anything. Raises CorruptCheckpoint.
+    These files have no tensors, so no other check reads them. Called before a conversion writes
+    anything. Raises CorruptCheckpoint if a file differs.
     """
     beside = (*manifest.files.siblings, *manifest.files.around)
     siblings = {sibling.path for sibling in beside}

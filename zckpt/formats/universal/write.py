@@ -133,9 +133,9 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 def with_defaults(source: Manifest, options: Options) -> Manifest:
-    """The source with the hyper-parameters of `--group-defaults`, if it stores none.
+    """The source, with the values of `--group-defaults` if it stores no hyper-parameters.
 
-    For example, DeepSpeed's elastic files store none.
+    For example, DeepSpeed's elastic files store no hyper-parameters.
     """
     inferred = are_inferred(source)
     if not (source.groups is None or inferred) or not options[GROUP_DEFAULTS]:
@@ -193,10 +193,10 @@ def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
 
 
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
-    """Writes the manifest again, with the CRC-32 of every tensor and file.
+    """Writes manifest.json again, with the CRC-32 of every tensor and file.
 
-    It was also written before the copy: without it, readers would not recognize the files as a
-    checkpoint, and its size is part of the report.
+    `lay_out` has written the manifest before the tensors were copied: without a manifest, readers
+    would not recognize the files as a checkpoint, and the report counts the manifest's bytes.
     """
     document = describe(manifest, outcome.digests.get(0, {}).get)
     files = dict(outcome.files)
@@ -272,7 +272,7 @@ def _without_text(notice: Notice) -> dict[str, Any]:
 
 
 def _entry(entry: Entry, digest: int | None) -> dict[str, Any]:
-    """An entry as JSON; without a digest if its contents are unknown."""
+    """A tensor's entry as JSON; its CRC-32, `digest`, is included unless it is None (unknown)."""
     described = {"dtype": entry.dtype, "shape": entry.shape}
     return described if digest is None else {**described, "crc32": f"{digest:08x}"}
 
@@ -315,7 +315,11 @@ def _entry_line(entry: Mapping[str, Any]) -> str:
 
 
 def _parameter_line(parameter: Mapping[str, Any]) -> str:
-    """A parameter as one line of JSON; `_line` is needed for texts, and for numbers of any type."""
+    """A parameter as one line of JSON.
+
+    Most parameters are written by `_entry_line`. `_line` writes a parameter that has aliases,
+    states of one number, or a step that is no integer.
+    """
     is_plain = type(parameter["step"]) in (int, type(None))
     is_plain = is_plain and not (parameter["scalars"] or parameter["aliases"])
     return (_entry_line if is_plain else _line)(parameter)

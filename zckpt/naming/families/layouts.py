@@ -1,15 +1,15 @@
 """Fuses and splits tensors for the other program, such as q, k and v of attention.
 
 A function gets one program's tensors as views, and returns the other program's tensors. It opens no
-file. These are the packings, with the tensors in Hugging Face and in Megatron-Core:
+file. These are the packings (ways to fuse), with the tensors in Hugging Face and in Megatron-Core:
 
     same                     one tensor, equal in both programs
-    vocabulary               the same, with or without padding rows
+    vocabulary               one tensor, which may have padding rows in one program
     rows                     gate, up                 [gate; up]
     attention                q, k, v                  per group of heads: [q ... q, k, v]
-    whole attention          [q; k; v]                the same
-    turned                   (in, out)                (out, in)
-    turned whole attention   (in, [q; k; v])          the same, turned
+    whole attention          [q; k; v]                per group of heads: [q ... q, k, v]
+    turned                   (in, out)                (out, in), the transposed matrix
+    turned whole attention   (in, [q; k; v])          per group of heads, and transposed
     experts                  (experts, ...)           one tensor for each expert
 """
 
@@ -144,7 +144,7 @@ def _listed(views: Views) -> str:
 
 
 def _rows_of_heads(shape: Sequence[int], sizes: Sizes) -> list[int]:
-    """How many rows of a fused qkv tensor belong to q, k and v; raises Misfit if it is unknown."""
+    """The numbers of rows of q, k and v in a fused tensor; raises Misfit if a size is unknown."""
     if sizes.heads is None or sizes.kv_heads is None:
         names = ("heads", "kv_heads")
         raise Misfit("", [name for name in names if getattr(sizes, name) is None])

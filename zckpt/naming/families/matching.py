@@ -28,10 +28,7 @@ class NamePlace(Struct, frozen=True):
 
 
 class TensorGroup(Struct, frozen=True):
-    """Source tensors that are converted together by one rule, and the resulting target tensors.
-
-    Both are names of parameters.
-    """
+    """Names of source tensors that are converted together, and of the resulting target tensors."""
 
     rule: FamilyRule
     sources: tuple[str, ...]
@@ -134,8 +131,9 @@ def groups_of(
 def _numbers(rule: FamilyRule, side: str, expert: int | None, count: int) -> Sequence[int | None]:
     """The numbers of the experts whose tensors belong to one group in the program `side`.
 
-    If Hugging Face stacks the experts of a layer in one tensor, the group has the tensors of all
-    `count` experts in Megatron-Core. Otherwise a group belongs to one `expert`, or to none (None).
+    If Hugging Face stacks the experts of a layer in one tensor, a group in Megatron-Core has the
+    tensors of all `count` experts. In any other case there is one number: that of `expert`, or None
+    for tensors that belong to no single expert.
     """
     return range(count) if rule.packing == "experts" and side == MEGATRON else [expert]
 
@@ -170,9 +168,10 @@ def in_module_order(family: Family, names: Iterable[str]) -> list[str]:
 def _place_of(
     family: Family, rule: int, layer: int | None, expert: int | None
 ) -> tuple[int, int, int, int]:
-    """A sort key for the module's order: parameters before the layers, layer by layer, the rest.
+    """A sort key for the order of the module's parameters.
 
-    `rule` is the index of a rule in the family.
+    Parameters before the layers come first, then the parameters of each layer, then those after the
+    layers. `rule` is the index of a rule in the family.
     """
     if layer is not None:
         return 1, layer, rule, expert or 0

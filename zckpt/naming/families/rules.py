@@ -2,9 +2,11 @@
 
 Each family of models is a JSON file: llama.json, qwen3.json, mixtral.json and gpt2.json here, or a
 user's own. Its rules are in the order of `named_parameters()` of transformers 5.23. Names of
-Megatron-Core are those of its local spec (GPTModel 0.16.1). Rules with `only` are for other names
-in one program, which are read but never written: norms of the spec for Transformer Engine, and
-experts with the names in files on the Hub.
+Megatron-Core are those of its local spec (GPTModel 0.16.1).
+
+A program may have two names for the same tensor. The rule with the second name is marked by `only`:
+such names are read but never written. They are the names of norms in the spec for Transformer
+Engine, and of experts in files on the Hub.
 """
 
 import re
@@ -38,8 +40,8 @@ NUMBERS = re.compile(r"\{(.*?)\}")
 class FamilyRule(Struct, frozen=True, forbid_unknown_fields=True):
     """The names of corresponding tensors in both programs; `{layer}` and `{expert}` are numbers.
 
-    `packing` is how one program fuses tensors, by its name in layouts.py. If `only` is set, the
-    rule applies only to sources of this program.
+    `packing` is the name, in layouts.py, of the way in which one program fuses these tensors. If
+    `only` is set, the rule applies only to sources of this program.
     """
 
     hugging_face: tuple[str, ...]

@@ -96,7 +96,7 @@ def sizes_of(
 def _of_config(config: Mapping[str, Any], family: Family, to_hugging_face: bool) -> dict[str, int]:
     """The sizes in a config.json of transformers.
 
-    Raises WrongOption if it belongs to a model of another family.
+    Raises WrongOption if the file is about a model of another family.
     """
     kind = config.get("model_type")
     if isinstance(kind, str) and kind not in family.types:

@@ -203,9 +203,10 @@ class _Translation(Struct, eq=False, dict=True):
         return result
 
     def _fact(self, group: TensorGroup) -> Parameter:
-        """The optimizer group, step and numbers that all parameters of a group must share.
+        """The optimizer group and step that the tensors of a group must share to become one tensor.
 
-        Raises InconsistentCheckpoint if they differ, because these tensors become one tensor.
+        Raises InconsistentCheckpoint if their steps, optimizer states of one number or
+        hyper-parameters differ.
         """
         source, names = self.source, group.sources
         parameters = [source.parameters[name] for name in names]

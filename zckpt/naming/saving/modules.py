@@ -1,8 +1,9 @@
 """Converts a manifest with names of files (`save_pretrained`) to the names of the model's modules.
 
-Then it can be compared with a manifest of the model. The rules convert only from modules to files.
-To apply them in reverse, they are first applied to an artificial manifest, in which every tensor of
-a module is its own file. The result shows which tensors of the real files contain its elements.
+The result can be compared with a manifest of the model. transformers' rules convert only from
+modules to files. To reverse them, they are first applied to an artificial manifest, in which every
+tensor of a module is a file of its own. The result shows which of these tensors each element of the
+real files belongs to.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ def spelled_as(other: Manifest, first: Manifest) -> Manifest:
 
 
 class ModuleSpan(Struct, frozen=True):
-    """A part of a module's tensor that is elements [start, stop) of the file's tensor `name`.
+    """Says that elements [start, stop) of the file's tensor `name` are a part of a module's tensor.
 
-    In the module's tensor, the part begins at element `at`.
+    In the module's tensor, this part begins at element `at`.
     """
 
     at: int
@@ -116,9 +117,9 @@ def as_modules(saved: Manifest, model: Manifest, config: Mapping[str, Any]) -> M
 
 
 def _blank(model: Manifest) -> Manifest:
-    """An artificial manifest for applying the rules: each tensor of the module is its own file.
+    """An artificial manifest in which each tensor of the module is a file with the tensor's name.
 
-    Elements are single bytes, so the byte offset in such a file is the element's index.
+    Every element is one byte, so that the byte offset in such a file is the element's index.
     """
     owners = model.owners
     parameters: dict[str, Parameter] = {}
@@ -137,9 +138,10 @@ def _blank(model: Manifest) -> Manifest:
 def _joined(
     key: Key, shape: tuple[int, ...], places: Sequence[ModuleSpan], parts: Sequence[Entry]
 ) -> Entry | None:
-    """The module's tensor `key`, joined from the tensors `parts` in the files.
+    """The module's tensor with this key and shape, joined from tensors in files (`parts`).
 
-    `places` says which elements of each it gets. None if types or sizes do not fit.
+    `places` says, for each of the `parts`, which of its elements belong to the module's tensor, and
+    where. None if types or sizes do not fit.
     """
     if len(parts) < len(places) or len({entry.dtype for entry in parts}) > 1:
         return None

@@ -1,9 +1,9 @@
-"""Selects a model's saving rules by its configuration, and applies them to parameter names.
+"""Selects the rules by which transformers saves a model, and applies them to parameter names.
 
-A model may contain other models, such as the text model of LLaVA. Each inner model may have its own
-rules, by its class or else its type, which apply to names below its path. The configuration says
-which inner models there are. This follows `get_model_conversion_mapping` and
-`revert_weight_conversion` of transformers 5.24.
+A model may contain other models, such as the text model of LLaVA, as its configuration says. An
+inner model may have rules of its own, which are found by its class or, if there are none, by its
+`model_type`. They apply to the names of its parameters only. This follows
+`get_model_conversion_mapping` and `revert_weight_conversion` of transformers 5.24.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Step = Sequence[Any]
 class NameMatch(Struct, frozen=True):
     """A match of a rule in a name: the text before `matched_text`, that text, and the text after.
 
-    `number` is the index of the rule's source pattern, and `group` the text of its first regex
-    group.
+    A rule has several patterns: `number` is the index of the one that matches, and `group` the text
+    of its first regex group.
     """
 
     before: str
@@ -49,8 +49,8 @@ class SavingRule(Struct, frozen=True):
     """A rule that renames tensors: in names that match a source pattern, the match is replaced.
 
     With `steps`, the tensors of all source patterns together are converted to the tensors of all
-    targets. `scope` is the path of the inner model to which the rule applies, without `prefix`;
-    None for rules of the full model.
+    targets. `scope` is the path of the inner model to which the rule applies, or None if the rule
+    applies to the full model. A name may begin with `scope`, or with `prefix` and `scope`.
     """
 
     pattern: re.Pattern[str]
@@ -61,7 +61,10 @@ class SavingRule(Struct, frozen=True):
     prefix: str
 
     def match(self, name: str) -> NameMatch | None:
-        """Where the rule matches in a name; None if it does not match."""
+        """Where the rule matches in a name.
+
+        None if no pattern matches, or if the name is outside of the rule's scope.
+        """
         front = ""
         if self.scope is not None:
             scope = f"{self.scope}." if self.scope else ""
@@ -94,8 +97,9 @@ class SavingRule(Struct, frozen=True):
 class SavingRules(Struct, frozen=True):
     """The rules of a model, in the order in which they are applied.
 
-    `renames` are rules without steps, `converters` those with steps. A name that contains one of
-    the `marks` is already a name of files. `sizes` are numbers of the configuration, for steps.
+    `renames` are rules without steps, `converters` those with steps. If a name contains one of
+    `marks`, it is a name of files already, and is not converted. `sizes` are numbers of the model's
+    configuration, which steps need.
     """
 
     renames: Sequence[SavingRule]
@@ -110,7 +114,7 @@ class SavingRules(Struct, frozen=True):
         return name
 
     def converter(self, name: str) -> tuple[SavingRule, NameMatch] | None:
-        """The first rule with steps that matches a name, and the match; None without one."""
+        """The first rule with steps that matches a name, and the match; None if there is none."""
         for rule in self.converters:
             if match := rule.match(name):
                 return rule, match
@@ -129,7 +133,10 @@ class SavingRules(Struct, frozen=True):
 
 
 def rules_of(config: Mapping[str, Any]) -> SavingRules | None:
-    """The saving rules of the model that config.json describes; None if it needs none."""
+    """The saving rules of the model that config.json describes.
+
+    None if transformers saves this model under the names of its modules.
+    """
     classes, kind = config.get("architectures"), config.get("model_type")
     name = str(classes[0]) if isinstance(classes, list) and classes else ""
     about = _models().get(name) or {"type": kind, "prefix": "", "modules": []}
@@ -164,7 +171,8 @@ def _inside(
 ) -> Iterator[Inner]:
     """Yields the inner models of a model, at all depths, according to its configuration.
 
-    `about` is the model's row in the table, and `above` the path of the model.
+    `about` is the table's entry on the outer model, which lists the paths at which models may be.
+    `above` is the path of the outer model.
     """
     outer_paths: list[str] = []
     for path, name, kind, where, chooser in about["modules"]:
@@ -244,5 +252,5 @@ def _table() -> dict[str, Any]:
 
 @cache
 def _models() -> dict[str, dict[str, Any]]:
-    """The table's rows about models, by the name of the class."""
+    """The table's entries on model classes, by the name of the class."""
     return {name: item for item in _table()["models"] for name in item["classes"]}

@@ -1,4 +1,4 @@
-"""The operations of a saving rule; each one gets all tensors of the rule and returns all.
+"""The operations of a saving rule, which are applied one after the other to the rule's tensors.
 
     cut       cuts into equal parts along an axis: one per target, or as many as a size states
     join      concatenates along an axis
@@ -30,10 +30,10 @@ def converted(
     steps: Sequence[Sequence[Any]],
     size: Callable[[str], int],
 ) -> Tensors:
-    """Applies the steps of a rule to its source tensors; returns the tensors by target.
+    """Applies the steps of a rule to its source tensors; returns the new tensors by name.
 
-    `views` has the source tensors by the index of the source pattern in the rule. `size` returns a
-    number of the configuration. Raises ValueError if sizes do not fit.
+    `views` has the source tensors by the index of the rule's source pattern that matched. `size`
+    returns a number of the model's configuration. Raises ValueError if sizes do not fit.
     """
     tensors = {str(number): view for number, view in sorted(views.items())}
     for name, *arguments in steps:

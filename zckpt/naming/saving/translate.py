@@ -41,7 +41,7 @@ def as_saved(manifest: Manifest, config: Mapping[str, Any]) -> Manifest:
 class NameGroup(Struct, eq=False):
     """Names of tensors that are converted together, by the index of the rule's source pattern.
 
-    Without a rule, it is a single name that is only renamed.
+    If `rule` is None, there is only one name, and its tensor is not changed.
     """
 
     rule: SavingRule | None
@@ -52,7 +52,7 @@ class NameGroup(Struct, eq=False):
 def _groups(rules: SavingRules, names: Sequence[str]) -> dict[str, NameGroup]:
     """Groups the names of tensors that are converted together.
 
-    The key of a group is its new name, or the first of several new names.
+    A group's key is the new name of its tensors, or the first one if there are several.
     """
     groups: dict[str, NameGroup] = {}
     for name in names:
@@ -154,7 +154,7 @@ class _Translation(Struct, eq=False, dict=True):
     def _is_whole(self, group: NameGroup, parts: Mapping[int, Entry]) -> bool:
         """Whether the tensors of one slot (such as `exp_avg`) in a group can be converted.
 
-        All must exist, with one type and the shapes of their weights.
+        This needs a tensor for each weight of the group, of the same shape, and all of one type.
         """
         parameters = self.source.parameters
         fits = all(

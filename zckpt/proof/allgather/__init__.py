@@ -2,13 +2,13 @@
 
 Every process reads some ranks' parts (shards) of the flat buffers, and torch.distributed gathers
 them. The parameters are then cut out of the buffers by the engine's rule (`formats/*/gather.py`,
-with the classes of `core/ranks/partition.py`), not by zckpt's manifest. So a wrong manifest is
-detected: only the parser of the files is the same as for a conversion. The other checkpoint is read
-through its manifest.
+with the classes of `core/ranks/partition.py`). zckpt's manifest (its table of where the bytes of
+each tensor are) is not used for this checkpoint, so a wrong manifest is detected: only the parser
+of the files is the same as for a conversion. The other checkpoint is read through its manifest.
 
 A bucket is what one all-gather moves: a matrix with a row per rank, whose columns hold elements of
-as many buffers as fit into memory. Tensors are compared as views of this memory. There are two
-buckets at a time: while one is gathered and compared, threads read the next into pinned memory.
+as many buffers as fit into memory. Tensors are compared as views of the bucket's memory. There are
+two buckets at a time: while one is gathered and compared, threads read the next into pinned memory.
 Each process compares a part of the gathered bucket. A tensor that is complete in one file is not
 gathered: each process reads and compares a part of it.
 
@@ -197,8 +197,9 @@ def _unsupported(unsupported: Sequence[Nameless]) -> list[Report]:
 class _Findings(Struct, frozen=True):
     """The results that one process sends to the others.
 
-    A match is a pair of tensors to compare. Differences are keyed by the index of the match, and
-    CRCs by this index, the side (0 or 1) and the range of elements.
+    A match is a pair of tensors to compare. Differences are keyed by the index of the match. A
+    CRC-32 is stored with this index, the side (0 for the gathered checkpoint, 1 for the other one)
+    and the range of elements.
     """
 
     differences: dict[int, Difference]

@@ -22,18 +22,22 @@ from ...core.storage.fragments import Extent
 
 
 class Spread(Partitioned, frozen=True):
-    """A tensor that is complete in one file, divided among the processes.
+    """Packs blocks of tensors into buckets, each of which one all-gather returns.
 
-    It is not gathered: each process reads and compares its part.
+    A bucket is a matrix with a row of elements for each rank, and a block is a rectangle in this
+    matrix whose elements belong to one tensor. A box is a rectangular slice of a tensor, such as a
+    rank's shard. Its geometry is computed here again, independently of `fragments.py`, because
+    `verify --gather` checks readers that use that module. This module does no I/O.
     """
 
 
 class Beside(Struct, frozen=True):
-    """Boxes (shards) of one tensor that lie side by side along `axis` and together fill it.
+    """Boxes (shards) of one tensor that lie side by side along `axis` and together fill this axis.
 
     All boxes have the same ranges along the axes before `axis`, and are complete along the axes
-    after it. So line i of the first box, line i of the second, and so on, form a contiguous range
-    of the tensor. `widths` are the numbers of elements in a line of each box.
+    after it. A line is the part of a box at one index of each axis before `axis`. The boxes' lines
+    at the same index, one after the other, are a contiguous range of the tensor. `widths` has the
+    number of elements in a line of each box.
     """
 
     apart: Joined
@@ -57,17 +61,19 @@ class Beside(Struct, frozen=True):
         return self.apart.length(rank)
 
     def own_range(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """The range of a rank's box in the same lines as elements [start, stop) of the widest box.
+        """The range of the box of `rank` beside elements [start, stop) of the widest box.
 
-        A line is a contiguous range of the tensor.
+        Both ranges are the same lines, but a rank's line may have fewer elements than that of the
+        widest box.
         """
         width, widest = self.widths[rank], max(self.widths)
         return start // widest * width, stop // widest * width
 
     def blocks(self, start: int, stop: int, column: int) -> Iterator[Block]:
-        """Yields the blocks for elements [start, stop) of the widest box and the boxes beside it.
+        """Yields blocks (matrices of elements) with the lines at [start, stop) of the widest box.
 
-        In the bucket (a matrix with a row per rank) they begin at `column` of every row.
+        Each block has these lines of all boxes, joined. In the bucket (a matrix with a row per
+        rank) the elements of every rank begin at `column` of its row.
         """
         member, shape = FlatMember(self.apart.key, self.apart.shape, 0), self.apart.shape
         line, end = start // max(self.widths), stop // max(self.widths)
@@ -88,10 +94,10 @@ class Beside(Struct, frozen=True):
 
 
 def side_by_side(tensor: Joined) -> Iterator[Joined | Beside]:
-    """Groups the boxes (shards) of a tensor: boxes that lie side by side become one `Beside`.
+    """Groups the boxes (shards) of a tensor for an all-gather.
 
-    All other boxes, and boxes that are not complete, are grouped by length, because a bucket's rows
-    are as wide as the longest box in it.
+    Boxes that lie side by side and fill an axis become one `Beside`. All other boxes are grouped by
+    similar length, because the rows of a bucket are as wide as the longest box in it.
     """
     rows: dict[tuple[tuple[int, ...], tuple[int, ...]], list[BoxPart]] = {}
     other_boxes: list[BoxPart] = []
@@ -116,11 +122,12 @@ def side_by_side(tensor: Joined) -> Iterator[Joined | Beside]:
 
 
 def even_lines(sizes: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The number of consecutive lines of a box (shard) that begin at equal distances in the tensor.
+    """How many consecutive lines of a box (shard) begin at equal distances in the tensor.
 
-    A line is a contiguous range of the tensor. `sizes` are the box's sizes along the axes before
-    those of a line. For example, a box that is complete along its second axis has equal distances
-    over both the first and the second axis.
+    A line is a part of the box that is contiguous in the tensor, and `sizes` are the box's sizes
+    along the axes before the line's. Lines along the last of these axes always begin at equal
+    distances. If the box is as long as the tensor along this axis, the lines along the axis before
+    are included, and so on.
     """
     count = 1
     for size, whole in zip(reversed(sizes), reversed(shape[: len(sizes)]), strict=True):
@@ -137,8 +144,8 @@ Cut = Partitioned | Joined | Beside
 class Segment(Struct, frozen=True):
     """Elements [start, stop) of every rank's shard of `part`: a range of columns in a bucket.
 
-    In each row of the bucket they begin at column `at`. For a rank with a shorter shard,
-    `own_range` gives its range.
+    In each row of the bucket (one per rank) these elements begin at column `at`. If a rank's shard
+    is shorter, the method `own_range` of `part` says which elements of the shard are meant.
     """
 
     part: Cut
@@ -153,7 +160,8 @@ class Block(Struct, frozen=True):
     Row i of the block has `columns` elements of the tensor, beginning at start + i * stride.
     Without `pieces`, row i of the block lies in row `row` + i of the bucket. With `pieces`, the
     columns of the block are divided among several boxes: a piece (row, column, columns) says where
-    in the bucket the next `columns` columns begin. All rows of a piece follow each other there.
+    in the bucket the next `columns` columns begin. The rows of a piece lie in one row of the
+    bucket, one after the other.
     """
 
     member: FlatMember
@@ -206,7 +214,7 @@ class Block(Struct, frozen=True):
 class Bucket(Struct, frozen=True):
     """The result of one all-gather: a matrix with a row of `width` elements for each rank.
 
-    With `apart`, nothing is gathered: each process reads and compares only its own rows.
+    If `apart` is True, nothing is gathered: each process reads and compares only its own rows.
     """
 
     dtype: str
@@ -262,9 +270,10 @@ def lines_of(tensor: Joined, rank: int, start: int, stop: int, column: int = 0) 
 
 
 def _joined(segment: Segment, part: Joined) -> Iterator[Block]:
-    """Yields the blocks of a segment of a tensor whose ranks store boxes (rectangular shards).
+    """Yields the blocks (matrices of elements) of a segment of a tensor stored as a box per rank.
 
-    Ranks with shorter boxes have fewer blocks or none.
+    A segment is a range of elements of every rank's box. Ranks with shorter boxes have fewer blocks
+    or none.
     """
     for rank in range(len(part.parts)):
         stop = min(segment.stop, part.length(rank))
@@ -272,9 +281,10 @@ def _joined(segment: Segment, part: Joined) -> Iterator[Block]:
 
 
 def _interleaved(segment: Segment, part: Partitioned) -> Iterator[Block]:
-    """Yields the blocks of a segment of a flat buffer in which all ranks share each tensor.
+    """Yields the blocks of a segment of a flat buffer that divides every tensor among all ranks.
 
-    The shards of the last ranks have padding.
+    A segment is a range of elements of every rank's shard. The shards of the last ranks may end
+    with padding, which belongs to no block.
     """
     ranks = len(part.ranks)
     for member in part.members:
@@ -292,7 +302,11 @@ def _interleaved(segment: Segment, part: Partitioned) -> Iterator[Block]:
 
 
 def _flattened(segment: Segment, part: Partitioned) -> Iterator[Block]:
-    """Yields the blocks of a segment of a flat buffer that is the ranks' shards in order."""
+    """Yields the blocks of a segment of a flat buffer that is divided into one range per rank.
+
+    A segment is a range of elements of every rank's shard. The shards in the order of ranks are the
+    flat buffer, so a tensor may lie in one shard or in several.
+    """
     firsts = [member.first for member in part.members]
     base = 0
     for row in range(len(part.ranks)):
@@ -308,9 +322,9 @@ def _flattened(segment: Segment, part: Partitioned) -> Iterator[Block]:
 
 
 def kind_of(part: Cut) -> tuple[str, int, bool]:
-    """The values that must be equal for two tensors or buffers to share a bucket.
+    """A key: two tensors or buffers can share a bucket only if their keys are equal.
 
-    They are the dtype, the number of ranks, and whether the comparison needs no gathering.
+    The key is the dtype, the number of ranks, and whether the comparison needs no gathering.
     """
     return part.dtype, len(part.ranks), isinstance(part, Spread)
 
@@ -323,9 +337,11 @@ The other checkpoint is read line by line.
 
 
 def buckets(parts: Sequence[Cut], room: int, processes: int) -> Iterator[Bucket]:
-    """Packs tensors and buffers into buckets of at most `room` bytes, for so many `processes`.
+    """Packs tensors and buffers into buckets of at most `room` bytes.
 
-    `parts` of one kind (see `kind_of`) must follow each other: a bucket has one kind.
+    A bucket is gathered by as many processes as `processes` says, so its rows are divided among
+    them. All `parts` of one kind (see `kind_of`) must follow each other, because a bucket has one
+    kind.
     """
     segments: list[Segment] = []
     end, kind, width, lines = 0, ("", 0, False), 0, 0

@@ -32,9 +32,10 @@ def all_gather(world: World, whole: torch.Tensor, part: torch.Tensor) -> None:
 
 
 class BucketBuffers:
-    """The memory of one bucket.
+    """The memory of one bucket: rows that an all-gather joins, and elements to compare them with.
 
-    It has the gathered rows, this process's rows, and the same elements of the other checkpoint.
+    It has the gathered rows of all ranks, the rows that this process reads, and the same elements
+    of the other checkpoint.
     """
 
     def __init__(self, world: World, room: int, other: int) -> None:
@@ -57,7 +58,7 @@ class BucketBuffers:
     def own_rows(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
         """The memory into which this process reads its rows, and its slice of the gathered rows.
 
-        Both are the same memory, unless rows are read into pinned memory first.
+        Both tensors are the same memory, unless rows are read into pinned memory first.
         """
         length = self.rows(bucket) // self.world.size
         part = self.gathered[self.world.rank * length : (self.world.rank + 1) * length]
@@ -69,14 +70,17 @@ class BucketBuffers:
         self.near_other = self._near(other) if self.cuda else self.other
 
     def rows(self, bucket: Bucket) -> int:
-        """The number of bytes of all rows; padding rows give every process the same number."""
+        """The number of bytes of all rows, including padding rows.
+
+        Padding rows give every process the same number of rows.
+        """
         rows_of_process = -(-bucket.rows // self.world.size)
         return rows_of_process * self.world.size * bucket.width * bucket.size
 
     def move(self, bucket: Bucket, other: int) -> None:
         """All-gathers the rows, and copies them and the other checkpoint's elements to the device.
 
-        `other` is the number of bytes of the latter.
+        `other` is the number of bytes of the other checkpoint's elements.
         """
         own_rows, part = self.own_rows(bucket)
         if self._rows is not None:
@@ -93,7 +97,8 @@ class BucketBuffers:
     def sides(self, bucket: Bucket, item: BlockMatch) -> tuple[torch.Tensor, torch.Tensor]:
         """A block of the gathered rows, and the same elements of the other checkpoint.
 
-        Both are views of the memory, except for a block from several boxes (shards).
+        Both are views of the bucket's memory, not copies. Only a block that is joined from several
+        boxes (shards) is a copy.
         """
         block, other = item.block, item.other
         matrix = self.near[: self.rows(bucket)].view(BITS[bucket.size]).view(-1, bucket.width)

@@ -43,7 +43,8 @@ class Flight(Struct, eq=False):
 class Gathering:
     """Compares the buckets in one process, and collects differences and CRCs.
 
-    They are keyed by the index in `matches`, the list of pairs of tensors to compare.
+    Differences and CRCs are keyed by the index in `matches`, the list of pairs of tensors to
+    compare.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Gathering:
         self.bytes = 0
 
     def run(self, parts: Sequence[Cut], memory: int) -> None:
-        """Reads, gathers and compares all buckets; there are two at any time."""
+        """Reads, gathers and compares all buckets: while one is compared, the next one is read."""
         least = max((len(part.ranks) for part in parts), default=1) * self.world.size * 8
         room, other = self._room(memory, least)
         slots = [BucketBuffers(self.world, room, other) for _ in range(2)]
@@ -185,8 +186,8 @@ class Gathering:
     def _hash(self, a: torch.Tensor, item: BlockMatch) -> None:
         """Computes the CRC-32s of a gathered block.
 
-        This is needed only for a block that differs from the other checkpoint's, or has another
-        type. For an equal block, the CRC-32s of the other checkpoint are used.
+        This is needed only if the block differs from the other checkpoint's, or if the two types
+        differ. Otherwise the CRC-32s of the other checkpoint's block are used.
         """
         for lines, (start, stop) in zip(_lines(a, item.block), item.block.runs(), strict=True):
             self._keep(item, 0, start, stop, crc32(bytes_of(lines)))
@@ -221,5 +222,8 @@ class Gathering:
 
 
 def _lines(a: torch.Tensor, block: Block) -> list[torch.Tensor]:
-    """The rows of a block; the block as a single row if its rows are contiguous in the tensor."""
+    """The rows of a block: one tensor each, or a single tensor if they are contiguous.
+
+    Rows are contiguous if each one begins in the full tensor where the row before ends.
+    """
     return [a] if len(block.runs()) == 1 else list(a)

@@ -30,7 +30,7 @@ from .buckets import Cut, Spread, kind_of, side_by_side
 def alone(entry: Entry) -> Named:
     """Describes a tensor that is not divided among ranks, from the manifest's entry.
 
-    The result is a `Whole` if the tensor lies in one file with strides. Otherwise it is a
+    If the tensor lies in one file, perhaps with strides, the result is a `Whole`. Otherwise it is a
     `Partitioned` whose parts are the byte ranges of its elements, in order.
     """
     fragments = entry.fragments
@@ -51,8 +51,9 @@ def alone(entry: Entry) -> Named:
 class WithNames(NamedTuple):
     """The shards in the ranks' files (`parts`), all with names.
 
-    `of_reader` lists the names that only zckpt's reader knows, because no file states them.
-    `unsupported` are tensors without names that the reader does not read.
+    If no file states a tensor's name, the name is that which zckpt's reader has given it:
+    `of_reader` lists these names. `unsupported` are tensors for which the reader has no name
+    either, because it does not read them.
     """
 
     parts: list[Named]
@@ -61,11 +62,12 @@ class WithNames(NamedTuple):
 
 
 def with_names(parts: Sequence[Partition], manifest: Manifest) -> WithNames:
-    """Gives each tensor without a name the name that zckpt's reader has for it.
+    """Gives names to tensors that have none in the files, by comparing them with the manifest.
 
-    Slot, type, shape and the position of the first byte must be equal. A tensor of at most one
-    element may be missing in the manifest, which stores it as a number. Empty tensors have no first
-    byte.
+    A tensor gets the name of the manifest's tensor with the same slot (such as `exp_avg`), type,
+    shape and position of the first byte; for empty tensors, which have no bytes, the position is
+    ignored. A tensor of at most one element may be missing in the manifest, which stores it as a
+    number instead.
     """
     entries: dict[tuple[str, int] | None, list[Entry]] = {}
     if any(isinstance(part, Nameless) for part in parts):
@@ -102,10 +104,7 @@ def _place(extent: Extent) -> tuple[str, int]:
 
 
 def first_extent(part: Joined | Whole) -> Extent | None:
-    """The byte range (extent) that begins with a tensor's first element.
-
-    None if there is none, as for an empty tensor.
-    """
+    """The byte range (extent) that begins with a tensor's first element; None if it is empty."""
     if isinstance(part, Whole):
         return part.extent
     return next(
@@ -121,10 +120,11 @@ def first_extent(part: Joined | Whole) -> Extent | None:
 def by_name(
     parts: Sequence[Named], manifest: Manifest
 ) -> tuple[list[Named], dict[Key, Entry], dict[Key, Entry]]:
-    """Gives every shard a unique key; returns the shards, the tensors by key, and replicas by key.
+    """Gives every shard a unique key: a tensor's name and slot, such as `exp_avg`.
 
-    A tied weight gets the name of the weight with which it is tied. Replicas are momenta that
-    several ranks store completely, and tied weights that were saved separately.
+    Returns the shards, the tensors by key, and the replicas (further copies) by key. A tied weight
+    gets the name of the weight with which it is tied. Replicas are momenta that several ranks store
+    completely, and tied weights that were saved separately.
     """
     owners = manifest.owners
     named: list[Named] = []
@@ -193,6 +193,6 @@ def strided(part: Named) -> Iterator[Joined]:
 
 
 def by_kind(parts: Sequence[Cut]) -> list[Cut]:
-    """Sorts tensors and buffers by `kind_of`, because only those of one kind share buckets."""
+    """Sorts tensors and buffers by `kind_of`: those that can share a bucket become neighbors."""
     kinds = by_key((kind_of(part), part) for part in parts)
     return [part for alike in kinds.values() for part in alike]

@@ -32,10 +32,10 @@ READ = 8 << 20  # bytes that one thread reads at a time
 
 
 class BlockMatch(Struct, frozen=True):
-    """A block of a tensor, and the other checkpoint's tensor with which it is compared.
+    """A block of a tensor, and the other checkpoint's tensor with which the block is compared.
 
-    Both tensors are in `match`, the item at index `place` of the list of matches. The other
-    checkpoint's elements are read to byte `at` of a buffer.
+    `match` is the pair of these two tensors, and `place` the index of this pair in the list of all
+    pairs. The elements of the other checkpoint's tensor are read into a buffer, from byte `at` on.
     """
 
     block: Block
@@ -128,6 +128,6 @@ Seen = tuple[BlockMatch, int, int, int]
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a tensor on the CPU; like the tensor, the view counts elements."""
+    """The memory of a tensor on the CPU, as a memoryview of elements, not of bytes."""
     array: Any = tensor.numpy()
     return memoryview(array)

@@ -14,9 +14,10 @@ from ...errors import ProcessFailed, WrongOption
 
 
 class World(Struct, frozen=True):
-    """This process's rank among those that gather, and its devices.
+    """This process's rank among the processes that gather, and its devices.
 
-    `transport` is the device of the gathered buffer, and `device` the one that compares.
+    `transport` is the device of the gathered buffer, and `device` the one on which buffers are
+    compared.
     """
 
     rank: int

@@ -69,11 +69,11 @@ def chart(
     ticks: Sequence[str] = (),
     linear: bool = False,
 ) -> Chart:
-    """Lays out a bar chart of `values`; None is a missing bar.
+    """Lays out a bar chart of `values`; for None, there is no bar.
 
-    `says` are the tooltips of the bars. `signs` marks bars with a fault. `ticks` are the texts at
-    both ends of the axis, if given. The axis is logarithmic for values that differ by powers of
-    ten, unless `linear` is True.
+    `says` are the tooltips of the bars. `signs` says which bars have a fault. The axis is
+    logarithmic if the values differ by powers of ten, unless `linear` is True. `ticks` are texts
+    for both ends of a linear axis.
     """
     present = [value for value in values if value]
     high, low = max(present, default=1.0), min(present, default=1.0)
@@ -122,9 +122,9 @@ def power_of_ten(exponent: int) -> str:
 
 
 def _apart(labels: Sequence[str], step: float) -> Iterator[str]:
-    """Yields the labels, but "" for each label that would overlap the one before.
+    """Yields the labels of a chart, with "" for each label that would overlap the label before it.
 
-    `step` is the distance of two labels.
+    `step` is the distance in pixels between the centers of neighboring labels.
     """
     free = -math.inf
     for place, label in enumerate(labels):

@@ -50,7 +50,10 @@ class Curve(Struct, frozen=True):
 
 
 def curves(run: Mapping[str, Any]) -> list[Curve]:
-    """The charts of loss, weights, updates and moments that have two values or more."""
+    """The line charts of a run's loss, weights, updates and moments.
+
+    A chart is left out if fewer than two checkpoints have a value for it.
+    """
     points, labels = run["checkpoints"], words.run_labels(run)
     by_step = words.is_by_step(run)
     places = [float(point["step"]) if by_step else float(n) for n, point in enumerate(points)]
@@ -143,7 +146,7 @@ def _parts(line: Iterable[Point]) -> list[list[tuple[float, float]]]:
 
 
 def _apart(labels: Iterable[tuple[float, str]]) -> Iterable[tuple[float, str]]:
-    """Yields labels with their positions; leaves out each that would overlap the one before."""
+    """Yields labels with their positions, without those that would overlap the label before."""
     free = -math.inf
     for x, label in labels:
         half = 3.4 * len(label)

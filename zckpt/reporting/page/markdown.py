@@ -193,7 +193,8 @@ def _fitting(
 ) -> tuple[list[str], list[str], dict[tuple[int, int], tuple[float | None, str]]]:
     """Joins neighboring cells until the heat map fits into ROWS rows and COLUMNS columns.
 
-    Returns the names of rows and of columns, and for each cell the largest value in it and a sign.
+    Returns the names of rows and of columns, and for each cell the largest value and the sign of a
+    fault in it ("" if none).
     """
     numbers = document.get("numbers") or {}
     names = [words.layer(document, row) for row in numbers.get("rows") or []]
@@ -209,7 +210,10 @@ def _fitting(
 
 
 def _merged(names: list[str], most: int) -> tuple[int, list[str]]:
-    """How many neighbors are joined to one cell so that at most `most` remain, and their names."""
+    """How many neighboring rows are joined so that at most `most` remain, and the new names.
+
+    `names` are the names of rows or of columns.
+    """
     parts = neighbors(names, most)
     size = len(parts[0]) if parts else 1
     return size, [part[0] if len(part) == 1 else f"{part[0]} … {part[-1]}" for part in parts]

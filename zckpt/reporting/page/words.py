@@ -17,7 +17,10 @@ NONE = "\N{EN DASH}"
 
 
 def shown(value: Any) -> Any:
-    """A text in which invisible characters are replaced by their code points; others unchanged."""
+    """A text in which invisible characters are replaced by their code points.
+
+    Values that are not texts, and HTML that is already escaped, are returned unchanged.
+    """
     if isinstance(value, str) and not hasattr(value, "__html__"):
         return UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
     return value
@@ -61,7 +64,10 @@ def rounded(value: int) -> str:
 
 
 def sizes(line: Mapping[str, Any]) -> str:
-    """The sizes of the grid: dp 2, tp 4. Sizes of 1 are omitted if another one is larger."""
+    """The parallel sizes of a checkpoint as text: "dp 2, tp 4".
+
+    Sizes of 1 are omitted, unless all are 1.
+    """
     all_sizes = line.get("sizes") or {}
     larger = {key: value for key, value in all_sizes.items() if value != 1} or all_sizes
     return ", ".join(f"{key} {value}" for key, value in larger.items())
@@ -82,12 +88,15 @@ def title(document: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def layer(document: Mapping[str, Any], row: str) -> str:
-    """The name of the layer in a row of the figures, such as `h.0` for the row "0"."""
+    """The name of the layer in a row of the heat maps, such as `h.0` for the row "0"."""
     return str((document.get("layers") or {}).get(row, row))
 
 
 def alone(message: str, kind: str) -> str:
-    """The message of a fault without the kind at its beginning, which is printed separately."""
+    """The message of a fault without the kind at its beginning ("KIND: ").
+
+    The page prints the kind in another place.
+    """
     return message.removeprefix(f"{kind}: ")
 
 
@@ -104,13 +113,16 @@ def run_labels(run: Mapping[str, Any]) -> list[str]:
 
 
 def of_this(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The faults of the checkpoint that is shown, without faults of older checkpoints."""
+    """The faults of the checkpoint that is shown, without those of older checkpoints of its run."""
     faults = document.get("faults") or []
     return [line for line in faults if not (document.get("run") and line.get("checkpoint"))]
 
 
 def of_run(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Faults of older checkpoints that the run's table does not show, such as a missing one."""
+    """Faults of older checkpoints that the run's table cannot show.
+
+    For example, a missing checkpoint has no row in this table.
+    """
     run = document.get("run")
     names = {point["name"] for point in run["checkpoints"] if point.get("faults")} if run else {}
     return [
@@ -163,8 +175,8 @@ def facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
 def learning_rate(document: Mapping[str, Any]) -> str | None:
     """The learning rate as text: that of the trainer's log, and the optimizer's if it differs.
 
-    They may differ: the Trainer logs the rate of the last step (transformers 5.24), but the groups
-    of the optimizer have the rate of the next step.
+    The two may differ: the Trainer logs the rate of the last step (transformers 5.24), but the
+    groups of the optimizer have the rate of the next step.
     """
     logged = (document.get("about") or {}).get("learning_rate")
     groups = (document.get("steps") or {}).get("groups") or ()
@@ -198,7 +210,7 @@ def time(saved: Any) -> str:
 def advice(following: Mapping[str, Any]) -> str:
     """The section `next` as one sentence: what is lost, what is left and what to do.
 
-    Commands that replace lost values by others are left out.
+    Commands are left out that fill in other values for lost ones.
     """
     parts = [*(following.get("lost") or []), following.get("left") or ""]
     steps = following.get("do") or []
@@ -209,7 +221,11 @@ def advice(following: Mapping[str, Any]) -> str:
 
 
 def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
-    """The verdict on the checkpoint of a document: "bad", "odd" or "good", and a short reason."""
+    """The verdict on the checkpoint of a document, and a short reason.
+
+    The verdict is "bad" if there is a fault, "odd" if the user should look at something else, such
+    as a difference, and otherwise "good".
+    """
     faults = of_this(document)
     wrong = sum(bool(fault["fault"]) for fault in faults)
     if wrong:

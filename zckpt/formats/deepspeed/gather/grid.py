@@ -34,9 +34,9 @@ HEAD = 1 << 15  # elements that distinguish copies from slices of untrained tens
 
 
 class Slice(Struct, frozen=True):
-    """One tensor rank's slice of a tensor; `runs` are the places of its elements in files.
+    """One tensor rank's slice of a tensor; `runs` are the byte ranges of its elements in files.
 
-    `strides` are set if the slice is a single run that is not row-major.
+    `strides` are set if the slice is a single byte range that is not row-major.
     """
 
     key: Key
@@ -46,7 +46,7 @@ class Slice(Struct, frozen=True):
     strides: tuple[int, ...] | None = None
 
     def head(self, count: int) -> bytes:
-        """The bytes of the first `count` elements in the file's order."""
+        """The bytes of the first `count` elements, in the order in which the file stores them."""
         data = b""
         for run in self.runs.runs(0, min(count, prod(self.shape)), SIZES[self.dtype]):
             with sources.opened(run.extent.file) as file:
@@ -54,9 +54,10 @@ class Slice(Struct, frozen=True):
         return data
 
     def boxes(self, piece: Piece) -> Iterator[BoxPart]:
-        """Yields where the elements of a piece lie in files: a box for each contiguous byte range.
+        """Yields the byte ranges in files that contain the elements of a piece of the full tensor.
 
-        A box is a block of the full tensor (offsets and sizes) with its bytes in a file.
+        Each `BoxPart` states the piece (its offsets and sizes in the full tensor), one contiguous
+        byte range, and where in the piece this range begins.
         """
         if self.strides:
             if piece.sizes != self.shape:
@@ -118,8 +119,8 @@ def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
 def _tensor_ranks(ranks: Sequence[ModelRank]) -> int:
     """The number of tensor ranks if there are no files of layers.
 
-    With experts, model ranks may also be pipeline stages, which then keep their modules in the
-    model files.
+    If the model has experts, some of the model ranks may be stages of a pipeline: such a pipeline
+    saves the weights of its stages in model files, not in files of layers.
     """
     first = ranks[0]
     if not first.experts:
@@ -132,7 +133,7 @@ def _tensor_ranks(ranks: Sequence[ModelRank]) -> int:
 
 
 def slices(part: Partition) -> Iterator[Slice]:
-    """Yields each tensor that a partition contains, as a slice with its places in files."""
+    """Yields each tensor that a partition contains, as a slice with its byte ranges in files."""
     assert not isinstance(part, Nameless | Joined)
     if isinstance(part, Whole):
         runs = solid(prod(part.shape), part.extent)
@@ -164,8 +165,9 @@ def _of_layers(
 ) -> Iterator[Slice]:
     """Yields the tensors in one tensor rank's layer files, named "{layer's number}.{inner name}".
 
-    The names of a tied layer begin with `tied_modules.{key}`. No file states the key. It is the key
-    whose masters, among the rank's `tensors`, all round to the weights in the file.
+    The tensors of a tied layer are named "tied_modules.{key}.{inner name}" instead. No file states
+    the key of a tied layer. It is the key whose masters, among the rank's `tensors`, all round to
+    the weights in the file.
     """
     tied = by_key(
         (m[1], (m[2], tensor))
@@ -191,7 +193,7 @@ def _of_layers(
 
 
 def _rounds(master: Slice, weight: Slice | None) -> bool:
-    """Whether the first elements of a master round to the first elements of a weight."""
+    """Whether the first elements of a master, rounded, equal the first elements of a weight."""
     import torch
 
     if weight is None or master.shape != weight.shape or weight.strides:
@@ -215,7 +217,8 @@ def _joined(
 ) -> Iterator[Named]:
     """Joins the slices of all tensor ranks; yields full tensors.
 
-    If ranks have several copies of a tensor, each copy is joined and yielded separately.
+    If a rank has several copies of a tensor, each copy is joined with those of the other ranks and
+    yielded separately.
     """
     weights = {
         each.dtype for rank in by_rank for name in trained for each in rank.get((name, "param"), ())
@@ -234,8 +237,8 @@ def _joined(
 def _is_whole(slices_of_ranks: Sequence[Slice | None], weights: set[str]) -> bool:
     """Whether a tensor that no rule names and that is not trained is complete on all ranks.
 
-    The engine never joins such tensors. A tensor of another type than all trained weights is a
-    buffer, and buffers are replicated. So is a tensor with the same bytes on all ranks.
+    The engine never joins such tensors. A tensor whose type no trained weight has is a buffer, and
+    buffers are complete on all ranks. So is a tensor with the same bytes on all ranks.
     """
     if None in slices_of_ranks or len({each.shape for each in slices_of_ranks if each}) > 1:
         return False

@@ -1,16 +1,17 @@
-"""The tensors that the data ranks of one model rank all-gather, at any ZeRO stage; its files.
+"""The files of one model rank, and the tensors that its data ranks all-gather, at any ZeRO stage.
 
 Stages 1, 2 and 3: `param_shapes` lists names and shapes in the order in which the engine flattened
-them. Stages 1 and 2 (stage_1_and_2.py, bf16_optimizer.py) cut the flattened group. Stage 3
-(stage3.py) cuts every parameter, pads it, and concatenates a rank's slices. A group of experts
+the parameters. Stages 1 and 2 (stage_1_and_2.py, bf16_optimizer.py) cut the flattened group. Stage
+3 (stage3.py) cuts every parameter, pads it, and concatenates a rank's slices. A group of experts
 (`_configure_moe_settings` in stage_1_and_2.py) is cut over the ranks with the same experts
 (utils/groups.py).
 
-Stage 0: nothing is partitioned. Rank 0 saves the module, and the optimizer's state by number. The
-engine loads numbers in the order of its own groups, so a tensor has no name in the file
-(`Nameless`). Names exist in two cases. A file that zckpt wrote lists the names of each group.
-FP16_Optimizer's flat tensors lay out parameters as the group's 16-bit buffer does, and the module's
-weights are views of that buffer (runtime/fp16/fused_optimizer.py and unfused_optimizer.py).
+Stage 0: nothing is partitioned. Rank 0 saves the module, and the optimizer's state with numbers in
+place of names. The engine loads these numbers in the order of its own groups, so a tensor of the
+state has no name in the file (`Nameless`), with two exceptions. A file that zckpt wrote lists the
+names of each group. A flat tensor of FP16_Optimizer has its parameters in the same order as the
+group's 16-bit buffer, and the module's weights are views of that buffer
+(runtime/fp16/fused_optimizer.py and unfused_optimizer.py).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ FLATS = "fp32_groups_flat"
 class ModelRank:
     """The files of one model rank, as each of its data ranks loads them.
 
-    Without a `number`, the files of all model ranks.
+    If `number` is None, the object has the files of all model ranks.
     """
 
     def __init__(self, directory: str, number: int | None = 0) -> None:
@@ -118,9 +119,10 @@ class ModelRank:
         return groups
 
     def _stated(self) -> list[Shapes] | None:
-        """The listed parameters of every flat group; None in stage 0.
+        """The listed parameters of every flat group; None if no file lists them, as in stage 0.
 
-        Before 0.6.0 the optimizer files list them, before 0.5.4 in one dictionary.
+        Before 0.6.0 the optimizer files have the list, not the model file. Before 0.5.4 one
+        dictionary lists the parameters of all groups.
         """
         places = (self.model, *self.states[:1], *(file.value for file in self.optimizers[:1]))
         lists = (place["param_shapes"] for place in places if place.get("param_shapes"))
@@ -132,10 +134,11 @@ class ModelRank:
     # -- flat buffers
 
     def _kept(self, state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-        """For each flat group, a rank's tensors by slot: the masters, and the states.
+        """For each flat group, a rank's masters and optimizer states, by name of the state.
 
-        Groups are in the order of rank 0, because groups of experts of several sizes have no fixed
-        order. In elastic files the base optimizer is only a list of the states.
+        Groups are in the order of rank 0's: if experts have several expert-parallel sizes, each
+        rank may list the groups in another order. Elastic files have a list of states in place of
+        the base optimizer's state dict.
         """
         base, masters = state[self.base], state[self.masters]
         states = base
@@ -151,7 +154,10 @@ class ModelRank:
         return [kept[places[name].pop(0)] for name in first] if first and names else kept
 
     def _flat_group(self, number: int, shapes: Shapes, ranks: range) -> Iterator[Partition]:
-        """Masters and optimizer states of one flattened group (stage 3: of one sub-group)."""
+        """Yields the masters and optimizer states of flat group `number` (stage 3: sub-group).
+
+        `ranks` are the data ranks that share the group.
+        """
         files = [self.optimizers[rank] for rank in ranks]
         kept = [self.kept[rank][number] for rank in ranks]
         masters = [own["master"] for own in kept]
@@ -173,7 +179,7 @@ class ModelRank:
     def _frozen(self) -> Iterator[Partition]:
         """Yields the frozen parameters of stage 3, each of which is cut over the ranks.
 
-        Yields nothing in other stages, where the module has them.
+        Yields nothing in other stages, where frozen parameters are complete in the module.
         """
         if not self.cuts_each_parameter:
             return
@@ -190,10 +196,10 @@ class ModelRank:
                 yield from map(partial(_stored, (name, "param")), self.models, tensors)
 
     def _module(self) -> Iterator[Whole]:
-        """Yields the module's own tensors: in stage 3 only the buffers, else all.
+        """Yields the module's own tensors: in stage 3 only the buffers, in other stages all.
 
-        `exclude_frozen_parameters` leaves out a frozen weight under its first name only. A
-        remaining second name (`shared_params`) is not a weight of the checkpoint.
+        If `exclude_frozen_parameters` left out a frozen weight, the module may still have it under
+        the second name of a tied weight (`shared_params`). Such a tensor is skipped.
         """
         buffers = self.model.get("buffer_names") or ()
         seen: set[object] = set()
@@ -213,7 +219,7 @@ class ModelRank:
 
 
 def _stored(key: Key, file: TorchFile, tensor: Tensor) -> Whole:
-    """A tensor that a file contains completely, with its strides there."""
+    """A tensor that one file contains completely, with its strides in that file."""
     return Whole(key, tensor.dtype, tensor.shape, *file.reach(tensor))
 
 
@@ -228,7 +234,7 @@ def _tuples(shapes: Mapping[str, Sequence[int]]) -> Shapes:
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of an optimizer's state, by slot."""
+    """The tensors of an optimizer's state, by name of the state (`exp_avg`, for example)."""
     return {slot_name(key): each for key, each in state.items() if isinstance(each, Tensor)}
 
 
@@ -238,7 +244,11 @@ def _partitioned(
     members: Sequence[FlatMember],
     interleaved: bool = False,
 ) -> Partitioned:
-    """A flat buffer whose partitions are `tensors`, one in each file."""
+    """A flat buffer that is cut into `tensors`, one in each of `files`.
+
+    `members` are the places of the parameters in the buffer. With `interleaved`, every parameter is
+    cut over all ranks (stage 3).
+    """
     extents = tuple(file.extent(own) for file, own in zip(files, tensors, strict=True))
     return Partitioned(tensors[0].dtype, extents, members, interleaved)
 
@@ -248,8 +258,8 @@ def _behind_each_other(
 ) -> list[FlatMember]:
     """The places of parameters that follow each other in a flat buffer, each followed by padding.
 
-    With `dp`, a place counts the elements of one rank: a `dp`-th part of every parameter, rounded
-    up.
+    If `dp` is more than 1 (stage 3), each rank has a `dp`-th part of every parameter, rounded up,
+    and a place counts the elements in one rank's partition.
     """
     if len(paddings) < len(shapes):  # none; AutoEP's stacks are never aligned
         paddings = [0] * len(shapes)
@@ -261,11 +271,10 @@ def _behind_each_other(
 
 
 def _sliced(shapes: Shapes, model: Mapping[str, Any]) -> Shapes:
-    """Replaces AutoEP's stack of a rank's experts by one slice per expert.
+    """Replaces each AutoEP parameter that stacks a rank's experts by one slice per expert.
 
-    A slice is named after the stack and the expert's number, as in the files of experts
-    (auto_ep_layer.py, `load_moe_state_dict` of engine.py). A rank's slices are in the order of
-    experts.
+    A slice is named after the stacked parameter and the number of the expert, as in the files of
+    experts (auto_ep_layer.py, `load_moe_state_dict` of engine.py).
     """
     layers = model.get("ds_autoep_layers") or ()
     stacks = {f"{each['expert_key_prefix']}.{w}" for each in layers for w in ("w1", "w2", "w3")}
@@ -279,9 +288,10 @@ def _sliced(shapes: Shapes, model: Mapping[str, Any]) -> Shapes:
 
 
 def _is_partition(tensors: Sequence[Tensor], masters: Sequence[Tensor]) -> bool:
-    """Whether the tensors are as long as the masters, which may lack the padding at the end.
+    """Whether the tensors are as long as the masters, apart from padding at the end.
 
-    That padding is less than two elements per rank (the engine aligns a group to twice its ranks).
+    The masters may lack that padding. It is less than two elements per rank, because the engine
+    aligns a group to twice its number of ranks.
     """
     more = [own.numel - master.numel for own, master in zip(tensors, masters, strict=True)]
     alike = len({tensor.numel for tensor in tensors}) == 1
@@ -297,7 +307,7 @@ def _whole_momenta(
     """Yields the full momenta that Muon keeps in stages 1 and 2.
 
     Each rank has the full momentum of every parameter that lies, at least partly, in its partition.
-    Yields nothing if the tensors have other lengths.
+    Yields nothing if some tensor is not as long as its rank's parameters together.
     """
     parts = []
     stop = 0
@@ -321,9 +331,10 @@ def _whole_momenta(
 def _whole_optimizers(model: TorchFile, files: Sequence[TorchFile]) -> Iterator[Partition]:
     """The optimizer's tensors in the model file, or with experts, in the files of all ep ranks.
 
-    Each copy of a parameter is yielded once. An ep rank loads the model file, its own experts'
-    files and the optimizer of its ep rank. That optimizer's numbers follow the order of its own
-    groups (engine.py `load_moe_state_dict`). Dense parameters come from the first optimizer.
+    `files` are the files with an optimizer. Each tensor is yielded once: those of dense parameters
+    are the first ep rank's. An ep rank loads the model file, the files of its experts and its own
+    optimizer file, whose state is numbered in the order of that optimizer's groups (engine.py
+    `load_moe_state_dict`).
     """
     first = files[0].value["optimizer"]
     shapes = [_tuples(own) for own in model.value["param_shapes"] or ()]
@@ -348,9 +359,10 @@ def _group(
     numbers: Sequence[Any],
     shapes: Shapes,
 ) -> Iterator[Partition]:
-    """Yields the optimizer's tensors of one group.
+    """Yields the optimizer's tensors of group number `place`.
 
-    `shapes` has the group's parameters, by name. If it is empty, the tensors are `Nameless`.
+    `numbers` are the group's numbers in the optimizer's state. `shapes` has the names and shapes of
+    its parameters. If `shapes` is empty, the tensors are yielded without names (`Nameless`).
     """
     states = optimizer.get("optimizer_state_dict", optimizer)["state"]
     if FLATS in optimizer:
@@ -381,8 +393,8 @@ def _group(
 def _views(model: TorchFile, file: TorchFile, flats: Sequence[Tensor]) -> list[Shapes]:
     """For each flat master: the names and shapes of its parameters.
 
-    These are the module's weights in the 16-bit buffer whose bytes equal the rounded master. Raises
-    MissingData if there is no such buffer.
+    In the module, the weights of these parameters are views of one 16-bit buffer, whose bytes equal
+    the rounded master. Raises MissingData if a master has no such buffer.
     """
     buffers: dict[str, dict[int, tuple[str, Tensor]]] = {}
     for name, tensor in model.value["module"].items():
@@ -416,7 +428,7 @@ def _views(model: TorchFile, file: TorchFile, flats: Sequence[Tensor]) -> list[S
 def _sharing(model: Mapping[str, Any], dp: int, group: Mapping[str, Any]) -> list[range]:
     """For each ep rank, the data ranks that share the parameters of a group.
 
-    For a dense group, these are all data ranks.
+    A dense group has a single range: all data ranks.
     """
     ep = int(group["name"].removeprefix("ep_size_")) if group.get("moe") else 1
     config, edp = model.get("ds_config"), dp // ep
@@ -426,10 +438,11 @@ def _sharing(model: Mapping[str, Any], dp: int, group: Mapping[str, Any]) -> lis
 
 
 def _in_whole_model(names: Iterable[str]) -> Callable[[str, int], str]:
-    """A function that maps a parameter's name on an ep rank to its name in the full model.
+    """Returns a function that maps a parameter's name on an ep rank to its name in the full model.
 
-    Names of dense parameters stay. The experts of ep rank e follow those of the ranks before it;
-    each ep rank has as many experts of a layer as rank 0.
+    The function gets the name and the ep rank. Names of dense parameters stay the same. The numbers
+    of experts are counted over all ep ranks: every ep rank has as many experts of a layer as rank
+    0.
     """
     local = by_key((n[: match.start()], match[0]) for n in names if (match := LOCAL.search(n)))
 

@@ -30,9 +30,10 @@ Widths = Sequence[Sequence[int]]
 
 
 class Piece(Struct, frozen=True):
-    """A block of the full tensor (offsets and sizes) that a tensor rank has in its slice.
+    """A block of the full tensor (offsets and sizes) that one tensor rank has.
 
-    In the slice, the block's elements are contiguous and row-major, from element `first` on.
+    In the rank's slice, the block's elements are contiguous and row-major, and begin at element
+    `first`.
     """
 
     rank: int
@@ -44,7 +45,8 @@ class Piece(Struct, frozen=True):
 class Cut(Struct, frozen=True):
     """How a tensor is cut: its full shape, and the pieces that ranks have.
 
-    `copies` has one list of pieces for each copy of the tensor.
+    `copies` has one list of pieces for each copy: one list if the tensor is cut, one per rank if
+    every rank has it in full.
     """
 
     shape: tuple[int, ...]
@@ -64,8 +66,9 @@ class Cut(Struct, frozen=True):
         """The cut of a tensor along `axis`, in the order of the ranks.
 
         A fused tensor (q, k and v, for example) has several sub-parameters along the axis, and each
-        one is cut over all ranks: `widths` has their parts on each rank. The axis is a view of
-        `folds` x sub-parameters x `unit` elements; only the sub-parameters are cut.
+        one is cut over all ranks. `widths` has, for each sub-parameter, the length of each rank's
+        part. The axis is a view of `folds` x sub-parameters x `unit` elements; only the
+        sub-parameters are cut.
         """
         widths = widths or [[0 if shape is None else shape[axis] for shape in shapes]]
         first = next(shape for shape in shapes if shape is not None)
@@ -84,12 +87,16 @@ class Cut(Struct, frozen=True):
 
 
 class Rules(Struct, frozen=True):
-    """Rules in order of precedence: a test of a name, and the function that makes the cut."""
+    """The rules for cutting tensors, in order of precedence.
+
+    Each rule has two functions: a test of a parameter's name, and one that returns the `Cut` of a
+    parameter from its name and its shapes on all ranks.
+    """
 
     lines: Sequence[tuple[Callable[[str], object], Callable[[str, Shapes], Cut]]]
 
     def explicit(self, name: str, shapes: Shapes) -> Cut | None:
-        """The cut by the first rule that matches a parameter's name; None if none does."""
+        """The cut by the first rule that matches a parameter's name; None if no rule matches."""
         return next((cut(name, shapes) for fits, cut in self.lines if fits(name)), None)
 
 
@@ -106,7 +113,7 @@ Those in FIRST take precedence over sub-parameters, those in LAST do not.
 
 
 def stated_rules(info: Mapping[str, Any]) -> Rules:
-    """The rules that a checkpoint states: its `universal_checkpoint_info`."""
+    """The rules in a checkpoint's `universal_checkpoint_info` (`info`)."""
     maps = (info.get("affine_map") or {}).get("params") or {}
     views = [getattr(each, "state", each) for each in info.get("parameter_with_sub_params") or ()]
     first, last = (
@@ -127,8 +134,9 @@ def _by_view(
 ) -> Cut:
     """The cut of a fused tensor whose sub-parameters lie along one axis of a stated view.
 
-    Since version 0.4 the info states each rank's widths. Before, it states the full widths, or only
-    the number of equal sub-parameters.
+    Since version 0.4, the `universal_checkpoint_info` (`info`) states the length of each
+    sub-parameter on each rank. Older versions state only full lengths, or the number of equal
+    sub-parameters.
     """
     view, axis = about["shape"], about["partition_dim"]
     spec, ranks = view[axis], len(shapes)
@@ -160,7 +168,7 @@ def _by_view(
 
 
 def _by_map(about: Mapping[str, Any], name: str, shapes: Shapes) -> Cut:
-    """The cut that an affine map states: offset and strides of each rank's pieces (affine.py)."""
+    """The cut that an affine map states: offsets and strides of each rank's pieces (affine.py)."""
     shape = tuple(about["logical_shape"])
     steps = _strides(shape)
     boxes: dict[Any, list[list[Piece]]] = {}
@@ -187,7 +195,10 @@ def _by_map(about: Mapping[str, Any], name: str, shapes: Shapes) -> Cut:
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    """The strides of a row-major tensor, in elements; the proof does its own arithmetic."""
+    """The strides of a row-major tensor, in elements.
+
+    Written again here, because the proof shares no arithmetic with the reader.
+    """
     return [prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
@@ -205,7 +216,7 @@ def _row_major(
 
 
 def _by_line(rule: str, name: str, shapes: Shapes) -> Cut:
-    """The cut by a line of --tp-rules: the axis, and the sub-parameters that are cut along it."""
+    """The cut that a line of --tp-rules states: an axis, and the sub-parameters along it."""
     dim, _, about = rule.partition(":")
     if rule in ("replicated", "sum"):
         cut = Cut.replicated(shapes)
@@ -221,7 +232,7 @@ def _by_line(rule: str, name: str, shapes: Shapes) -> Cut:
 
 
 def rules_of(given: str | None, info: Mapping[str, Any] | None) -> Rules:
-    """The rules that a user gives, as a family's name or a file, then those of the checkpoint.
+    """The user's rules (`given`: a model family or a file), followed by those of the checkpoint.
 
     A user's file in JSON replaces the checkpoint's rules. Without `given`, only the checkpoint's
     rules are used.

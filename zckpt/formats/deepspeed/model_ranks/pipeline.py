@@ -6,9 +6,10 @@ a file for each layer, under names without the layer (`PipelineModule`, DeepSpee
     layer_03-model_states.pt   fc.weight    ->   3.fc.weight
     layer_00-model_states.pt   weight       ->   tied_modules.embed.weight
 
-The file of a tied layer does not state its key. Its key is the one whose masters round to its
-weights. A layer that is a plain function has no file, nor does a tied layer with a function of its
-own. Each stage that uses a tied layer has its own copy of weights, masters and moments.
+The file of a tied layer does not state the layer's key (`embed` above). The key is found by bytes:
+the masters of the tied layer round to the weights in the file. A layer that is a plain function has
+no file, nor does a tied layer with a function of its own. Each stage that uses a tied layer has its
+own copy of weights, masters and moments.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ SAMPLE = 1 << 14  # elements that are compared with masters to recognize a tied 
 def joined_stages(
     stages: Sequence[Manifest], files: Mapping[int, TorchFile], step_policy: str | None
 ) -> Manifest:
-    """The full model of one tensor rank, from its stages and the files of its layers.
+    """Joins the stages of one tensor rank and the files of its layers into the full model.
 
-    Raises IncompleteCheckpoint if a layer's file is missing, InconsistentCheckpoint if stages or
-    shapes contradict each other.
+    `files` are the layer files by number. Raises IncompleteCheckpoint if a layer's file is missing,
+    InconsistentCheckpoint if stages or shapes contradict each other.
     """
     layers = _Layers(stages, files)
     layers.check_places()
@@ -81,12 +82,12 @@ def joined_stages(
 
 
 def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | None) -> Manifest:
-    """The full model of one tensor rank, from its stages with experts.
+    """Joins the stages of one tensor rank into the full model, for a pipeline with experts.
 
-    Each stage with experts keeps its module in its own model file, as a run without a pipeline
-    does. There are no files of layers (DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint`). Files
-    of experts count the layers of their stage alone. Raises InconsistentCheckpoint if stages
-    contradict each other in a tied layer.
+    Such a pipeline has no files of layers: each stage keeps its module in its own model file
+    (DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint`). The names of files of experts count the
+    layers of one stage. Raises InconsistentCheckpoint if stages contradict each other in a tied
+    layer.
     """
     layers = {layer.name: layer for stage in stages for layer in layers_of(stage.run.engine)}
     engine = stages[0].run.engine
@@ -98,7 +99,7 @@ def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | No
 
 
 class _Layers:
-    """The files of one tensor rank's layers by number, and what the stages state about layers."""
+    """The layer files of one tensor rank, by number, and what pipeline stages show about layers."""
 
     def __init__(self, stages: Sequence[Manifest], files: Mapping[int, TorchFile]) -> None:
         places = [stage.place for stage in stages if stage.place is not None]
@@ -135,8 +136,9 @@ class _Layers:
     def _keys_by_shape(self) -> dict[int, list[str]]:
         """For each layer file that may belong to a tied layer: the tied layers with its shapes.
 
-        Maps the file's layer number to keys of tied layers. A layer file may belong to a tied layer
-        if no parameter or buffer is named "{layer's number}.{name in the file}".
+        Maps the file's layer number to the keys of the tied layers with the same shapes. A layer
+        file may belong to a tied layer if no parameter or buffer is named "{layer's number}.{name
+        in the file}".
         """
         wanted, all_names = of_tied(self.shapes), {*self.shapes, *self.buffers}
         alike: dict[int, list[str]] = {}
@@ -147,11 +149,11 @@ class _Layers:
         return alike
 
     def _tied(self) -> dict[int, str]:
-        """Maps the numbers of layer files to the key of the tied layer that they store.
+        """For each file of a tied layer: maps the file's number to the layer's key.
 
-        The masters of a tied layer, rounded, equal the weights in its files. A file that stands in
-        for a lost one has other values, so only the shapes count there. Raises
-        UnsupportedCheckpoint if several keys fit a file.
+        No file states the layer's key. The masters of a tied layer, rounded, equal the weights in
+        its files. In a file that is read in place of a lost one, weights differ, so only their
+        shapes are compared. Raises UnsupportedCheckpoint if several keys fit a file.
         """
         names = of_tied({name: name for name in self.shapes})
         masters: dict[str, Entry] = {}
@@ -185,8 +187,9 @@ class _Layers:
     def check_places(self) -> None:
         """Raises InconsistentCheckpoint if files of layers seem to be swapped.
 
-        The file of a tied layer must lie in a stage that has this layer, and the parameters of a
-        stage must be in the order of the layers.
+        The number of each file of a tied layer must lie in a stage that has this layer. The files
+        of a stage's tied layers must be in the same order as these layers' parameters in the
+        optimizer.
         """
 
         def swapped(says: str) -> InconsistentCheckpoint:
@@ -214,8 +217,8 @@ class _Layers:
     def perhaps_tied(self) -> Iterator[Notice]:
         """Warnings about layer files that may be a copy of a tied layer from another save.
 
-        Such a file has the shapes of the tied layer and other weights. Only tied layers with fewer
-        files than stages are examined.
+        Such a file has the same shapes as the tied layer, but other weights. Files are examined
+        only for tied layers that have fewer files than stages.
         """
         copies = Counter(self.tied.values())
         for key in of_tied(self.shapes):
@@ -238,8 +241,9 @@ class _Layers:
     def beside(self) -> Manifest:
         """A manifest of all tensors in the layer files; a tied layer's further copies are replicas.
 
-        It has the form of a rank's manifest, so that `merge` can add these tensors. Raises unless
-        every trained parameter is in the file of its layer, with the same shape.
+        The result has the same fields as a rank's manifest, so `merge` can add these tensors to the
+        stages'. Raises unless every trained parameter is in the file of its layer, with the same
+        shape.
         """
         entries, copies = dict[Key, Entry](), list[Entry]()
         for number, tensors in self.tensors.items():
@@ -264,19 +268,25 @@ class _Layers:
         )
 
     def _weight(self, number: int, inner: str, name: str) -> Entry:
-        """The entry of the tensor `inner` in layer `number`'s file; `name` is its full name."""
+        """The entry of one tensor in the file of layer `number`.
+
+        `inner` is the tensor's name in the file, `name` its name in the full model.
+        """
         tensor = self.tensors[number][inner]
         fragments = self.files[number].fragments(tensor)
         return Entry(name, "param", tensor.dtype, tensor.shape, fragments)
 
     def _is_buffer(self, name: str, entry: Entry) -> bool:
-        """Whether a tensor is a buffer: by the model files' list, else by type and name."""
+        """Whether a tensor is a buffer: by the list in the model files, else by dtype and name."""
         if self.buffers:
             return name in self.buffers
         return entry.dtype not in ("F64", "F32", "F16", "BF16") or bool(BUFFERS.fullmatch(name))
 
     def _path_of(self, number: str) -> str | None:
-        """The path that the file of a layer must have; None without another one beside it."""
+        """The path that the file of layer `number` must have, beside the other layer files.
+
+        None if there are no other layer files.
+        """
         for file in self.files.values():
             folder, name = os.path.split(file.path)
             return os.path.join(folder, NUMBER.sub(f"layer_{number:0>2}", name, count=1))
@@ -310,14 +320,15 @@ def _begins_as(weight: Entry, master: Entry) -> bool:
 
 
 def _stands_in(entry: Entry) -> bool:
-    """Whether a part of the tensor is read from a file that stands in for a lost one."""
+    """Whether a part of the tensor is read from another rank's file, in place of a lost file."""
     return any(sources.is_stand_in(fragment.extent.file) for fragment in entry.fragments)
 
 
 def _in_order(stage: Manifest) -> Iterator[list[str]]:
-    """Yields the param groups, as names, that are in layer order, with tied layers first.
+    """Yields the param groups that are in layer order, each as a list of parameter names.
 
-    Groups with names of fewer than three different layers are left out: their order may be chance.
+    Tied layers count as first in this order. Groups with names of fewer than three different layers
+    are left out, because so few may be in order by accident.
     """
     for names in by_key((about.group, name) for name, about in stage.parameters.items()).values():
         numbers = (LayerName.of(name).number for name in names)

@@ -6,11 +6,11 @@
     --pp-partition type:REGEX     DeepSpeed's rule: equal numbers of layers of a class per stage
     --pp 1                        one stage has all layers
 
-No file states the number of layers. Functions have no file, so some may follow the last layer that
-has one. No file states classes either: layers with the same parameters are assumed to be of one
-class. The rules are from DeepSpeed 0.19.8, `partition_uniform` and `partition_balanced` in
-runtime/utils.py. If several bounds are equally good, zckpt must choose the same as the engine: the
-engine cuts its own layers, and a stage loads only these.
+No file states the number of layers: layers that are plain functions have no file, and may follow
+the last layer that has a file. No file states classes either: layers with the same parameters are
+assumed to be of one class. The rules are from DeepSpeed 0.19.8, `partition_uniform` and
+`partition_balanced` in runtime/utils.py. If several bounds are equally good, zckpt must choose the
+same as the engine, because each stage loads only the layers that the engine gives it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LAST = "the last bound is the number of all layers, functions included"
 
 
 def is_cut(pp: int, options: Options) -> bool:
-    """Whether `options` ask for other stages than the `pp` stages of the source."""
+    """Whether `options` ask for other pipeline stages than the `pp` stages of the source."""
     is_given = options[PP_BOUNDS] is not None or options[PP_PARTITION] is not None
     return is_given or options[PP] not in (None, pp)
 
@@ -72,9 +72,9 @@ def bounds_of(model: Manifest, pipeline: Pipeline, options: Options) -> tuple[in
 
 
 def assumed(model: Manifest, bounds: Sequence[int], options: Options) -> list[Notice]:
-    """A warning that states the bounds and what was assumed about the program's layers.
+    """A warning that states the bounds and what zckpt assumed about the program's layers.
 
-    Empty unless `--pp-partition` is given.
+    The list is empty unless `--pp-partition` is given.
     """
     if (method := options[PP_PARTITION]) is None:
         return []
@@ -122,7 +122,10 @@ def _check_given(
 
 
 def _unknown(says: str, example: str = "with --pp-bounds") -> WrongOption:
-    """The error for bounds that neither the options nor the files show."""
+    """The error for bounds that neither the options nor the files show.
+
+    `says` is the message; `example` is the option in the hint.
+    """
     return WrongOption(
         "stages-do-not-fit",
         says,
@@ -150,7 +153,7 @@ def ranges(numbers: Sequence[int]) -> str:
 def _weights(model: Manifest, pipeline: Pipeline, files: str) -> list[int]:
     """The number of trained elements in each layer; a tied layer counts at each of its uses.
 
-    Raises WrongOption if no file shows all uses of a tied layer.
+    Raises WrongOption if no file shows all layers that use a tied layer.
     """
     uses = uses_of_files(pipeline)
     hidden = sorted(key for key in of_tied(model.parameters) if len(uses.get(key, ())) < 2)
@@ -170,8 +173,8 @@ def _weights(model: Manifest, pipeline: Pipeline, files: str) -> list[int]:
 def layers_alike(model: Manifest) -> list[int]:
     """The numbers of the layers that are assumed to be of one class.
 
-    They are the largest set of layers with the same parameter names and shapes. Empty if another
-    set has as many layers with as many parameters.
+    Of all sets of layers with the same parameter names and shapes, the largest one is chosen. Empty
+    if another set has as many layers and as many parameters.
     """
     names = ((LayerName.of(name), own.shape) for name, own in model.parameters.items())
     kinds = by_key((n.number, (n.inner, shape)) for n, shape in names if n.number is not None)
@@ -185,8 +188,8 @@ def layers_alike(model: Manifest) -> list[int]:
 def _by_class(model: Manifest, pipeline: Pipeline, stages: int, method: str) -> tuple[int, ...]:
     """The bounds that give every stage the same number of layers of one class (`type:REGEX`).
 
-    No file states classes, so the layers with equal parameters are assumed to be this class. Raises
-    WrongOption if the bounds of the source's stages contradict this.
+    No file states classes, so the largest set of layers with equal parameters is assumed to be this
+    class. Raises WrongOption if the bounds of the source's stages contradict this.
     """
     alike = layers_alike(model)
     says = f"--pp-partition {method} depends on the classes of layers, which no file states"
@@ -214,15 +217,19 @@ def _by_class(model: Manifest, pipeline: Pipeline, stages: int, method: str) -> 
 
 
 def uniform(layers: int, stages: int) -> tuple[int, ...]:
-    """Bounds with equal numbers of layers per stage; the first stages have one more."""
+    """Bounds with equal numbers of layers per stage.
+
+    If the layers cannot be divided evenly, the first stages have one layer more.
+    """
     return tuple(accumulate(slicing.dealt(layers, stages), initial=0))
 
 
 def balanced(weights: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Bounds for which the stages' sums of weights differ little, by DeepSpeed's rule.
+    """Bounds that give all stages about the same sum of `weights`, by DeepSpeed's rule.
 
-    It extends the best partition of each prefix by one stage, which is not always the best
-    partition overall. Of equal partitions the last one is used.
+    `weights` has a number for each layer, such as its number of trained elements. The rule extends
+    the best partition of the first layers by one stage at a time, which does not always give the
+    best partition overall. If several partitions are equally good, the last one is used.
     """
     count = len(weights)
     if count <= stages:

@@ -4,7 +4,7 @@
     2. Each rank gets a manifest with the shapes of its slices, which determine its files.
     3. The files are read back by the same rules, which show where each slice is in its full tensor.
 
-So this module computes no offset. Each parameter is cut evenly, as the engine's layers cut it.
+So this module computes no byte offset. Each parameter is cut evenly, as the engine's layers cut it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from ...vocabulary import padded
 
 
 def sized(source: Manifest, tp: int) -> Manifest:
-    """The full model, with `tp` as the number of tensor ranks wherever its state has that number.
+    """The full model, with `tp` written wherever its state contains the number of tensor ranks.
 
-    These places are the program's saved arguments, the `universal_checkpoint_info` and AutoTP's
+    The number is in the program's saved arguments, the `universal_checkpoint_info` and AutoTP's
     size in the ds_config. The padded vocabulary size is set to the rows of the source's embeddings.
     """
     client = dict(source.state.get("client_state") or {})
@@ -130,9 +130,9 @@ def _candidates(
 ) -> Iterator[Shapes]:
     """The shapes that the ranks' slices may have, in the order in which they are tried.
 
-    1. The shapes that the source states, if these are for `tp` ranks.
+    1. The shapes that the source states, if it states them for `tp` ranks.
     2. The full shape on every rank.
-    3. For each axis, the full shape cut along it: in AutoTP's shares, or in equal ones.
+    3. For each axis, the full shape cut along this axis: in AutoTP's shares, or in equal ones.
     """
     stated_shapes = None if universal_info is None else universal_info.stated_shapes(name)
     if stated_shapes is not None and len(stated_shapes) == tp:
@@ -160,11 +160,12 @@ def _doubts(auto: AutoTP | None, info: Mapping[str, Any] | None) -> list[Notice]
 
 
 def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
-    """The number of rows that each vocabulary has in the target.
+    """The number of rows that each vocabulary has in the target, by parameter name.
 
-    Megatron rounds up to a multiple of the tensor ranks times `make_vocab_size_divisible_by`. If
-    the program's saved arguments lack that number, and the source has more rows than its ranks
-    need, the rows are kept. They then change only if the target's ranks cannot share them evenly.
+    Megatron rounds rows up to a multiple of the tensor ranks times `make_vocab_size_divisible_by`.
+    If the program's saved arguments lack that divisor, and the source has more rows than its own
+    tensor ranks need, the number of rows stays, unless the target's ranks cannot share the rows
+    evenly. Empty for AutoTP, which pads nothing.
     """
     divisor = arguments(source.state.get("client_state")).get(DIVISOR)
     unit = divisor if isinstance(divisor, int) and divisor > 0 else None
@@ -188,9 +189,9 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
 
 
 def _vocabularies(source: Manifest) -> dict[str, Vocabulary]:
-    """The vocabulary facts (padded and used rows) of the source's parameters, by name.
+    """The numbers of padded and used rows of each vocabulary parameter of the source, by name.
 
-    Facts of a name that a rename has changed are left out.
+    Parameters that the user has renamed are left out.
     """
     facts = _facts(source).vocabularies
     return {name: about for name, about in facts.items() if name in source.parameters}
@@ -204,16 +205,16 @@ def _facts(source: Manifest) -> TensorParallel:
 
 
 def is_auto(source: Manifest) -> bool:
-    """Whether the ds_config belongs to a run with AutoTP."""
+    """Whether the source's ds_config is of a run with AutoTP."""
     assert isinstance(source.run.engine, FlatBufferEngine)
     return isinstance((source.run.engine.config or {}).get("tensor_parallel"), Mapping)
 
 
 def auto_of(source: Manifest) -> AutoTP:
-    """AutoTP's shares for the source's model.
+    """AutoTP's shares for the source's model: how much of each parameter a tensor rank gets.
 
-    They depend on the number of key-value heads: as config.json beside the source states it, else
-    as uneven shares in the source imply it.
+    The shares depend on the number of key-value heads, which config.json beside the source states.
+    Without that file, the number follows from uneven shares in the source.
     """
     heads = heads_in(json_of(files_to_load_by(source.files.siblings), CONFIG))
     if heads is None:

@@ -4,16 +4,16 @@
     new        0  1  2 | 3  4  5 | 6  7  8        bounds 0,3,6,9; functions too
 
 What DeepSpeed 0.19.8 does (`PipelineModule._build`): a stage has the layers from its bound to the
-next one, and a copy of every tied layer that is used there. Its tied layers come first, in the
-order of their first use, then the others by number. A group without a parameter in the stage is
-dropped. Files of layers do not change: they have no stage.
+next bound, and a copy of every tied layer that one of these layers uses. The tied layers come
+first, in the order of their first use, then the other layers by number. A param group without a
+parameter in the stage is dropped. Files of layers do not change, because they belong to no stage.
 
-With experts there are no files of layers. The module of a stage is in its model file, and the
-numbers of layers are in names. So no file shows where tied layers are used.
+With experts there are no files of layers. The module of a stage is in the stage's model file, and
+the numbers of layers are in names. So no file shows where tied layers are used.
 
 A tied layer that is used through a function of its own has no file at that use. The source's stages
-show where it is, because each one has its own copy. With a single source stage, the last layer
-without a file is assumed.
+show in which stage this use is, because each stage that uses a tied layer has its own copy. If the
+source has a single stage, zckpt assumes that the use is at the last layer without a file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def recut(
 
     Returns the new numbers of pipeline and tensor ranks, the manifests of all model ranks, and
     notices of inferred facts. `models` are the tensor ranks' models; `whole` has the parameters of
-    all of them. Raises the same errors as `cut_again`.
+    all of them. Raises WrongOption for bounds that do not fit, UnsupportedCheckpoint if the
+    parameters are not in the order of the layers.
     """
     inferred: list[Notice] = []
     if is_cut(len(pipeline.parameters), options):
@@ -60,10 +61,10 @@ def recut(
 
 
 def layers_of_names(model: Manifest, options: Options) -> list[int]:
-    """The sorted numbers of a pipeline's layers, which its parameters' names begin with.
+    """The sorted numbers of a pipeline's layers, with which the names of its parameters begin.
 
-    Used with experts, where no layer files exist. Raises WrongOption for a pipeline option if names
-    have no such numbers.
+    Used with experts, where no layer files exist. Raises WrongOption if the user gives a pipeline
+    option, but the names have no such numbers.
     """
     names = [LayerName.of(name) for name in (*model.parameters, *model.buffers)]
     numbers = {name.number for name in names if name.number is not None}
@@ -75,10 +76,10 @@ def layers_of_names(model: Manifest, options: Options) -> list[int]:
 def cut_again(
     model: Manifest, pipeline: Pipeline, has_files: bool, options: Options
 ) -> tuple[Pipeline, list[Notice]]:
-    """The pipeline with the stages that `options` give, and notices of inferred facts.
+    """The pipeline, cut into the stages that `options` ask for; and notices of inferred facts.
 
-    Without files of layers (`has_files` is False), a stage lists all names of its module instead of
-    only trained parameters. Raises WrongOption for bounds that do not fit. Raises
+    Without files of layers (`has_files` is False), a stage lists all tensors of its module instead
+    of only trained parameters. Raises WrongOption for bounds that do not fit. Raises
     UnsupportedCheckpoint if the parameters are not in the order of the layers.
     """
     bounds = bounds_of(model, pipeline, options)
@@ -101,11 +102,12 @@ def cut_again(
 def _uses(
     root: str, pipeline: Pipeline, bounds: Sequence[int]
 ) -> tuple[dict[str, set[int]], list[Notice]]:
-    """The layer numbers at which each tied layer is used, by its key; warnings for assumed uses.
+    """Maps each tied layer's key to the numbers of the layers at which the tied layer is used.
 
-    `bounds` are the first layers of the new stages. If no file shows any use of a tied layer, it is
-    assumed to be used at layers without names: at the first such layer of the first stage that has
-    it, and at the last one of each further stage that has it.
+    Also returns warnings for uses that zckpt assumes. `bounds` are the first layers of the new
+    stages. If no file shows any use of a tied layer, zckpt assumes layers that no parameter name
+    contains: the first such layer of the first stage with this tied layer, and the last such layer
+    of each further stage with it.
     """
     uses, inferred = uses_of_files(pipeline), list[Notice]()
     if len(bounds) == 2:  # a single stage has all layers
@@ -165,16 +167,16 @@ class _Stage(Struct, frozen=True):
     uses: Uses
 
     def place(self, name: str) -> tuple[int, int] | None:
-        """The sort key of a parameter within the stage.
+        """A key by which the stage's parameters are sorted; None for a parameter of another stage.
 
-        None if it belongs to no layer of the stage. Tied layers come first, by first use, then
-        other layers by number.
+        Parameters of tied layers come first, by their first use, then those of other layers by
+        number.
         """
         layer = next((n for n in layers_with(name, self.uses) if n in self.span), None)
         return None if layer is None else (int(tied_key(name) is None), layer)
 
     def having(self, names: Iterable[str]) -> list[str]:
-        """The names that belong to layers of this stage."""
+        """Those of the `names` that belong to layers of this stage."""
         return [name for name in names if self.place(name)]
 
     def trained(self) -> list[str]:
@@ -191,7 +193,7 @@ class _Stage(Struct, frozen=True):
         return sorted(names, key=self._order)
 
     def check_order(self, names: Iterable[str]) -> None:
-        """Raises UnsupportedCheckpoint unless a group's parameters are in layer order."""
+        """Raises UnsupportedCheckpoint unless the parameters of each group are in layer order."""
         trained = [name for name in names if self.model.parameters[name].trainable]
         if sorted(trained, key=self._group) != sorted(trained, key=self._order):
             raise UnsupportedCheckpoint(
@@ -207,7 +209,7 @@ class _Stage(Struct, frozen=True):
         return self.model.parameters[name].group or 0
 
     def _order(self, name: str) -> tuple[int, tuple[int, int]]:
-        """The sort key of a parameter: its group, then its place in the stage.
+        """A key that sorts parameters by group, and within a group by layer.
 
         A tied layer whose use in this stage is unknown is sorted after the other tied layers,
         before all other layers.
@@ -216,7 +218,7 @@ class _Stage(Struct, frozen=True):
 
 
 def _part(model: Manifest, row: Row, pp: int) -> Manifest:
-    """The manifest of one of `pp` stages, with only the parameters that `row` lists.
+    """The manifest of one of `pp` stages, with only the parameters that `row` names.
 
     Groups, layers of experts and sizes in the program's arguments are adapted to the stage.
     """

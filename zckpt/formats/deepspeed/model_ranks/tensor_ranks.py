@@ -1,9 +1,10 @@
 """Turns the slices of tensor ranks into full tensors, and compares the ranks' replicas.
 
 Each tensor rank has been read as a separate model. Rules define how its parameters are cut. The
-user's rules (naming/tensor_rules.py) come first, then those that the checkpoint states
-(naming/universal_info.py). They give each slice its offsets in the full tensor; no byte is read. A
-replicated tensor is taken from the first rank, and the other ranks' replicas must be equal.
+user's rules (naming/tensor_rules.py) are tried first, then those that the checkpoint states
+(naming/universal_info.py). The rule for a parameter gives each slice its offsets in the full
+tensor; no byte is read. A replicated tensor is taken from the first rank, and the other ranks'
+replicas must be equal.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ SLICES_ALONE = (
 def joined_slices(
     ranks: Sequence[Manifest], tp_rules: str | None, step_policy: str | None
 ) -> Manifest:
-    """The model of all tensor ranks; `tp_rules` are the user's rules, which come first.
+    """Joins the models of all tensor ranks into one; `tp_rules` are the user's rules.
 
-    Raises MissingData with the parameters that no rule covers. Raises InconsistentCheckpoint or
-    WrongOption for rules that do not fit the ranks' shapes.
+    The user's rules are tried before those of the checkpoint. Raises MissingData with the
+    parameters that no rule covers. Raises InconsistentCheckpoint or WrongOption for rules that do
+    not fit the ranks' shapes.
     """
     models, given = tuple(ranks), [] if tp_rules is None else [rules_of(tp_rules, of_json)]
     if len(ranks) > 1:
@@ -69,15 +71,18 @@ def joined_slices(
 
 
 def _on_ranks(ranks: Iterable[Mapping[str, tuple[int, ...]]]) -> dict[str, Shapes]:
-    """The shapes on all ranks by name; None where AutoTP leaves a rank no part."""
+    """Each parameter's shapes on all ranks, by name.
+
+    A shape is None where AutoTP gives a rank no part of the parameter.
+    """
     every = [*ranks]
     return {name: [own.get(name) for own in every] for name in dict.fromkeys(chain(*every))}
 
 
 def _stated(ranks: Sequence[Manifest]) -> Iterator[TensorRules]:
-    """Yields the rules of the `universal_checkpoint_info`, if the checkpoint has one.
+    """Yields the rules in the checkpoint's `universal_checkpoint_info`; nothing if there is none.
 
-    Raises InconsistentCheckpoint if tensor ranks state different ones.
+    Raises InconsistentCheckpoint if tensor ranks state different rules.
     """
     infos = [(rank.state.get("client_state") or {}).get(INFO) for rank in ranks]
     if any(to_json(info) != to_json(infos[0]) for info in infos[1:]):
@@ -91,7 +96,7 @@ def _stated(ranks: Sequence[Manifest]) -> Iterator[TensorRules]:
 
 
 def _buffers(ranks: Sequence[Manifest], given: Sequence[TensorRules]) -> dict[str, Sliced]:
-    """How each buffer is cut over tensor ranks; buffers that are not in the result are not cut.
+    """How each buffer is cut over tensor ranks; buffers that are not cut are left out.
 
     The user's rules apply to all buffers. The checkpoint's rules apply only to buffers whose shapes
     differ between ranks.
@@ -114,7 +119,7 @@ def _buffers(ranks: Sequence[Manifest], given: Sequence[TensorRules]) -> dict[st
 def _doubts(given: Sequence[TensorRules], cut: Mapping[str, Sliced]) -> Iterator[Notice]:
     """Warnings about tensors that are sums over ranks, and about rules that no file confirms.
 
-    If a tensor is a sum, the joined model has only tensor rank 0's summand.
+    If a tensor is the sum of all ranks' tensors, the joined model has only tensor rank 0's.
     """
     if sums := [name for name, sliced in cut.items() if sliced.placement.is_sum]:
         message = (
@@ -128,7 +133,7 @@ def _doubts(given: Sequence[TensorRules], cut: Mapping[str, Sliced]) -> Iterator
 
 
 def _facts(cut: Mapping[str, Sliced]) -> TensorParallel:
-    """What the manifest states of the cuts: each parameter's placement, vocabularies' used rows."""
+    """The manifest's record of how each parameter is cut, and of each vocabulary's used rows."""
     return TensorParallel(
         {name: sliced.placement for name, sliced in cut.items()},
         {
@@ -155,8 +160,9 @@ IF_COPIES_DIFFER = {
 def check(manifest: Manifest) -> list[Notice]:
     """Compares the beginnings of copies that may differ, and of slices; returns warnings.
 
-    Raises InconsistentCheckpoint if a rule cuts a parameter that all ranks hold in full, and
-    UnsupportedCheckpoint for parts of a sum.
+    If model ranks are kept separate, warns of masters whose copies differ. If they are joined,
+    raises InconsistentCheckpoint if a rule cuts a parameter that all ranks hold in full, and
+    UnsupportedCheckpoint if a parameter is the sum of the ranks' parts.
     """
     if manifest.ranks:
         return compare_apart(manifest)
@@ -166,12 +172,11 @@ def check(manifest: Manifest) -> list[Notice]:
 
 
 def copies(manifest: Manifest, replicas: str | None) -> list[Replicas]:
-    """The comparisons of copies that model ranks hold.
+    """The comparisons to make between copies of tensors on several tensor ranks.
 
-    InconsistentCheckpoint is raised if copies of tensor ranks differ and `replicas` does not choose
-    one. If model ranks are kept separate, each keeps its own copy anyway: then differences are only
-    warnings, and copies on tensor ranks are compared only if the files or the rules show how
-    tensors are cut.
+    For joined ranks, copies that differ raise InconsistentCheckpoint, unless `replicas` says which
+    copy to use. If model ranks are kept separate, each keeps its own copy: copies that differ then
+    only give warnings, and are compared only if the files or the rules show how tensors are cut.
     """
     if manifest.ranks:
         if len(manifest.models) == 1:  # there are no copies on other tensor ranks
@@ -189,5 +194,5 @@ def copies(manifest: Manifest, replicas: str | None) -> list[Replicas]:
 
 
 def _has_whole_experts(manifest: Manifest) -> bool:
-    """Whether ep ranks without ZeRO each have a copy of all parameters that are no experts."""
+    """Whether every ep rank has a copy of all dense parameters: experts without ZeRO (stage 0)."""
     return manifest.run.origin.zero_stage == 0 and bool(layers_of(manifest.run.engine))

@@ -31,8 +31,8 @@ OWN_INFO = {"universal_checkpoint_version", "expert_parameter_patterns", "ds_aut
 def with_slices(ranks: EngineStates) -> EngineStates:
     """The ranks' states, with one parameter per expert instead of each stacked parameter.
 
-    Raises UnsupportedCheckpoint (stage 3, AutoTP beside it, an order of experts or of parameters
-    that zckpt does not read) and InconsistentCheckpoint.
+    Raises UnsupportedCheckpoint (stage 3, AutoTP together with AutoEP, an order of experts or of
+    parameters that zckpt does not read) and InconsistentCheckpoint.
     """
     model, directory = ranks.model, ranks.directory
     if not (layers := layers_in(model)):
@@ -63,10 +63,10 @@ def with_slices(ranks: EngineStates) -> EngineStates:
 
 
 def _second_gates(ranks: EngineStates, layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Maps second names of a router's weight to the name that AutoEP gives it.
+    """Maps second names of a router's weight to the name that AutoEP gives the weight.
 
-    Another module of the model holds the same weight, so it is saved under both names, with the
-    same bytes. The engine lists only AutoEP's name.
+    Another module of the model holds the same weight, so the weight is saved under two names, with
+    the same bytes. The engine lists only AutoEP's name as a parameter.
     """
     file = ranks.models[0]
     listed_names = {*chain.from_iterable(ranks.param_shapes())}
@@ -101,7 +101,7 @@ def _sliced(shapes: ParameterShapes, prefixes: Collection[str]) -> ParameterShap
 
 
 def _check_placement(ranks: EngineStates, layer: Mapping[str, Any]) -> None:
-    """Raises unless each ep rank has the experts that follow those of the ep rank before it."""
+    """Raises unless ep ranks have a layer's experts in order, the first ones on rank 0."""
     count, ep, path = layer.get("num_experts"), layer.get("ep_size"), layer.get("module_path")
     if not (isinstance(count, int) and isinstance(ep, int) and ep > 0 and not count % ep):
         raise InconsistentCheckpoint(

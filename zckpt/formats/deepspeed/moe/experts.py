@@ -2,11 +2,11 @@
 
     layer_M_expert_N_mp_rank_00_model_states.pt     M counts the layers, N the experts of the layer
 
-Each file has the 16-bit weights and buffers of one expert, by their names in the full model, with
-the number N. Each model rank counts its own layers. The model file lists the number of experts of
-each layer (`num_experts`), and the parameters of rank 0, whose experts are numbered from 0. These
-names stand for the experts of every ep rank. So a flat group of experts is one flat buffer per ep
-rank, and each is cut over the ranks with the same experts:
+Each file has the 16-bit weights and buffers of one expert, by their names in the full model, which
+contain the number N. M counts the layers of experts of one model rank. The model file lists the
+number of experts of each layer (`num_experts`), and the parameters of rank 0, whose experts are
+numbered from 0. These names stand for the experts of every ep rank. So a flat group of experts is
+one flat buffer per ep rank, and each buffer is cut over the ranks with the same experts:
 
     dp 4, ep 2         rank 0     rank 1     rank 2     rank 3
     dense group          1/4        2/4        3/4        4/4
@@ -76,8 +76,8 @@ def file_name(layer: int, expert: int, mp_rank: str) -> str:
 class LayerFiles(Struct, frozen=True):
     """The opened files of all experts of one layer, in the order of the experts.
 
-    `name` is the layer's name, with which all keys begin. A file has its expert's tensors by their
-    names in the full model.
+    `name` is the layer's name, with which the names of all its tensors begin. Each file contains
+    the tensors of one expert, under their names in the full model.
     """
 
     name: str
@@ -87,7 +87,7 @@ class LayerFiles(Struct, frozen=True):
     def gate(self) -> str:
         """The name of the weight of the layer's gate (AutoEP: router).
 
-        It comes directly before the experts in the module's order.
+        In the module's order, this weight comes directly before the experts.
         """
         parts = expert_name(next(iter(self.files[0].value)))
         return self.name + (ROUTER if parts is not None and parts.is_slice else GATE)
@@ -137,7 +137,11 @@ def files_by_layer(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
 
 
 def _layer(files: Sequence[TorchFile]) -> LayerFiles:
-    """The files of one layer; checks that each has the tensors of its expert, with equal shapes."""
+    """The files of one layer of experts.
+
+    Raises unless each file has the tensors of the expert in its name, and all files have tensors of
+    the same names, types and shapes.
+    """
     layer, first = "", list[object]()
     for number, file in enumerate(files):
         forms: list[object] = []
@@ -180,7 +184,7 @@ def _layer(files: Sequence[TorchFile]) -> LayerFiles:
 def named_of(ranks: EngineStates) -> tuple[str, ...]:
     """All names that rank 0's files list: parameters, frozen parameters and buffers.
 
-    The names of experts contain rank 0's local numbers.
+    Experts are numbered as on rank 0, from 0.
     """
     return tuple(chain(*ranks.param_shapes(), ranks.frozen_shapes or (), ranks.buffer_names))
 
@@ -190,9 +194,9 @@ def spread_over(
 ) -> ExpertLayers:
     """The layers of experts, with the number of ranks over which each one is spread.
 
-    The number is `ep`. Without `ep`, it follows from rank 0's share of the experts: `named` are the
-    tensor names on rank 0. Raises InconsistentCheckpoint if ranks cannot share the experts evenly,
-    and UnsupportedCheckpoint if none of these names belongs to a layer.
+    The number is `ep`. Without `ep`, it is the number of all experts of a layer divided by that of
+    rank 0's; `named` are the tensor names on rank 0. Raises InconsistentCheckpoint if ranks cannot
+    share the experts evenly, UnsupportedCheckpoint if none of these names belongs to a layer.
     """
     path, layers = ranks.directory.path, dict[str, ExpertLayer]()
     numbers = by_key((part.layer, part.number) for part in map(expert_name, named) if part)
@@ -252,9 +256,10 @@ def with_tensors(
 
 
 class Experts(Struct, frozen=True):
-    """The layers of experts of one model rank, and which rank has which experts.
+    """The layers of experts of one model rank, and which data rank has which experts.
 
-    `ranks` are the states as saved. In `whole`, the module has the tensors of all experts.
+    `ranks` are the opened files as saved. `whole` are the same files with the tensors of all
+    experts added to the module.
     """
 
     ranks: EngineStates
@@ -267,10 +272,10 @@ class Experts(Struct, frozen=True):
     ) -> list[tuple[EngineStates, ParameterShapes]]:
         """The flat buffers of one param group: one for a dense group, one per ep rank for experts.
 
-        A buffer is a pair: the files of the ranks that share it, and the shapes of its parameters
-        by their names in the full model. `group` is the group's number, and `shapes` has the names
-        on rank 0. Raises InconsistentCheckpoint if the files contradict each other about a group of
-        experts.
+        An item has the files of the ranks that share a buffer, and the shapes of the buffer's
+        parameters by their names in the full model. `group` is the group's number, and `shapes` has
+        the names on rank 0. Raises InconsistentCheckpoint if the files contradict each other about
+        a group of experts.
         """
         layers = [self.layers.layer_of(name) for name in shapes]
         eps = {1 if layer is None else layer.ep for layer in layers}
@@ -310,9 +315,10 @@ class Experts(Struct, frozen=True):
 
     @property
     def fit(self) -> bool:
-        """Whether each rank has the experts that `places` assumes: masters round to their weights.
+        """Whether each rank's masters round to its weights, if its experts are those in `places`.
 
-        Only the first masters in each flat buffer of experts are compared.
+        If not, ranks have other experts than `places` states. Only the first masters in each flat
+        buffer of experts are compared.
         """
         tensors, names = ManifestTensors(self.whole), list[str]()
         try:
@@ -329,9 +335,10 @@ class Experts(Struct, frozen=True):
     def complete(self, manifest: Manifest) -> Manifest:
         """Adds a description of the layers of experts to a manifest; sorts its parameters.
 
-        Raises InconsistentCheckpoint if the optimizer has an expert whose weight is missing.
-        DeepSpeed drops all names with `expert` in the name of their MoE layer, and saves only those
-        below `deepspeed_experts` separately. A residual MLP is lost (0.19.8,
+        Raises InconsistentCheckpoint if the optimizer has an expert whose weight is missing. Other
+        missing weights only give a warning, and their masters are used: DeepSpeed does not save the
+        MLP of a residual MoE layer, because it drops all names that have `expert` in the name of
+        their MoE layer, and saves only those below `deepspeed_experts` separately (0.19.8,
         `_get_non_moe_state_dict`).
         """
         unsaved = [name for name in manifest.parameters if (name, "param") not in manifest.entries]
@@ -364,7 +371,8 @@ class Experts(Struct, frozen=True):
     def _order(self, manifest: Manifest) -> list[str]:
         """All parameters of the full model, group by group, in the order of the flat buffers.
 
-        Where rank 0's experts are, the experts of all ranks follow. Frozen parameters come last.
+        Within a group, the experts of all ranks stand where rank 0's experts do. Frozen parameters
+        come last.
         """
         groups = by_key(
             (about.group if about.trainable else None, name)
@@ -407,11 +415,11 @@ def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | 
 
 
 def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> ExpertRanks:
-    """The experts of each rank: by the ds_config, or by bytes if only its file name was saved.
+    """Finds which rank has which experts: from the ds_config, or by comparing bytes.
 
-    A run that was started with the file of a ds_config saves only the file's name. Then neighbor
-    ranks may have different experts, or the same ones (`use_data_before_expert_parallelism`). Every
-    rank's masters round to the weights of its own experts, so only one of the two orders fits.
+    A run that was started with a ds_config file saves only the file's name. Then it is unknown
+    whether neighbor ranks have different experts, or the same ones
+    (`use_data_before_expert_parallelism`). Masters round to weights in only one of the two orders.
     Raises UnsupportedCheckpoint if both orders fit, and InconsistentCheckpoint if neither does.
     """
     if ranks.config_path is None or all(ep in (1, ranks.dp) for ep in layers.sizes):
@@ -437,7 +445,7 @@ def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> E
 def _are_spread_over_tensor_ranks(ranks: EngineStates) -> bool:
     """Whether tensor ranks have different experts: without `enable_expert_tensor_parallelism`.
 
-    Then a group of experts is cut over more ranks than there are data ranks.
+    If so, a group of experts is cut over more ranks than there are data ranks.
     """
     counts = ranks.first.get("partition_count")
     sizes = (
@@ -449,7 +457,10 @@ def _are_spread_over_tensor_ranks(ranks: EngineStates) -> bool:
 
 
 def _with_one_step(buffers: Sequence[FlatBuffer], policy: str | None) -> list[FlatBuffer]:
-    """The flat buffers of all ep ranks, with one step per group; raises if steps differ."""
+    """Gives the flat buffers of all ep ranks the same step in each param group.
+
+    Raises if the steps of a group differ, and `policy` does not choose one.
+    """
     steps_by_group = by_key(
         (buffer.group, (f"flat group {buffer.group}, {next(iter(buffer.shapes))}", buffer.step))
         for buffer in buffers

@@ -1,8 +1,8 @@
 """Adapts the optimizer's param groups of experts to another expert-parallel size.
 
-With another expert-parallel size, a rank has other experts, so its param groups of experts change.
-They get another name (`ep_size_2`). DeepSpeed cuts a large group when one rank's parameters in it
-exceed a number of elements, so these cuts change too (0.19.8, moe/utils.py
+At another expert-parallel size, each rank has other experts, so its param groups of experts have
+other members, and another name (`ep_size_2`). DeepSpeed cuts a large group where one rank's
+parameters in the group exceed a number of elements, so the cuts change too (0.19.8, moe/utils.py
 `split_params_into_different_moe_groups_for_optimizer`). The experts themselves and all dense groups
 stay unchanged.
 """
@@ -41,9 +41,9 @@ def over_ranks(source: Manifest, options: Options) -> Manifest:
     """Replaces the param groups of experts by those for the target's expert-parallel size (`--ep`).
 
     Without `--ep`, or without experts, the source is unchanged. Raises WrongOption (the size does
-    not divide the experts or ranks, or several groups may be cuts of one group), MissingData (the
-    source does not state its layers or groups), InconsistentCheckpoint (the order of parameters at
-    the new size is unknown).
+    not divide the experts or ranks, or the engine may have cut one group into several), MissingData
+    (the source does not state its layers or groups), InconsistentCheckpoint (the order of
+    parameters at the new size is unknown).
     """
     ep, layers = options[EP], ExpertLayers.of_manifest(source)
     if unplaced := [n for n in source.parameters if expert_name(n) and layers.is_dense(n)]:
@@ -73,7 +73,7 @@ def over_ranks(source: Manifest, options: Options) -> Manifest:
 def _check_sizes(layers: ExpertLayers, ep: int | None, given: int | None, before: int) -> None:
     """Raises WrongOption unless ranks and experts can be shared evenly.
 
-    `given` is the user's --dp. Without it, the target has `before` ranks.
+    The target has `given` ranks (the user's --dp) or, without that, the source's number (`before`).
     """
     dp, sizes = given or before, listed(layers.sizes)
     if ep is not None and len(layers.sizes) > 1:
@@ -121,7 +121,7 @@ def check_target(target: DeepSpeedTarget) -> None:
 
 
 def warnings(target: DeepSpeedTarget, source: Manifest) -> list[Notice]:
-    """A warning with the setting that the program must change for another expert-parallel size."""
+    """A warning that names the program's setting to change, if the expert-parallel size changes."""
     sizes = target.experts.sizes
     if ExpertLayers.of_manifest(source).sizes == sizes:
         return []
@@ -135,8 +135,8 @@ def warnings(target: DeepSpeedTarget, source: Manifest) -> list[Notice]:
 def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> Manifest:
     """Replaces the groups of experts by those for `ep` ranks.
 
-    Also updates the size in AutoEP's ds_config. Raises InconsistentCheckpoint if the order of
-    experts does not show their order at another size.
+    Also updates the size in AutoEP's ds_config. Raises InconsistentCheckpoint if the order of the
+    experts' parameters does not show in which order another size would list them.
     """
     assert source.groups is not None
     assert isinstance(source.run.engine, FlatBufferEngine | StateDictEngine)
@@ -173,7 +173,7 @@ def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> Manifest:
 
 
 def _uncut(source: Manifest, layers: ExpertLayers) -> Iterator[tuple[int, list[str]]]:
-    """Yields ep rank 0's groups as they were before the engine cut large ones: number and members.
+    """Undoes the engine's cuts of large groups; yields group numbers and ep rank 0's members.
 
     Raises WrongOption if neighbor groups have equal settings, but are not cut at the engine's
     default limit: the program may have cut one group at another limit.
@@ -202,7 +202,7 @@ def _uncut(source: Manifest, layers: ExpertLayers) -> Iterator[tuple[int, list[s
 def _cuts(source: Manifest, names: Sequence[str]) -> Iterator[list[str]]:
     """Cuts one rank's group of experts into the groups that DeepSpeed makes of it.
 
-    A new group begins where the elements would exceed GROUP_SIZE.
+    A new group begins where the previous one would exceed GROUP_SIZE elements.
     """
     cut: list[str] = []
     size = 0
@@ -223,9 +223,10 @@ def _cuts(source: Manifest, names: Sequence[str]) -> Iterator[list[str]]:
 def with_named_layers(source: Manifest, unplaced: Sequence[str]) -> Manifest:
     """Adds the layers of experts to a manifest that has experts but does not state their layers.
 
-    `unplaced` are the names of these experts' tensors. State dicts of a full model, such as those
-    that zckpt wrote from a DeepSpeed run, have all experts by number. The groups of their optimizer
-    still have DeepSpeed's names, which show the expert-parallel sizes.
+    `unplaced` are the names of these experts' tensors. Such a manifest is of a full model's state
+    dict, for example one that zckpt wrote from a DeepSpeed run: experts are numbered over all
+    ranks, and the optimizer's groups still have DeepSpeed's names, which show the expert-parallel
+    sizes.
 
     Raises InconsistentCheckpoint (experts are missing) and MissingData (the source's engine does
     not name layers, or the optimizer has no groups of experts).

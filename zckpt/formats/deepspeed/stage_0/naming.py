@@ -1,16 +1,16 @@
 """Finds the weight of each parameter in a stage-0 optimizer, whose state has no names.
 
-The first applicable way decides:
+The first way in this table that applies decides:
 
-    stated    a file of zckpt's has names: `param_shapes`
-    given     the user gives them: --param-names
+    stated    the file was written by zckpt, and lists names: `param_shapes`
+    given     the user gives the names: --param-names
     views     FP16_Optimizer: the module's weights are views of one buffer per group
-    bytes     a master rounds to the module's weight, and to no other; so do pieces of flat ones
+    bytes     a master, or a piece of a flat master, rounds to exactly one of the module's weights
     listed    torch's own optimizer has names: `param_names`
-    shapes    torch's own optimizer: no other weight has the shape of the states
+    shapes    torch's own optimizer: exactly one weight has the shape of the states
 
-If bytes or shapes leave several weights, the order of the module decides. The parameters of a group
-are in that order, and only one way to keep it may fit. Otherwise the optimizer is refused.
+If several weights have the same bytes or shape, the order of the module decides: the parameters of
+a group are listed in that order. If several assignments keep that order, the optimizer is refused.
 
 DeepSpeed 0.19.8, runtime/fp16/fused_optimizer.py and unfused_optimizer.py.
 """
@@ -53,7 +53,8 @@ program, before deepspeed.initialize, write that file:
 class Named(NamedTuple):
     """The names of each group's parameters (`members`).
 
-    For the names in `inferred`, nothing but the order of the module shows that they belong there.
+    Names in `inferred` are less certain: only the order of the module's weights shows which
+    parameter each of them belongs to.
     """
 
     members: Members
@@ -63,8 +64,8 @@ class Named(NamedTuple):
 class Nameless(Struct, frozen=True):
     """An optimizer (or some groups) without names, and the weights that may be its parameters.
 
-    `stated_names` are names by group in a file that zckpt wrote. Of these, `inferred` were already
-    inferred when that file was written. `given` are the user's names by group.
+    `stated_names` are names by group, if zckpt wrote the file and listed them. `inferred` are those
+    of them that zckpt had only inferred. `given` are the user's names by group.
     """
 
     path: str
@@ -107,7 +108,7 @@ def names_of(
     """The names of each optimizer's parameters.
 
     The user's `param_names` list the parameters of all optimizers, one optimizer after another.
-    Raises MissingData if nothing shows names, WrongOption for names of the user that do not fit,
+    Raises MissingData if nothing shows the names, WrongOption if the user's names do not fit,
     InconsistentCheckpoint if a file states names that are not among `weights`.
     """
     asked = [Nameless.of(states, weights) for states in every]
@@ -131,7 +132,7 @@ def named(asked: Nameless) -> Named:
 
 
 def by_file(asked: Nameless) -> Named | None:
-    """The names that zckpt wrote into the file; None if it wrote none."""
+    """The names that zckpt wrote into the file; None if the file has none."""
     if not asked.stated_names:
         return None
     members: Members = [[*own] for own in asked.stated_names]
@@ -143,9 +144,9 @@ def by_file(asked: Nameless) -> Named | None:
 
 
 def by_user(asked: Nameless) -> Named | None:
-    """Names that the user gives; None without them.
+    """The names that the user gives; None if the user gives none.
 
-    Raises if a master rounds to the weight of another name.
+    Raises WrongOption if a master rounds to the weight of another name.
     """
     if asked.given is None:
         return None
@@ -168,7 +169,7 @@ def by_user(asked: Nameless) -> Named | None:
 
 
 def by_torch(asked: Nameless) -> Named | None:
-    """Names that torch's own optimizer states; None unless all trained parameters have one."""
+    """The names that torch's own optimizer states; None unless every trained parameter has one."""
     trained = [[number.name for number in own if not number.is_frozen] for own in asked.groups]
     if not all(chain.from_iterable(trained)):
         return None
@@ -178,7 +179,10 @@ def by_torch(asked: Nameless) -> Named | None:
 
 
 def _with_frozen(groups: Groups, trained: Iterable[Iterable[str | None]]) -> Members:
-    """Puts None among the names of trained parameters where the optimizer has frozen ones."""
+    """Inserts None for each frozen parameter of the optimizer into the names of the trained ones.
+
+    Each item of the result has the names of one group, in the optimizer's order.
+    """
     return [
         [None if number.is_frozen else next(names, None) for number in group]
         for group, names in zip(groups, map(iter, trained), strict=True)
@@ -186,7 +190,7 @@ def _with_frozen(groups: Groups, trained: Iterable[Iterable[str | None]]) -> Mem
 
 
 def _without_frozen(groups: Groups, names: Sequence[Sequence[str]]) -> Members:
-    """The given names of all parameters, with frozen ones replaced by None."""
+    """Replaces the names of frozen parameters by None; `names` has the names of all parameters."""
     return [
         [None if number.is_frozen else name for number, name in zip(group, numbers, strict=True)]
         for group, numbers in zip(groups, names, strict=True)
@@ -205,7 +209,8 @@ def _check_known(asked: Nameless, members: Members) -> None:
 def shared_out(asked: Sequence[Nameless], param_names: Sequence[str]) -> list[list[Sequence[str]]]:
     """Distributes the user's names over the optimizers, and over the groups if masters are flat.
 
-    Raises WrongOption if their number or their sizes do not fit.
+    Raises WrongOption if there are too few or too many names, or if the named weights are not of
+    the masters' sizes.
     """
     weights = asked[0].weights
     if not asked[0].is_flat:
@@ -246,8 +251,8 @@ def check_rounding(
 ) -> None:
     """Raises WrongOption if the user gives a master the name of a weight it does not round to.
 
-    Unless `strict`, a master that rounds to no weight is accepted: a program may have changed the
-    weights since.
+    A master that rounds to no weight at all is an error only with `strict`: a program may have
+    changed its weights after the last update.
     """
     of_weights, of_masters = labels([*weights.values()], masters)
     labels_by_name = dict(zip(weights, of_weights, strict=True))
@@ -268,8 +273,9 @@ def check_rounding(
 def by_views(asked: Nameless) -> Named | None:
     """Names of flat masters, if the module's 16-bit weights are views of one buffer per group.
 
-    The engine saves them so. The buffer has the bytes of the rounded flat master. There is no such
-    buffer if another program saved the file again.
+    The engine saves weights as such views. The buffer of a group has the bytes of the group's flat
+    master, rounded. None if the masters are not flat. Raises MissingData if the weights are no
+    longer such views, because another program has saved the file again.
     """
     if not asked.is_flat or asked.is_apart:
         return None
@@ -291,7 +297,7 @@ def by_views(asked: Nameless) -> Named | None:
 
 
 def _filled(views: Sequence[Tensor]) -> Tensor | None:
-    """The buffer that views fill without gaps; None if there are gaps."""
+    """The buffer whose elements the views cover without gaps; None if there are gaps."""
     storage, dtype = views[0].storage, views[0].dtype
     *starts, total = accumulate((view.numel for view in views), initial=0)
     are_next = all(v.contiguous and v.offset == n for v, n in zip(views, starts, strict=True))
@@ -300,10 +306,10 @@ def _filled(views: Sequence[Tensor]) -> Tensor | None:
 
 
 def by_bytes(asked: Nameless) -> Named | None:
-    """Names that the bytes show: each master, rounded, has the bytes of its weight.
+    """Names found by bytes: each master, rounded, has the bytes of its weight.
 
-    None without masters. Raises MissingData for a master that rounds to no weight, or to weights of
-    several types.
+    None if the optimizer has no masters. Raises MissingData for a master that rounds to no weight,
+    or to weights of several types.
     """
     orders = asked.masters
     if asked.is_flat:
@@ -329,8 +335,8 @@ def by_bytes(asked: Nameless) -> Named | None:
 def cut(asked: Nameless, flat: TensorInFile) -> list[TensorInFile]:
     """Cuts a flat master into the masters of its parameters.
 
-    At each position, the next elements must round to weights of exactly one shape; else
-    MissingData.
+    From the start of each parameter, the next elements must round to weights of exactly one shape.
+    Raises MissingData otherwise.
     """
     weights = [*asked.weights.values()]
     shapes = dict.fromkeys(stored.tensor.shape for stored in weights)
@@ -372,8 +378,9 @@ WAYS = (by_file, by_user, by_views, by_bytes, by_torch, by_shapes)
 def of_stages(asked: Sequence[Nameless]) -> list[Named] | None:
     """The names in a pipeline's optimizers, found as if all stages were one optimizer.
 
-    Group by group, the stages' parameters follow each other as the layers do. None if the shapes
-    are ambiguous, or if two layers have equal weights: they may be a tied layer.
+    In each group, the parameters of all stages are put one after another, in the order of the
+    layers. None if the shapes are ambiguous, or if two layers have equal weights, since they may be
+    copies of one tied layer.
     """
     counts = {len(each.groups) for each in asked}
     if len(asked) == 1 or len(counts) > 1 or any(each.flats for each in asked):
@@ -405,9 +412,9 @@ def of_stages(asked: Sequence[Nameless]) -> list[Named] | None:
 
 
 def _in_order(asked: Nameless) -> Named | None:
-    """Names that follow from the module's order and the shapes; None if they are ambiguous.
+    """Names that follow from the module's order and the shapes; None if several names fit.
 
-    Frozen parameters are numbered in this order too.
+    Frozen parameters must have a number in the optimizer's state too, in the same order.
     """
     orders = [[number.shape for number in own] for own in asked.groups]
     try:

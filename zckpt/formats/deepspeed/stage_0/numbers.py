@@ -1,7 +1,8 @@
 """The state, master and shape that a stage-0 optimizer keeps for each number.
 
-Torch's own optimizer and FP16_UnfusedOptimizer number each parameter. FP16_Optimizer has one number
-for each flat group. naming.py finds the parameter names of these numbers.
+The optimizer's state has numbers in place of parameter names. Torch's own optimizer and
+FP16_UnfusedOptimizer have one number for each parameter, FP16_Optimizer one for each flat group.
+naming.py finds the parameter names of these numbers.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ FROZEN = "zckpt_frozen"
 
 
 class Number(Struct, frozen=True):
-    """What an optimizer keeps under one number: for one parameter, or for a flat group.
+    """What an optimizer's state has under one number: for one parameter, or for a flat group.
 
     `master` is None if the optimizer updates the weight itself. `name` is the name that torch
-    states (since 2.6). `shapes` are the shapes of its parameters, once their names are known.
+    states (since 2.6). `shapes` maps the names of its parameters to their shapes, once these are
+    known.
     """
 
     group: int
@@ -45,29 +47,29 @@ class Number(Struct, frozen=True):
 
     @property
     def shape(self) -> Shape | None:
-        """The shape of its tensors; None if nothing shows it."""
+        """The shape of the parameter, or of the flat group; None if nothing shows it."""
         if self.master is not None:
             return self.master.tensor.shape
         return next(iter(self.shapes.values())) if self.shapes else shape_of(self.state)
 
     @property
     def first(self) -> str:
-        """The first parameter's name."""
+        """The name of the first parameter that this number stands for."""
         return next(iter(self.shapes))
 
     @property
     def owner(self) -> str:
-        """The name for messages: a parameter or a group."""
+        """What this number stands for, as messages name it: a parameter's name, or `group N`."""
         return self.first if len(self.shapes) == 1 else f"group {self.group}"
 
 
 def numbers_of(states: EngineStates) -> Groups:
-    """What the optimizer keeps under each number, group by group.
+    """What the optimizer's state has under each number, group by group.
 
     The engine gives every trained weight a gradient, so torch's own optimizer has a state for it,
     and a number without a state is a frozen parameter. If no parameter has a state, as with plain
-    SGD, nothing shows which ones are frozen. Raises CorruptCheckpoint and InconsistentCheckpoint if
-    only some numbers have masters.
+    SGD, nothing shows which ones are frozen. Raises CorruptCheckpoint if the state is damaged, and
+    InconsistentCheckpoint if only some numbers have masters.
     """
     optimizer, base, file = states.first, states.bases[0], states.optimizers[0]
     kept, wrapper = base.get("state") or {}, wrapper_of(optimizer)
@@ -105,7 +107,10 @@ def _is_tensor(value: Any) -> bool:
 
 
 def misfit(where: str, expected: str, actual: object) -> InconsistentCheckpoint:
-    """The error for a group's number of parameters or elements that contradicts another place."""
+    """The error for a group that has another number of parameters or elements than expected.
+
+    `where` names the group and its file.
+    """
     return InconsistentCheckpoint(
         "partition-does-not-fit",
         f"{where} should have {expected}, but it has {actual}",
@@ -114,10 +119,10 @@ def misfit(where: str, expected: str, actual: object) -> InconsistentCheckpoint:
 
 
 def shape_of(state: Any) -> Shape | None:
-    """The shape of a parameter, as its states show it; None if they do not.
+    """The shape of a parameter, as its optimizer states show it; None if they show none.
 
-    Adafactor keeps one tensor for rows and one for columns, which do not show the shape. ASGD keeps
-    0-d tensors beside its average.
+    Adafactor's states, one for rows and one for columns, do not show it. 0-d tensors, which ASGD
+    keeps beside its average, are ignored.
     """
     tensors = {k: v for k, v in (state or {}).items() if isinstance(v, Tensor) and k != "step"}
     shapes = {tensor.shape for key, tensor in tensors.items() if key in ELEMENTWISE}

@@ -105,8 +105,9 @@ def open_whole(directory: TagDirectory, files: RankFiles, reading: Reading) -> W
 def states_of(directory: TagDirectory, files: RankFiles, *, is_stage: bool = False) -> EngineStates:
     """The opened states of a model file that also has the optimizer.
 
-    With `is_stage`, the file may lack the module: its weights are in files of layers. Raises
-    IncompleteCheckpoint if it has no optimizer, CorruptCheckpoint if the optimizer has no state.
+    With `is_stage` (of a pipeline), the file may have no module: the weights are in files of
+    layers. Raises IncompleteCheckpoint if the file has no optimizer, CorruptCheckpoint if the
+    optimizer has no state.
     """
     (file, *_) = open_files(files.models, files.parsed)
     model = dictionary(file, file.value)
@@ -188,7 +189,7 @@ def with_names(states: EngineStates, named: Named, shapes: Mapping[str, Shape]) 
 
 
 def _numbers(whole: WholeOptimizer) -> Iterator[Number]:
-    """Yields what the optimizer keeps for each trained parameter, or for each flat group.
+    """Yields what the optimizer's state has for each trained parameter, or for each flat group.
 
     Each item has the parameters' names and shapes. Raises InconsistentCheckpoint if the names do
     not fit the groups and masters.
@@ -218,7 +219,7 @@ def _numbers(whole: WholeOptimizer) -> Iterator[Number]:
 
 
 def _slot(number: Number, file: TorchFile, name: str, tensor: Tensor) -> BufferSlot:
-    """Turns one tensor of the optimizer's state into the slot `name` of its parameters.
+    """Turns one tensor of the optimizer's state into the `BufferSlot` `name` of its parameters.
 
     A flat tensor is divided among the parameters of its group.
     """
@@ -310,10 +311,11 @@ def manifest_of_whole(whole: WholeOptimizer, step_policy: str | None) -> Manifes
 
 
 def with_members(manifest: Manifest, members: Members) -> Manifest:
-    """Records `members` in the manifest if the optimizer lists frozen parameters (torch's may).
+    """Records the parameters of each group in the manifest, if some of them are frozen.
 
-    The record lists each group's parameters by their place in the module; None is a frozen
-    parameter.
+    Only torch's own optimizer may list frozen parameters. `members` has each group's names, and
+    None for a frozen parameter. The record has the names' places in the module instead of the
+    names.
     """
     if all(None not in own for own in members):
         return manifest
@@ -350,7 +352,7 @@ def optimizer(
     is_flat = target.wrapper == FLAT
 
     def tensor(buffer: TargetBuffer, dtype: str) -> Tensor:
-        """A blank tensor of the master's shape: flat, or the parameter's."""
+        """A tensor without values yet, with the shape of a master: flat, or its parameter's."""
         shape = (buffer.starts[-1],) if is_flat else target.trainable[buffer.names[0]].shape
         return storages.tensor(dtype, shape)
 

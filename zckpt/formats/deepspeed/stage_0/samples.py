@@ -2,10 +2,10 @@
 
 Weights and masters get labels. A master with the label of a weight may be the weight's master.
 
-A label stands for a shape and the bits of a few elements. If the weights of a label differ
-elsewhere, elements at which they differ are added, until only weights of equal bytes share a label.
-So a large weight is read completely only if another one has the same bits there. It is never kept
-in memory.
+A label stands for a shape and the bits of a few elements. If the weights of a label differ in other
+elements, some of these elements are added, until only weights of equal bytes share a label. So a
+large weight is read completely only if another one has the same bits in the compared elements. No
+weight is kept in memory as a whole.
 
 This module reads numbers without numpy, because `inspect` may not import it.
 """
@@ -37,7 +37,7 @@ _INFINITY = {"F32": 0x7F800000, "BF16": 0x7F80, "F16": 0x7C00}
 
 
 class TensorInFile(Struct, frozen=True):
-    """A tensor, and the file that contains it."""
+    """A tensor, together with the file that contains it."""
 
     file: TorchFile
     tensor: Tensor
@@ -78,7 +78,7 @@ def alike(tensors: Mapping[K, Mapping[str, TensorInFile]]) -> list[list[K]]:
 
 
 class _Sampler(Struct, frozen=True):
-    """Reads elements of tensors; their files stay open until `opened` ends."""
+    """Reads elements of weights and masters; their files stay open until `opened` is closed."""
 
     opened: ExitStack
     weights: Sequence[TensorInFile]
@@ -86,11 +86,12 @@ class _Sampler(Struct, frozen=True):
     descriptors: dict[str, int] = field(default_factory=dict)
 
     def split(self, weights: Sequence[int], theirs: Sequence[int], dtype: str) -> Iterator[_Set]:
-        """Splits weights of one shape and type into sets of equal ones, with each set's masters.
+        """Splits weights of one shape and type into sets of equal weights, with each set's masters.
 
         A set's masters are those that round to its weights. `weights` and `theirs` (the masters)
-        are indices in this object's lists. A set without masters may contain weights that differ.
-        fp32 masters may belong to 16-bit weights; other masters only to weights of their own type.
+        are indices in `self.weights` and `self.masters`. Sets that no master fits are not split
+        further, so their weights may differ. fp32 masters may belong to 16-bit weights; other
+        masters only to weights of their own type.
         """
         kinds = (dtype, "F32") if dtype in ("BF16", "F16") else (dtype,)
         theirs = [place for place in theirs if self.masters[place].tensor.dtype in kinds]
@@ -118,7 +119,10 @@ class _Sampler(Struct, frozen=True):
                     undecided.append((group, candidates, differing, differing + 1))
 
     def _first_difference(self, places: Sequence[int]) -> int | None:
-        """The number of the first element in which these weights differ; None if all are equal."""
+        """The index of the first element in which these weights differ; None if all are equal.
+
+        `places` are indices in `self.weights`. Elements that are NaN in all of them count as equal.
+        """
         first, *other_weights = (self.weights[place] for place in places)
         numel, dtype = first.tensor.numel, first.tensor.dtype
         step = CHUNK // SIZES[dtype]
@@ -135,7 +139,7 @@ class _Sampler(Struct, frozen=True):
         return None
 
     def _bytes(self, stored: TensorInFile, start: int, stop: int) -> bytes:
-        """Row-major elements [start, stop)."""
+        """The bytes of the elements [start, stop) of a tensor, in row-major order."""
         file, tensor = stored.file, stored.tensor
         if tensor.contiguous:
             parts = [file.extent(tensor.part(start, stop))]
@@ -148,9 +152,10 @@ class _Sampler(Struct, frozen=True):
         return b"".join(sources.pread(descriptor, part.length, part.offset) for part in parts)
 
     def _bits(self, stored: TensorInFile, dtype: str, start: int, stop: int) -> list[int]:
-        """The bits of row-major elements [start, stop) as unsigned integers; NaNs get one number.
+        """The bits of row-major elements [start, stop) as unsigned integers.
 
-        Elements of a master are rounded to `dtype`, as torch rounds.
+        Every NaN is given as the same integer. Elements of a master are rounded to `dtype`, as
+        torch rounds.
         """
         data = self._bytes(stored, start, stop)
         if stored.tensor.dtype != dtype:
@@ -162,7 +167,7 @@ class _Sampler(Struct, frozen=True):
 
 
 def _element(tensor: Tensor, number: int) -> Tensor:
-    """Row-major element `number` of a tensor that is not contiguous."""
+    """One element of a tensor, by its row-major index; the tensor need not be contiguous."""
     offset = tensor.offset
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
         number, coordinate = divmod(number, size)

@@ -3,10 +3,10 @@
     mp_rank_00_model_states.pt      masters and states of stage 0, by number
     layer_03-model_states.pt        weights of layer 3, without the layer in their names
 
-In 16 bits the masters round to the weights of their layers. No file states the key of a tied layer
-(`tied_modules.embed.weight`). Its master rounds to a weight of several stages, and then the user
-must give the names. The names of all stages follow one another, those of the first stage first. In
-fp32, shapes and the order of the layers show names, if no two layers have the same weights.
+In 16 bits the masters round to the weights of their layers, which shows the names. No file states
+the key of a tied layer (`tied_modules.embed.weight`). If a tied layer's master rounds to a weight
+in several stages, the user must give the names of all stages, one stage after another. In fp32,
+shapes and the order of the layers show names, if no two layers have the same weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ JOIN = ". Do it on one rank of each stage, and join the files in the order of th
 
 
 class WholeStages(Struct, frozen=True):
-    """The optimizers of all stages; `tied` maps numbers of layer files to keys of tied layers."""
+    """The opened optimizers of all stages, and which layer files store a tied layer.
+
+    `tied` maps the number of such a file to the layer's key.
+    """
 
     wholes: Sequence[WholeOptimizer]
     tied: Mapping[int, str]
@@ -110,7 +113,7 @@ def _stated_shapes(
 def _weights(
     layers: Mapping[int, TorchFile], buffers: set[str], tied: Mapping[int, str]
 ) -> Weights:
-    """The weights of all layers by their names in the full model; tied weights once."""
+    """The weights of all layers by their names in the full model; a tied weight has one item."""
     named = (
         (prefix_of(number, tied) + inner, file, value)
         for number, file in layers.items()
@@ -124,8 +127,9 @@ def _ties(
 ) -> list[dict[int, str]]:
     """All possible ways to assign layer files to tied layers.
 
-    Each item maps the numbers of layer files to keys of tied layers. `shapes` has the names and
-    shapes of all parameters. The files of one tied layer have the same tensors.
+    Each way maps the numbers of layer files to keys of tied layers. `shapes` has the names and
+    shapes of all parameters. Files with different tensors are never assigned to the same tied
+    layer.
     """
     named = {*untied_layers(shapes)}
     choices: list[list[dict[int, str]]] = []

@@ -172,10 +172,10 @@ class FlatItems:
         return [[*chain(*each.groups.values())] for each in self.optimizers.values()]
 
     def scalers(self, entries: dict[Key, Entry]) -> list[dict[str, Any]]:
-        """Each optimizer's loss scaler as {"grad_scaler": state}; {} for one without it.
+        """Each optimizer's loss scaler as {"grad_scaler": state}; {} for one without a scaler.
 
-        Tensors in these states are added to `entries`. Raises InconsistentCheckpoint if ranks
-        disagree.
+        Tensors in these states are added to `entries`. Raises InconsistentCheckpoint if the ranks'
+        files have different loss scales.
         """
         result: list[dict[str, Any]] = []
         for number, optimizer in enumerate(self.optimizers.values()):
@@ -200,11 +200,11 @@ class FlatItems:
     ) -> list[ModelRank]:
         """The flat buffers of every model-parallel rank, in the order of its model chunks.
 
-        `tp` tensor ranks share a parameter, and `ep` ranks share the experts. `experts` is the
-        number of experts in a layer. If it is given, the result has only the buffers of the
-        experts' optimizer; otherwise, only the buffers of all other parameters. If `stages` or `ep`
-        is not given, it is computed from the number of ranks in the files. Raises
-        InconsistentCheckpoint if the numbers do not fit.
+        `tp` tensor ranks share a parameter, and `ep` ranks share the experts. If `experts` (the
+        number of experts in a layer) is given, the result has only the buffers of the experts'
+        optimizer; without it, only the buffers of all other parameters. A missing `stages` or `ep`
+        is computed from the number of ranks in the files. Raises InconsistentCheckpoint if the
+        files do not have tp * ep * stages ranks, or if `ep` does not divide `experts`.
         """
         by_group = by_key(
             (group, flats[key])
@@ -337,7 +337,10 @@ def _dtype_of(name: Any) -> str:
 
 
 def _numbers(file: TorchFile, value: Any) -> Any:
-    """The dictionary with Python numbers for one-element tensors; any other value unchanged."""
+    """A copy of a dictionary, with Python numbers for tensors of one element.
+
+    If `value` is not a dictionary, it is returned unchanged.
+    """
     if not isinstance(value, dict):
         return value
     return {key: file.number(item) for key, item in value.items()}
@@ -357,16 +360,16 @@ def param_groups(file: TorchFile, value: Any) -> list[Any]:
 class FlatFragments:
     """The flat shards saved under one key, sorted by the slice of a parameter that they belong to.
 
-    `fully_sharded_model_space` was the default of Megatron-Core up to 0.13. It stores states like
-    this:
+    `fully_sharded_model_space` was the default of Megatron-Core up to 0.13. It stores a weight and
+    an optimizer state like this:
 
             decoder.layers.mlp.linear_fc2.weight                           (L, h, ffn), tp cuts ffn
             optimizer.state.fp32_param.decoder.layers.mlp.linear_fc2...    (L, 1, tp, h * ffn / tp)
 
-    First come the same axes for layers and experts. Then, for each axis of the parameter, there is
-    an axis with the number of slices along it. The last axis has the elements of one slice,
-    flattened. Each data-parallel rank saves a range of these elements (megatron-core 0.13.1). A
-    bucket is a single slice, whose position is the empty tuple.
+    The state's first axes count layers and experts, as the weight's do. Then, for each axis of the
+    parameter, there is an axis with the number of slices along it. The last axis has the elements
+    of one slice, flattened. Each data-parallel rank saves a range of these elements (megatron-core
+    0.13.1). The key of a bucket has only the last axis: a single slice, at the empty tuple.
     """
 
     def __init__(self, table: ItemTable, files: ItemFiles, key: str, dtype: str = "") -> None:

@@ -58,7 +58,10 @@ class Flat(Struct, frozen=True, eq=False):
     coalesced: bool = False
 
     def part(self, slot: str, place: tuple[int, int], numel: int) -> Runs:
-        """The file ranges of `numel` elements of a state, from `place` (bucket, element) on."""
+        """The file ranges of `numel` elements of a state, from `place` (bucket, element) on.
+
+        `slot` is the name of the optimizer state.
+        """
         bucket, start = place
         return self.tensors[slot][bucket].part(start, start + numel, SIZES["F32"])
 
@@ -81,12 +84,12 @@ The third number is the bucket's start modulo the alignment.
 def places(
     locals_: Sequence[Local], flat: Flat, read_bytes: ReadBytes, may_lack: bool = False
 ) -> list[Places]:
-    """Finds the ways in which parameters, in the order of the buffer, fill the buffer exactly.
+    """Finds the ways in which parameters fill a buffer exactly, in the order of `locals_`.
 
-    Each way lists the position of every parameter, or None for a parameter outside of the buffer.
-    At most two ways are returned: two suffice to show that the bytes do not decide. With
-    `may_lack`, parameters may be missing in the buffer, and only the bytes show which ones. For
-    this, the first master behind each parameter is looked up among the first weights of the later
+    Each way lists the position (bucket, element) of every parameter, or None for a parameter that
+    the buffer lacks. At most two ways are returned: two suffice to show that the bytes do not
+    decide. Only with `may_lack` may the buffer lack parameters. The bytes then show which one comes
+    next: the next master in the buffer is looked up among the first weights of all later
     parameters.
     """
     firsts = enumerate(locals_) if may_lack else ()

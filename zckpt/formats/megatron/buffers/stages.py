@@ -52,16 +52,17 @@ def placed(
     read_bytes: ReadBytes,
     where: str,
 ) -> list[dict[str, list[BufferPlace]]]:
-    """Finds each parameter's flat buffer, and its position in it.
+    """Finds each parameter's flat buffer, and its position in this buffer.
 
-    `parts` has, for each tensor rank, its shards of the parameters by name. The result has, for
-    each tensor rank, the buffers and positions by name. A tied embedding has a second position, for
-    the last stage's replica. Frozen parameters have none: if no range of layers fills a buffer,
-    single parameters may be missing. `where` begins the messages.
+    `parts` has a dictionary for each tensor rank: its shards of parameters by name. The result has
+    a dictionary for each tensor rank too: the buffers and positions of parameters by name. A tied
+    embedding has a second position: that of its replica in the last stage. Frozen parameters have
+    no position. So if no range of layers fills a buffer, zckpt tries whether it lacks single
+    parameters. `where` begins the error messages.
 
-    Raises UnsupportedCheckpoint if no range of layers fits a buffer, or if several ways do. Raises
-    InconsistentCheckpoint for a parameter in two buffers, and for a parameter that only some tensor
-    ranks have in their buffers.
+    Raises UnsupportedCheckpoint if no range of layers fits a buffer, or if there are several ways
+    to fill it. Raises InconsistentCheckpoint for a parameter in two buffers, and for a parameter
+    that only some tensor ranks have in their buffers.
     """
     last = max(rank.pp for rank in ranks)
     result: list[dict[str, list[BufferPlace]]] = [{} for _ in parts]
@@ -133,8 +134,8 @@ def _ways(
 ) -> list[Way]:
     """All ways in which the parameters of some range of layers fill a buffer exactly.
 
-    With `may_lack`, parameters may be missing in the buffer, because they are frozen or on other
-    ranks: all layers are then tried, and each parameter may be missing.
+    With `may_lack`, the buffer may lack parameters that are frozen or on other ranks: the
+    parameters of all layers are tried at once, and any of them may be missing.
     """
     ways: list[Way] = []
     for locals_by_name in _kinds(flat, parts, ends):
@@ -152,8 +153,8 @@ def _ways(
 def _kinds(flat: Flat, parts: Mapping[str, Local], ends: Ends) -> list[Mapping[str, Local]]:
     """The candidate parameters of a buffer: those whose weights have its type.
 
-    If the buffer is at the end of a model with a tied embedding, there is a second set, which adds
-    the embedding's replica as output layer.
+    Returns one set of candidates, or two. The second set is for the last model chunk (`ends`), if
+    the embedding is tied and in another chunk: it adds the embedding's replica as the output layer.
     """
     of_type = {name: part for name, part in parts.items() if part.dtype == flat.dtype}
     if ends == (False, True) and OUTPUT not in parts and EMBEDDING in of_type:

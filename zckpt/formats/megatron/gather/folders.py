@@ -115,8 +115,8 @@ class Folders:
     ) -> Iterator[Filled]:
         """Yields a rank's flat buffers of one model chunk, divided among their parameters.
 
-        There is one for each type of weights; experts that are spread over ranks have separate
-        ones.
+        Each type of weights has a separate buffer. Experts that are spread over ranks have separate
+        buffers, too.
         """
         stage, expert, rank = place
         path = os.path.join(self.ranks[place][0], "distrib_optim.pt")

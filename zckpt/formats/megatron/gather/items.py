@@ -115,11 +115,12 @@ class _Items:
             yield Joined(tensor, item.dtype, item.shape[axes:], tuple(boxes))
 
     def _of_fsdp2(self, boxes: list[BoxPart]) -> list[BoxPart]:
-        """Moves the shards of a gated layer from their offsets in the files to those in the module.
+        """Moves a gated layer's shards from their offsets in the files to offsets in the module.
 
-        torch's FSDP2 divided the layer's rows over the data ranks. The files have every rank's
-        first half, and then every rank's second half. A rank's two halves are joined first, then
-        the rows of the data ranks, and last the gate and up halves of the tensor ranks.
+        torch's FSDP2 divided the layer's rows over the data ranks. The files have the first half of
+        every rank's rows, and then the second half of every rank's rows. Here the two halves of
+        each rank are joined first, then the rows of the data ranks, and last the gate and up halves
+        of the tensor ranks.
         """
         tp = self._size("tensor_model_parallel_size")
         boxes = sorted(boxes, key=lambda part: part.offsets)
@@ -255,7 +256,7 @@ class _Items:
 def _rank_of(name: str, experts: int) -> int | None:
     """The expert-parallel rank of a parameter; None if the parameter is not in an expert.
 
-    Every rank has `experts` experts.
+    `experts` is the number of experts that every rank has in a layer.
     """
     number = rule.expert_of(name)
     return None if number is None else number // experts

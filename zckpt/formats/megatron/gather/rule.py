@@ -123,9 +123,10 @@ def layout(
 ) -> dict[str, dict[str, Runs]]:
     """Divides a buffer among its parameters: the file ranges of each, by name and optimizer state.
 
-    `sizes` has names and element counts in the order of the module. `bucket_size` is the number of
-    elements after which a new bucket begins. Raises UnsupportedCheckpoint if the parameters do not
-    fill the buffer exactly.
+    `sizes` has names and element counts in the order of the module. `slots` has the buffer's file
+    ranges by optimizer state and bucket number. `bucket_size` is the number of elements after which
+    a new bucket begins; None if the buffer is a single bucket. Raises UnsupportedCheckpoint if the
+    parameters do not fill the buffer exactly.
     """
     numels = {
         number: max((run.stop for run in runs), default=0)
@@ -207,8 +208,9 @@ def layers_of_chunks(
     """The layers of each model chunk, as ranges of layer numbers.
 
     The chunks are in the order of the model's layers: the first chunks of all pipeline stages, then
-    the second ones, and so on. Layers are divided as by get_num_layers_to_build. Raises
-    UnsupportedCheckpoint for --pipeline-model-parallel-layout, and for numbers that do not fit.
+    the second chunks of all stages, and so on. Layers are divided as by get_num_layers_to_build.
+    Raises UnsupportedCheckpoint for --pipeline-model-parallel-layout, and if the stages' numbers of
+    layers do not add up to `layers`.
     """
     if args.get("pipeline_model_parallel_layout") is not None:
         raise refusal(path, "pipeline stages defined by --pipeline-model-parallel-layout")
@@ -230,7 +232,7 @@ def layers_of_chunks(
 
 
 def _stated(args: Mapping[str, Any], end: str) -> int | None:
-    """The number of layers in the `first` or `last` stage; None if the arguments do not state it.
+    """The number of layers in the pipeline stage `end`: `first` or `last`; None if not stated.
 
     Megatron-LM and Megatron-Bridge have different names for this argument.
     """

@@ -1,6 +1,6 @@
 """How tensor-parallel ranks cut the parameters of a GPTModel in `mp_rank_*` directories.
 
-No file of these directories states it.
+No file of these directories states how, so this module has a rule for each kind of module.
 
     column-parallel    rows: embeddings, output layer, linear_qkv, linear_fc1; their biases too;
                        linear_q_proj, linear_q_up_proj, linear_kv_up_proj of latent attention
@@ -9,7 +9,8 @@ No file of these directories states it.
 
 Specs differ in linear_q_down_proj and linear_kv_down_proj: the arguments state their full number of
 rows. The rows of a gated `linear_fc1` are [gate; up] on every rank, so the full tensor has the
-gates of all ranks first. It is gated if it has twice as many rows as `linear_fc2` has columns.
+gates of all ranks first. A `linear_fc1` is gated if it has twice as many rows as `linear_fc2` has
+columns.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ BY_SPEC = re.compile(r".*\blinear_(?P<kind>q|kv)_down_proj\.(weight|bias)")
 
 
 class ModuleRules(Struct, frozen=True):
-    """The rules of a GPTModel for tensor ranks, as in this module's description.
+    """The rules by which tensor ranks cut the parameters of a GPTModel, for one model.
 
     `shapes` are the shapes of one rank's parameters, `args` the run's arguments.
     """

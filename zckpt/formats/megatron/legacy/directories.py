@@ -180,7 +180,7 @@ class LegacyReader:
         self.content.objects[key] = kept
 
     def _name_items(self) -> None:
-        """Adds the torch_dist keys of all weights and of the modules' extra states."""
+        """Adds the torch_dist keys of all weights and of the modules' extra states to `content`."""
         if any(map(OF_GROUPED.fullmatch, self.modules)):
             return  # torch_dist stores the scales of every expert separately
         raw = (str(name) for rank in self.ranks for model in rank.models for name in model)
@@ -191,7 +191,7 @@ class LegacyReader:
             self._keep(rank, key, [value])
 
     def _weights(self) -> None:
-        """Adds every weight; identical shards of further ranks become replicas."""
+        """Adds every weight to `content`; if several ranks have the same shard, replicas too."""
         parts: list[tuple[int, Entry]] = []
         homes: dict[str, set[tuple[int, int]]] = {}  # stages and expert ranks
         of_stages: dict[int, set[str]] = {}
@@ -234,7 +234,7 @@ class LegacyReader:
     # -- the optimizer
 
     def _states(self) -> None:
-        """Adds the masters and moments of all ranks, and the groups of each optimizer."""
+        """Adds all ranks' masters and moments to `content`, and the groups of each optimizer."""
         content, first = self.content, self.ranks[0].optimizers[0]
         parts: list[tuple[int, Entry]] = []
         names_with_states: list[set[str]] = [set() for _ in range(self.tp)]
@@ -410,10 +410,10 @@ def whole_states(
 
 
 def without_members(file: TorchFile, group: dict[str, Any], inner: dict[Any, Any]) -> Any:
-    """The hyper-parameters of a group, without its parameters' numbers, but with their step.
+    """The hyper-parameters and the step of a group, without the list of its parameters' numbers.
 
-    `inner` is the optimizer's state dict, which may state a step for each parameter. Raises
-    InconsistentCheckpoint if these steps differ.
+    `inner` is the optimizer's state dict. If the group has no step, the step of its parameters in
+    this state dict is used. Raises InconsistentCheckpoint if these parameters' steps differ.
     """
     numbers = group.get("params", ())
     result = {key: value for key, value in group.items() if key != "params"}

@@ -6,7 +6,8 @@
     mp_rank_TT_PPP_EEE     with both
 
 PPP and EEE look alike: the arguments in the files tell which of the two a second number is
-(Megatron-LM's get_checkpoint_name). What expert ranks share is in every one of their folders.
+(Megatron-LM's get_checkpoint_name). Weights that all expert ranks have are in the folder of each of
+these ranks.
 """
 
 from __future__ import annotations
@@ -101,9 +102,9 @@ def with_own_experts(model: Mapping[Any, Any], is_scaled: bool) -> Iterator[tupl
 def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
     """All model-parallel ranks of a directory, sorted by stage, expert rank and tensor rank.
 
-    Raises IncompleteCheckpoint if a rank has no folder, InconsistentCheckpoint if the arguments
-    exclude a rank that has one, UnsupportedCheckpoint if experts have another number of tensor
-    ranks than the other weights, and CorruptCheckpoint for a damaged file.
+    Raises IncompleteCheckpoint if a rank has no folder, InconsistentCheckpoint if there is a folder
+    of a rank that the run did not have by its arguments, UnsupportedCheckpoint if experts have
+    another number of tensor ranks than the other weights, and CorruptCheckpoint for a damaged file.
     """
     names = sorted(filter(is_of_rank, os.listdir(folder)))
     files = {name: _file(folder, name, parsed) for name in names}
