@@ -28,6 +28,8 @@ FIRST, LAST = (
     f"bf16_zero_pp_rank_{dp}_mp_rank_0{mp}_optim_states.pt" for dp, mp in ((0, 0), (1, 1))
 )
 MODEL, LAYER = "mp_rank_01_model_states.pt", "layer_06-model_states.pt"
+TIED = "tied_modules.embed.weight/"
+"""Each stage has a copy of it, with its own optimizer states."""
 OF_RANK = "layer_06-model_00-model_states.pt"
 SIZES = {"tensor": {"tp": 2, "pp": 1}, "pipeline": {"tp": 1, "pp": 2}, "both": {"tp": 2, "pp": 2}}
 
@@ -51,6 +53,10 @@ def rows(run: Path) -> dict[str, np.ndarray]:
     universal = run.with_suffix(".universal")
     package.convert(run, universal)
     return elements(universal)
+
+
+def is_piped(run: Path) -> bool:
+    return package.read(run).run.origin.pp == 2
 
 
 def listed(mended: Path) -> list[dict[str, Any]]:
@@ -80,8 +86,12 @@ def test_an_optimizer_file(lost: str, whole: Path, tmp_path: Path) -> None:
     assert {name.rpartition("/")[2] for name in false} == {"master", "exp_avg", "exp_avg_sq"}
     if "mp_rank_02" not in "".join(path.name for path in whole.rglob("*")):  # of one axis
         is_tensor = not any(whole.rglob("layer_06-model_states.pt"))
-        assert bool(exact) == (is_tensor or lost == FIRST)
-    assert package.verify(tmp_path / "mended")["equal"]
+        assert bool(exact) == is_tensor
+    verified = package.verify(tmp_path / "mended")
+    differing = {each["tensor"] for each in verified["differences"]}
+    assert verified["equal"] == (not differing)
+    assert differing <= {name for name in false if name.startswith(TIED)}
+    assert bool(differing) == (lost == FIRST and is_piped(whole))
 
 
 @pytest.mark.parametrize(("lost", "layer"), [(FIRST, 1), (LAST, 6)])
@@ -100,6 +110,57 @@ def test_copies_that_have_drifted(lost: str, layer: int, tmp_path: Path) -> None
         in caught.value.hint
     )
     assert not (tmp_path / "mended").exists()
+
+
+def moments_of(run: Path, lost: str) -> list[torch.Tensor]:
+    (path,) = run.rglob(lost)
+    state = torch.load(path, weights_only=False)["optimizer_state_dict"]["base_optimizer_state"]
+    return [each["exp_avg"] for each in state["state"].values()]
+
+
+def moved_moments(run: Path, pattern: str) -> None:
+    for path in run.rglob(pattern):
+        state = torch.load(path, weights_only=False)
+        for each in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            each["exp_avg"] += 1
+        torch.save(state, path)
+
+
+@pytest.mark.parametrize("dp", [0, 1])
+def test_moments_that_have_drifted(dp: int, tmp_path: Path) -> None:
+    """No copy of the lost ones can be compared. Those that are left on the same rank can be."""
+    package.reshard(DATA, tmp_path / "whole", dp=2, tp=2, pp=1)
+    moved_moments(tmp_path / "whole", "*_mp_rank_01_optim_states.pt")
+    run = without(tmp_path / "whole", f"bf16_zero_pp_rank_{dp}_mp_rank_01_optim_states.pt")
+    with pytest.raises(IncompleteCheckpoint) as caught:
+        package.mend(run, tmp_path / "mended", rebuild=BOTH)
+    assert "nothing shows the values that the lost file had of" in caught.value.hint
+    assert "/exp_avg" in caught.value.hint
+    assert not (tmp_path / "mended").exists()
+
+
+@pytest.mark.parametrize("mp", [0, 1])
+def test_moments_of_a_tied_layer(mp: int, tmp_path: Path, zckpt: Callable[..., Result]) -> None:
+    """Each stage has its own, since the engine lets them drift: another stage's are not exact."""
+    package.reshard(DATA, tmp_path / "whole", dp=2, tp=1, pp=2)
+    moved_moments(tmp_path / "whole", "*_mp_rank_01_optim_states.pt")
+    whole = package.read(tmp_path / "whole")
+    copies = (*whole.entries.values(), *whole.replicas)
+    (lost,) = {
+        Path(each.extent.file).name
+        for copy in copies
+        if copy.name == f"{TIED}exp_avg" and (copy.axis == "stage") == bool(mp)
+        for each in list(copy.fragments)[:1]
+    }
+    run = without(tmp_path / "whole", lost)
+    refused = zckpt("mend", run, tmp_path / "mended")
+    assert refused.code == 1
+    assert "`--rebuild masters --rebuild moments=zero` makes up what is lost" in refused.err
+    report = package.mend(run, tmp_path / "mended", rebuild=BOTH)
+    assert {f"{TIED}{slot}" for slot in ("master", "exp_avg", "exp_avg_sq")} <= {*told(report)}
+    by = {each["tensor"]: each["by"] for each in listed(tmp_path / "mended")}
+    assert by[f"{TIED}exp_avg"] == by[f"{TIED}master"] == "made-up"
+    assert all((each == 0).all() for each in moments_of(tmp_path / "mended", lost))
 
 
 def test_a_layer_of_tensor_ranks(tmp_path: Path) -> None:
@@ -132,11 +193,82 @@ def test_a_layer_of_a_pipeline(tmp_path: Path, zckpt: Callable[..., Result]) -> 
         in other.err
     )
     older = shutil.copytree(tmp_path / "whole", tmp_path / "older")
-    (path,) = older.rglob(LAYER)
-    state = torch.load(path, weights_only=False)
-    torch.save({name: tensor + 1 for name, tensor in state.items()}, path)
+    doubled(older, "layer_*")
+    doubled_masters(older)
+    assert not package.verify(older, tmp_path / "whole")["equal"]
     package.mend(run, tmp_path / "mended", older=older)
     assert package.verify(tmp_path / "mended", tmp_path / "whole")["equal"]
+
+
+def doubled(run: Path, *patterns: str) -> None:
+    """Doubles the weights of layers."""
+    for path in (each for pattern in patterns for each in run.rglob(pattern)):
+        state = torch.load(path, weights_only=False)
+        for tensor in filter(torch.is_floating_point, state.values()):
+            tensor *= 2
+        torch.save(state, path)
+
+
+def doubled_masters(run: Path) -> None:
+    for path in run.rglob("*optim_states.pt"):
+        state = torch.load(path, weights_only=False)
+        for flat in state["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
+            flat.data *= 2
+        torch.save(state, path)
+
+
+REST = ("layer_0[34]-*", "layer_06-model_01-*")
+
+
+@pytest.mark.parametrize("others", [REST, REST[:1], REST[1:]])
+def test_a_layer_of_averaged_weights(others: tuple[str, ...], tmp_path: Path) -> None:
+    """The program saves other weights than it trains: the masters do not show the lost ones."""
+    package.reshard(DATA, tmp_path / "whole", dp=2, tp=2, pp=2)
+    doubled(tmp_path / "whole", *others)
+    run = without(tmp_path / "whole", OF_RANK)
+    report = package.mend(run, dry_run=True)
+    assert {line["state"] for line in report["lost"] if line["tensors"]} >= {"gone"}
+    assert told(report)["6.fused.weight/param"] == "gone"
+    with pytest.raises(IncompleteCheckpoint) as caught:
+        package.mend(run, tmp_path / "mended", rebuild=BOTH)
+    assert "is lost for good" in caught.value.hint
+    assert not (tmp_path / "mended").exists()
+
+
+def test_a_layer_whose_other_copy_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zckpt: Callable[..., Result]
+) -> None:
+    """It was read for the lost file: no older one is asked for, and the error is in the report."""
+    package.reshard(DATA, tmp_path / "whole", dp=2, tp=2, pp=2)
+    (path,) = (tmp_path / "whole").rglob(OF_RANK.replace("model_00", "model_01"))
+    state = torch.load(path, weights_only=False)
+    state["dense.weight"] = state["dense.weight"][:, :5].clone()
+    torch.save(state, path)
+    run = without(tmp_path / "whole", OF_RANK)
+    refused = zckpt("mend", run, tmp_path / "mended")
+    assert refused.code == 1
+    assert f"lacks {OF_RANK}" in refused.err
+    assert "--older" not in refused.err
+    assert "--older" not in zckpt("verify", run).out
+    others = zckpt("mend", run, tmp_path / "mended", "--older", tmp_path / "whole").err
+    assert "has no file of the lost layer" not in others
+    monkeypatch.chdir(tmp_path)  # there goes the page
+    said = zckpt("report", run).out
+    assert "the rest was not read, because of the missing files above: " in said
+    assert "6.dense.weight has shape (14, 5) in its layer's file, but (14, 8)" in said
+
+
+@pytest.mark.parametrize("averaged", ["whole", "older"])
+def test_an_older_layer_of_averaged_weights(averaged: str, tmp_path: Path) -> None:
+    """The checkpoint's other layers, or the older checkpoint, show that masters are no weights."""
+    package.reshard(DATA, tmp_path / "whole", dp=2, tp=1, pp=2)
+    older = shutil.copytree(tmp_path / "whole", tmp_path / "older")
+    doubled(tmp_path / averaged, "layer_04-*")
+    run = without(tmp_path / "whole", LAYER)
+    with pytest.raises(IncompleteCheckpoint) as caught:
+        package.mend(run, tmp_path / "mended", older=older, rebuild=BOTH)
+    assert "is lost for good" in caught.value.hint
+    assert not (tmp_path / "mended").exists()
 
 
 def test_a_layer_with_buffers(tmp_path: Path, zckpt: Callable[..., Result]) -> None:

@@ -76,6 +76,10 @@ def test_the_engine_goes_on(case: Case, once: Once, tmp_path: Path) -> None:
     assert package.verify(tmp_path / "mended", whole)["equal"]
     assert dict(values(loaded(tmp_path / "mended"))) == dict(values(loaded(whole)))
     assert dict(values(loaded(older)["module"])) != dict(values(loaded(whole)["module"]))
+    listed = json.loads(next((tmp_path / "mended").rglob(MENDED)).read_text())["mended"]
+    of_masters = {each["by"] for each in listed if "masters" in each["witness"]}
+    is_dealt = "zero_optimization" in case.config  # to ranks, in an order that no file states
+    assert of_masters == {"made-up" if is_dealt else "witness"}
     if case.config == SKIPPING:
         assert loaded(whole)["skipped_steps"] > loaded(older)["skipped_steps"] > 0
     before, after = (
@@ -332,6 +336,26 @@ def test_a_damaged_older_one(name: str, run: Path, older: Path, tmp_path: Path) 
     assert not (tmp_path / "mended").exists()
 
 
+def test_without_a_list_of_slices(
+    run: Path, older: Path, tmp_path: Path, zckpt: Callable[..., Result]
+) -> None:
+    """Files of old versions do not state the order of the masters: the weights are not certain."""
+    for folder in (run, older):
+        for path in folder.rglob("*optim_states.pt"):
+            changed(path, lambda own: own["optimizer_state_dict"].pop("param_slice_mappings"))
+    package.mend(run, tmp_path / "mended", older=older, rebuild=("model",))
+    listed = json.loads(next((tmp_path / "mended").rglob(MENDED)).read_text())["mended"]
+    weights = [each for each in listed if (each["tensor"] or "").endswith(("weight/param", "bias"))]
+    made_up = {each["tensor"] for each in weights if each["by"] == "made-up"}
+    assert {"fc1.weight/param", "fc2.weight/param"} <= made_up
+    assert {each["witness"] for each in weights if each["tensor"] in made_up} == {
+        "the masters are left, and round to these weights if their order is that of the older file"
+    }
+    shown = zckpt("mend", run, tmp_path / "other", "--older", older, "--dry-run")
+    assert "would take its place:\n  weights of " in shown.out
+    assert not (tmp_path / "other").exists()
+
+
 def test_beside_a_flipped_bit(run: Path, older: Path, tmp_path: Path) -> None:
     """A weight would be made of a wrong master, and agree with it."""
     path = run / "global_step7" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -423,7 +447,7 @@ def test_a_damaged_weight(name: str, length: int, example: Path, tmp_path: Path)
     report = package.mend(example, tmp_path / "mended")
     (place,) = report["places"]
     assert (place["state"], place["by"]) == ("restored", "witness")
-    assert place["witness"] == "the weights that the masters round to"
+    assert place["witness"] == "the rounded masters"
     same = tmp_path / "mended" / "global_step7" / MODEL
     assert same.read_bytes() == (EXAMPLE / "global_step7" / MODEL).read_bytes()
 

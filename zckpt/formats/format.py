@@ -256,11 +256,12 @@ class Functions(Struct, frozen=True, eq=False):
     None for formats without such a list in their files: then it is a separate file. The path is
     `Manifest.root`.
     """
-    continued: Callable[[Manifest, Manifest], tuple[Manifest, list[MadeValue]]] | None = None
+    continued: Callable[[Manifest, Manifest], tuple[Manifest, list[MadeValue], bool]] | None = None
     """Returns the manifest and values of a save whose model file is lost.
 
-    The first manifest was read with the model file of the second, an older save of the same run, in
-    place of the lost one. None if zckpt does not write such a file again.
+    The third result is whether its own files state in which order masters lie in them. The first
+    manifest was read with the model file of the second, an older save of the same run, in place of
+    the lost one. None if zckpt does not write such a file again.
     """
     begins: Callable[[Manifest, Options], Beginning] | None = None
     """Returns the state (a `Beginning`) that a target needs for parameters new in its program."""

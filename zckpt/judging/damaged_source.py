@@ -154,7 +154,7 @@ def what_is_there(
                     if not paths and isinstance(error, IncompleteCheckpoint):
                         kind = "missing"
                     if found.lost and not paths:  # the file that replaces it does not fit
-                        found.faults.append(_omitted())
+                        found.faults.append(_omitted(_told(found, error)))
                     named: list[str | None] = [*paths] or [None] * (not found.lost)
                     found.faults += (_fault(found, error, kind, path) for path in named)
                     if weights_only:
@@ -165,7 +165,7 @@ def what_is_there(
 
 def _fault(found: Found, error: ZckptError | OSError, kind: str, file: str | None) -> Report:
     notice = notice_of(error)
-    message = found.real(notice.message)
+    message = _told(found, error)
     if file is not None and kind == "missing":
         name, paths = os.path.basename(file), getattr(error, "paths", ())
         if len(paths) > 1 or name not in message:  # the message is about another file
@@ -173,17 +173,23 @@ def _fault(found: Found, error: ZckptError | OSError, kind: str, file: str | Non
     return line_of(replace(notice, file=file, message=message), kind=kind, fault=True)
 
 
-def _omitted() -> Report:
-    """A report line that warns: because files are missing, the rest of the checkpoint was not read.
+def _told(found: Found, error: ZckptError | OSError) -> str:
+    """The sentence of the error, with real paths."""
+    return found.real(notice_of(error).message)
 
-    The line does not count as a fault.
+
+def _omitted(error: str) -> Report:
+    """A report line that warns: the rest was not read, because of the missing files listed above.
+
+    It does not count as a fault. `error` says what is wrong with those that replace them.
     """
-    left = warning("not-compared", "the rest was not read, because of the missing files above")
+    message = f"the rest was not read, because of the missing files above: {error}"
+    left = warning("not-compared", message)
     return line_of(left, kind="warning", fault=False)
 
 
-def kept(entry: Entry, lost: dict[str, str]) -> tuple[Entry, tuple[tuple[int, int], ...]]:
-    """A flat tensor of the elements that are not in lost files, and their ranges in the tensor.
+def kept(entry: Entry, lost: Mapping[str, str]) -> tuple[Entry, tuple[tuple[int, int], ...]]:
+    """The elements of a tensor that are not in lost files, and their positions in the tensor.
 
     `lost` maps the paths of lost files to their state. The ranges [start, stop) count elements of
     the complete tensor. If no element is lost, the first result is `entry` itself.

@@ -39,12 +39,17 @@ from ..judging.damaged_source import Found, kept, what_is_there
 from ..judging.inventory import ALL_ROLES, files_below
 from ..reading import read
 from .alike import Alike
+from .rounding import has_drifted, is_whole, masters_round
 
 State = Literal["elsewhere", "made-up", "gone"]
 MOST = 4  # names in a sentence
 DIFFERING = "the values of other ranks differ, or only one other rank has any"
 OF_BUFFER = "another rank has a copy, but its values may differ"
 OF_COPY = "a copy on another rank has these elements"
+OF_UNLIKE = "the masters are left, but weights in other files are not the rounded masters"
+OF_ORDER = (
+    "the masters are left, and round to these weights if their order is that of the older file"
+)
 WORDS = {"param": "weights", "master": "masters"}
 """What a sentence calls the tensors of a slot; those of other slots by the slot's name."""
 
@@ -261,9 +266,9 @@ def losses_of(found: Found, older: Manifest | None, known: Mapping[str, Alike]) 
     if found.manifest is None or not found.lost:
         files = [line["file"] for line in faults]
         is_layers = bool(files) and all(file is not None and is_layer(file) for file in files)
-        if is_layers and older is not None:
+        if is_layers and older is not None and (found.borrowed or not found.lost):
             return Losses(None, faults, unfit=_unfit_layer(older))
-        return Losses(found.manifest, faults, lacks_layer=is_layers)
+        return Losses(found.manifest, faults, lacks_layer=is_layers and not found.lost)
     lines = [_restored(path, copied, found) for path, copied in known.items()]
     if known.keys() == found.lost.keys():
         return Losses(
@@ -282,14 +287,16 @@ def losses_of(found: Found, older: Manifest | None, known: Mapping[str, Alike]) 
 def _copies(found: Found, older: Manifest | None) -> Iterator[tuple[Key, tuple[Entry, str]]]:
     """Yields the key of each tensor of which a lost file had a copy, and an entry with its values.
 
-    The entry comes with the reason why its values are the same. Copies of buffers are left out,
-    because running means differ between ranks.
+    Copies of buffers are left out, since running means differ from rank to rank, and so are those
+    of masters and optimizer states on ranks that let them drift.
     """
     for manifest in found.known.each:
         source_of = _sources(manifest, found.lost, older)
-        lost = (copy for copy in manifest.replicas if not _is_whole(copy, found.lost))
+        lost = [copy for copy in manifest.replicas if not is_whole(copy, found.lost)]
+        made_up = {copy.key for copy in lost if has_drifted(copy)}
         for key in dict.fromkeys(copy.key for copy in lost):
-            if key[0] not in manifest.buffers and (source := source_of(key)) is not None:
+            is_known = key[0] not in manifest.buffers and key not in made_up
+            if is_known and (source := source_of(key)) is not None:
                 yield key, (source[0], OF_COPY)
 
 
@@ -354,14 +361,25 @@ def _continued(losses: Losses, found: Found, older: Manifest) -> Losses:
     if found.lost.keys() != found.borrowed.keys():
         return losses
     try:
-        manifest, values = function(found.known, older)
+        manifest, values, is_ordered = function(found.known, older)
     except ZckptError as error:
         return _without(losses, error)
     if masters.unlike(older, masters.BEGINNINGS):  # such as an EMA's
         return _without(losses, _error(older, OTHER_WEIGHTS))
     file = found.real(losses.borrowed[0])
+    if not is_ordered:
+        lost = [_of_order(each) for each in losses.lost]
+        restored = [line for line in losses.lines if line["state"] == "restored"]
+        losses = replace(losses, lost=lost, lines=[*restored, *_lines(found, lost)])
     lines = [_line_of(value, file) for value in values]
     return replace(losses, manifest=manifest, values=values, lines=[*losses.lines, *lines])
+
+
+def _of_order(loss: Loss) -> Loss:
+    """Changes the loss of a weight whose master only the order of an older model file shows."""
+    if loss.other is None or loss.other.slot != "master":
+        return loss
+    return replace(loss, state="made-up", why=OF_ORDER)
 
 
 def _without(losses: Losses, unfit: ZckptError) -> Losses:
@@ -419,23 +437,25 @@ def _lines(found: Found, lost: Sequence[Loss]) -> Iterator[Report]:
 
 
 def _losses(found: Found, older: Manifest | None) -> Iterator[Loss]:
-    """Yields the losses of each tensor, in the manifest's order; lost replicas are left out."""
+    """Yields what each tensor lost, in the manifest's order; copies on other ranks do not count."""
+    is_of_layer = any(map(is_layer, found.borrowed))
     for manifest in found.known.each:
         source_of = _sources(manifest, found.lost, older)
+        rounds = masters_round(manifest, found.lost, older if is_of_layer else None)
         for entry in manifest.entries.values():
             rest, _ = kept(entry, found.lost)
             if rest is not entry:
                 files = {fragment.extent.file for fragment in entry.fragments}
                 lost = tuple(sorted(files & found.lost.keys()))
-                loss = Loss(
-                    entry, lost, entry.numel - rest.numel, *_left(manifest, entry, source_of)
-                )
+                left = _left(manifest, entry, source_of, rounds)
+                loss = Loss(entry, lost, entry.numel - rest.numel, *left)
                 if loss.state == "gone" and found.borrowed.keys() >= {*lost}:
                     loss = _of_older(loss, manifest, older)
                 elif loss.state == "gone" and entry.parameter in manifest.buffers:
                     loss = _of_other_rank(loss, manifest, found)
                 yield loss
         yield from _of_buffers(manifest, found)
+        yield from _of_drifting(manifest, found, source_of)
 
 
 def _of_buffers(manifest: Manifest, found: Found) -> Iterator[Loss]:
@@ -447,7 +467,7 @@ def _of_buffers(manifest: Manifest, found: Found) -> Iterator[Loss]:
     whole = Counter(
         each.key
         for each in (*manifest.entries.values(), *manifest.replicas)
-        if _is_whole(each, found.lost)
+        if is_whole(each, found.lost)
     )
     for copy in manifest.replicas:
         files = {fragment.extent.file for fragment in copy.fragments} & found.lost.keys()
@@ -457,9 +477,21 @@ def _of_buffers(manifest: Manifest, found: Found) -> Iterator[Loss]:
             and copy.parameter in manifest.buffers
             and all(map(is_model, files))
             and whole[copy.key] == 1
-            and _is_whole(entry, found.lost)
+            and is_whole(entry, found.lost)
         ):
             yield Loss(copy, tuple(sorted(files)), copy.numel, "made-up", OF_BUFFER, entry)
+
+
+def _of_drifting(manifest: Manifest, found: Found, source_of: SourceOf) -> Iterator[Loss]:
+    """Yields copies of masters and optimizer states whose values no other rank's copy shows."""
+    for copy in filter(has_drifted, manifest.replicas):
+        rest, _ = kept(copy, found.lost)
+        if rest is not copy:
+            files = {fragment.extent.file for fragment in copy.fragments} & found.lost.keys()
+            count = copy.numel - rest.numel
+            yield Loss(
+                copy, (*sorted(files),), count, *_left_alone(manifest, copy, source_of, False)
+            )
 
 
 def _of_other_rank(loss: Loss, manifest: Manifest, found: Found) -> Loss:
@@ -468,7 +500,7 @@ def _of_other_rank(loss: Loss, manifest: Manifest, found: Found) -> Loss:
     The copy may have other values than the lost one.
     """
     copies = (copy for copy in manifest.replicas if copy.key == loss.entry.key)
-    other = next((copy for copy in copies if _is_whole(copy, found.lost)), None)
+    other = next((copy for copy in copies if is_whole(copy, found.lost)), None)
     if other is None or not all(map(is_model, loss.files)):
         return loss
     return replace(loss, state="made-up", why=OF_BUFFER, other=other)
@@ -503,11 +535,11 @@ def _sources(manifest: Manifest, lost: dict[str, str], older: Manifest | None) -
         entry = manifest.entries.get(key)
         if entry is None:
             return None
-        if _is_whole(entry, lost):
+        if is_whole(entry, lost):
             return entry, "its own files"
         if entry.parameter not in manifest.buffers:
             for copy in copies.get(key, ()):
-                if _is_whole(copy, lost):
+                if is_whole(copy, lost) and not has_drifted(copy):
                     return copy, OF_COPY
         parameter = manifest.parameters.get(entry.parameter)
         is_frozen = parameter is not None and not parameter.trainable and entry.slot == "param"
@@ -519,25 +551,32 @@ def _sources(manifest: Manifest, lost: dict[str, str], older: Manifest | None) -
     return source_of
 
 
-def _is_whole(entry: Entry, lost: dict[str, str]) -> bool:
-    return not any(fragment.extent.file in lost for fragment in entry.fragments)
+def _left(
+    manifest: Manifest, entry: Entry, source_of: SourceOf, rounds: bool
+) -> tuple[State, str, Entry | None]:
+    """Whether values for the lost elements of `entry` are left, the report's words for why.
 
-
-def _left(manifest: Manifest, entry: Entry, source_of: SourceOf) -> tuple[State, str, Entry | None]:
-    """Whether other files have the lost elements of `entry`, the reason, and the entry with them.
-
-    The first result is `elsewhere`, `made-up` or `gone`, as the module's docstring explains. The
-    second one is the reason in the words of the report. The third one is the entry with the same
-    elements (for a weight, this may be its master), or None. `source_of` returns, for the key of a
-    tensor, the entry that has all its elements, or None.
+    The first result is `elsewhere`, `made-up` or `gone`: see the module. The last one is the entry
+    with the same elements, if they are elsewhere; a weight is its rounded master. `source_of`,
+    given the key of a tensor, returns the entry that has all its elements, or None. Unless masters
+    are known to round to the run's weights (`rounds`), a weight is not its rounded master.
     """
     if (source := source_of(entry.key)) is not None:
         return "elsewhere", source[1], source[0]
+    return _left_alone(manifest, entry, source_of, rounds)
+
+
+def _left_alone(
+    manifest: Manifest, entry: Entry, source_of: SourceOf, rounds: bool
+) -> tuple[State, str, Entry | None]:
+    """What `_left` returns, as far as the parameter's other tensors show it."""
     weight, master = ((entry.parameter, slot) for slot in ("param", "master"))
     param, wide = manifest.entries.get(weight), manifest.entries.get(master)
     if entry.slot == "param":
         how = agreement(wide, entry) if wide is not None else None
         source = source_of(master) if how and not manifest.run.weights_differ else None
+        if source is not None and not rounds:
+            return "gone", OF_UNLIKE, None
         if source is not None:
             verb = "round to" if how == "rounded" else "equal"
             return "elsewhere", f"the masters are left, and {verb} these weights", source[0]

@@ -102,7 +102,7 @@ def mend(
             is_all = bool(known) and known.keys() == found.lost.keys()
             made = None
             if losses.can_be_made_up and not lacking and not is_hidden:
-                losses = replace(losses, differing=differing_copies(found, losses.others))
+                losses = replace(losses, differing=differing_copies(found, losses))
                 made = rebuilt(found, losses, found.lost.keys() - known.keys(), rebuilding)
             if made is not None:
                 losses = losses.made_up([*(copied.mended for copied in known.values()), *made])

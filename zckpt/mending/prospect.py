@@ -140,7 +140,7 @@ def _of_losses(
         phrases = joined([*_phrases(opened.places), f"write {listed(names, MOST)} again"])
         if known.keys() == found.lost.keys():
             return Prospect(f"{phrases}, as all other ranks have the same bytes", links)
-        is_left = losses.can_be_made_up and not differing_copies(found, losses.others)
+        is_left = losses.can_be_made_up and not differing_copies(found, losses)
         if opened.places or not is_left:
             return None
         lacking = Rebuilding().lacking(losses.slots)

@@ -40,6 +40,7 @@ from ..files.torchshell import state_checksums
 from ..judging.damaged_source import Found, kept
 from .alike import FEWEST
 from .losses import Losses, is_model, is_of_optimizer
+from .rounding import has_drifted
 
 MASTERS, ZERO, OLDER, MODEL = "masters", "moments=zero", "moments=older", "model"
 CHOICES = (MASTERS, ZERO, OLDER, MODEL)
@@ -132,11 +133,11 @@ class Rebuilding(Struct, frozen=True):
         return other
 
     def how(self, entry: Entry, source: Manifest) -> str:
-        """Where a tensor's elements come from: the words for the copy's list of restored bytes."""
-        if entry.key in self.others and entry.key not in self.made_up:
-            return self.others[entry.key][1]
+        """Where the elements of a tensor are taken from, as the list of mended bytes words it."""
         if entry.key in self.others:
-            return AS_OLDER
+            same, why = self.others[entry.key]
+            is_older = entry.key in self.made_up and same.slot != "master"
+            return AS_OLDER if is_older else why
         if entry.slot == "param":
             return "the copies of all other ranks"
         other = self.source(entry, source)
@@ -229,24 +230,51 @@ def _mended(
     )
 
 
-def differing_copies(found: Found, others: Collection[Key]) -> list[str]:
-    """The tensors of which a lost file had a copy with unknown values.
+def differing_copies(found: Found, losses: Losses) -> list[str]:
+    """The tensors of which a lost file had a copy whose values are not known.
 
-    The values are known if an entry in `others` has them, unless other copies of the parameter's
-    weight or master differ between ranks. The values are also known if at least two other ranks
-    have a copy and all these copies are equal. Running means, for example, differ between ranks.
+    They are known if other tensors supply them (`Losses.others`), unless the weights or masters of
+    the parameter show that its copies have drifted apart, or copies of any other tensor of the same
+    slot do. They are also known if at least two other ranks have a copy, and all of these are
+    equal. Copies of running means differ from rank to rank. Copies that are made up are left out.
     """
-    names = []
+    names, others = [], losses.others
+    made_up = losses.made_up_keys - others.keys()
     for manifest in found.known.each:
         by_name = by_key((copy.key, copy) for copy in manifest.replicas)
         groups = {key: [manifest.entries[key], *own] for key, own in by_name.items()}
         left = {key: [each for each in own if _is_left(each, found)] for key, own in groups.items()}
-        for key in (key for key, own in groups.items() if len(left[key]) < len(own)):
-            of_weights = [left.get((key[0], slot), []) for slot in WEIGHTS] if key in others else []
-            is_alone = key not in others and len(left[key]) < FEWEST
-            if is_alone or not all(map(_are_equal, (left[key], *of_weights))):
+        lost = [key for key, own in groups.items() if len(left[key]) < len(own)]
+        drifted = {
+            key[1]
+            for key, own in (groups.items() if others.keys() & {*lost} else ())
+            if key[0] not in manifest.buffers and not _agree(own, found)
+        }
+        for key in lost:
+            is_copied = key in others
+            is_made = key in made_up and all(map(has_drifted, by_name[key]))
+            own = [] if is_made else left[key]
+            of_weights = [left.get((key[0], slot), []) for slot in WEIGHTS]
+            of_weights = of_weights if is_copied or is_made else []
+            is_alone = not is_copied and not is_made and len(own) < FEWEST
+            is_unlike = is_copied and key[1] in drifted
+            if is_alone or is_unlike or not all(map(_are_equal, (own, *of_weights))):
                 names.append(groups[key][0].name)
     return names
+
+
+def _agree(copies: Sequence[Entry], found: Found) -> bool:
+    """Whether copies on ranks that do not drift have equal elements, as far as they are left."""
+    copies = [copy for copy in copies if not has_drifted(copy)]
+    whole = next((copy for copy in copies if _is_left(copy, found)), None)
+    if whole is None:
+        return True
+    ranges = {id(copy): kept(copy, found.lost)[1] for copy in copies}
+    return all(
+        _crc(copy, ranges[id(copy)]) == _crc(whole, ranges[id(copy)])
+        for copy in copies
+        if copy is not whole
+    )
 
 
 def _is_left(entry: Entry, found: Found) -> bool:
@@ -257,9 +285,14 @@ def _are_equal(copies: Iterable[Entry]) -> bool:
     return len(set(map(_crc, copies))) < 2
 
 
-def _crc(entry: Entry) -> int:
-    runs = [*entry.fragments.runs(0, entry.numel, SIZES[entry.dtype])]
-    return crc_of(run.extent for run in sorted(runs, key=lambda run: run.start))
+def _crc(entry: Entry, ranges: Iterable[tuple[int, int]] | None = None) -> int:
+    """The CRC-32 of the elements of an entry, or of those in `ranges`."""
+    size = SIZES[entry.dtype]
+    return crc_of(
+        run.extent
+        for start, stop in (((0, entry.numel),) if ranges is None else ranges)
+        for run in sorted(entry.fragments.runs(start, stop, size), key=lambda run: run.start)
+    )
 
 
 def _refuse_damaged(older: Manifest, entries: Iterable[Entry]) -> None:

@@ -143,7 +143,11 @@ class Witnesses:
             if partner is not None
             and (partner.dtype == entry.dtype or is_rounded(partner.dtype, entry.dtype))
         }:
-            yield "the weights that the masters round to", masters
+            is_master = any(partner.slot == "master" for partner in masters.values())
+            yield (
+                "the rounded masters" if is_master else "the weights that equal the masters",
+                masters,
+            )
         if self._older is not None:
             entries = self._older.entries
             others = {

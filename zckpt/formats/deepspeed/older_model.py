@@ -52,12 +52,13 @@ COUNTS = (OF_TORCH, "_step_count")
 """The keys of torch's schedulers that grow by one with each call of `step()`."""
 
 
-def continued(manifest: Manifest, older: Manifest) -> tuple[Manifest, list[MadeValue]]:
-    """The manifest with the values that the lost model file had, and a list of these values.
+def continued(manifest: Manifest, older: Manifest) -> tuple[Manifest, list[MadeValue], bool]:
+    """Returns the manifest with the values that the lost model file had, and a list of these.
 
-    `manifest` was read with the model file of the checkpoint `older` in place of the lost one.
-    Raises InconsistentCheckpoint if that file is of another model, of another precision or stage,
-    or of a later save.
+    The third result is whether the optimizer's files show that the order of the parameters in their
+    flat buffers is that of the older model file. `manifest` was read with the model file of the
+    checkpoint `older` in place of the lost one. Raises InconsistentCheckpoint if that file is of
+    another model, of another precision or stage, or of a later save.
     """
     names = {
         path: own for path in manifest.files.paths if (own := parse_name(ROLES, path)) is not None
@@ -67,7 +68,7 @@ def continued(manifest: Manifest, older: Manifest) -> tuple[Manifest, list[MadeV
     if len(models) != 1 or not ranks:
         raise _unfit(older, "is not of a run with one model file")
     model, *optimizers = open_files([models[0], *(path for _, path in ranks)], Parsed())
-    _need_same_model(model, optimizers, older)
+    is_ordered = _need_same_model(model, optimizers, older)
     manifest = _with_config(manifest, model, optimizers[0], older)
     updates = _updates(manifest), _updates(older)
     if None not in updates and updates[0] < updates[1]:  # type: ignore[operator]
@@ -76,7 +77,7 @@ def continued(manifest: Manifest, older: Manifest) -> tuple[Manifest, list[MadeV
     scheduler, of_scheduler = _scheduler(manifest, *updates)
     state = {**manifest.state, "counters": counters, "lr_scheduler": scheduler}
     lines += [*of_scheduler, *_unchanged(manifest)]
-    return manifest.replace(state=state), lines
+    return manifest.replace(state=state), lines, is_ordered
 
 
 def _unfit(older: Manifest, why: str) -> ZckptError:
@@ -88,20 +89,19 @@ def _unfit(older: Manifest, why: str) -> ZckptError:
     )
 
 
-def _need_same_model(model: TorchFile, optimizers: Sequence[TorchFile], older: Manifest) -> None:
+def _need_same_model(model: TorchFile, optimizers: Sequence[TorchFile], older: Manifest) -> bool:
     """Raises InconsistentCheckpoint unless the model file lists the optimizer's parameters.
 
-    Each rank's optimizer file lists the parameters in its partitions, with their numbers of
-    elements, in the order of the flat buffer. Files of old DeepSpeed versions have no such list:
-    nothing is checked. Under `round_robin_gradients` the list has another order (0.19.8), so order
-    is ignored.
+    Returns whether the order of the parameters was compared too. Each rank's file has the number of
+    elements of each parameter in its partitions, in the order of the flat buffer. Old versions of
+    DeepSpeed have no such list, and under `round_robin_gradients` it has another order (0.19.8).
     """
     if model.value.get("num_experts"):
         raise _unfit(older, "is of a run with experts, and zckpt does not write such a file again")
     states = [file.value["optimizer_state_dict"] for file in optimizers]
     of_ranks = [state.get(SLICES) for state in states]
     if not all(isinstance(groups, list) for groups in of_ranks):
-        return
+        return False
     shapes = enumerate(shapes_of_groups(model.value.get("param_shapes"), model))
     sizes = {(n, name): prod(shape) for n, group in shapes for name, shape in group.items()}
     counted: dict[tuple[int, str], int] = {}
@@ -118,6 +118,7 @@ def _need_same_model(model: TorchFile, optimizers: Sequence[TorchFile], older: M
     is_dealt = nested(config, "zero_optimization", "round_robin_gradients")
     if not is_dealt and sorted(counted, key=itemgetter(0)) != [*sizes]:
         raise _unfit(older, "has the parameters in another order than the optimizer's files")
+    return not is_dealt
 
 
 def _with_config(
