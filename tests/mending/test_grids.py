@@ -79,7 +79,10 @@ def test_an_optimizer_file(lost: str, whole: Path, tmp_path: Path) -> None:
         expected = values.copy()
         if name in false:
             mask = made_up(whole, lost)[name]
-            expected[mask] = before[f"{parameter}/param"][mask] if slot == "master" else 0
+            if not (
+                name.startswith(TIED) and is_piped(whole)
+            ):  # the other stage's, which has the same here
+                expected[mask] = before[f"{parameter}/param"][mask] if slot == "master" else 0
         assert (after[name] == expected).all(), name
     assert false
     assert not exact & false
@@ -87,11 +90,7 @@ def test_an_optimizer_file(lost: str, whole: Path, tmp_path: Path) -> None:
     if "mp_rank_02" not in "".join(path.name for path in whole.rglob("*")):  # of one axis
         is_tensor = not any(whole.rglob("layer_06-model_states.pt"))
         assert bool(exact) == is_tensor
-    verified = package.verify(tmp_path / "mended")
-    differing = {each["tensor"] for each in verified["differences"]}
-    assert verified["equal"] == (not differing)
-    assert differing <= {name for name in false if name.startswith(TIED)}
-    assert bool(differing) == (lost == FIRST and is_piped(whole))
+    assert package.verify(tmp_path / "mended")["equal"]
 
 
 @pytest.mark.parametrize(("lost", "layer"), [(FIRST, 1), (LAST, 6)])
@@ -141,7 +140,7 @@ def test_moments_that_have_drifted(dp: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mp", [0, 1])
 def test_moments_of_a_tied_layer(mp: int, tmp_path: Path, zckpt: Callable[..., Result]) -> None:
-    """Each stage has its own, since the engine lets them drift: another stage's are not exact."""
+    """Another stage's go on with both, and are not exact, since the engine lets them drift."""
     package.reshard(DATA, tmp_path / "whole", dp=2, tp=1, pp=2)
     moved_moments(tmp_path / "whole", "*_mp_rank_01_optim_states.pt")
     whole = package.read(tmp_path / "whole")
@@ -160,7 +159,7 @@ def test_moments_of_a_tied_layer(mp: int, tmp_path: Path, zckpt: Callable[..., R
     assert {f"{TIED}{slot}" for slot in ("master", "exp_avg", "exp_avg_sq")} <= {*told(report)}
     by = {each["tensor"]: each["by"] for each in listed(tmp_path / "mended")}
     assert by[f"{TIED}exp_avg"] == by[f"{TIED}master"] == "made-up"
-    assert all((each == 0).all() for each in moments_of(tmp_path / "mended", lost))
+    assert package.verify(tmp_path / "mended")["equal"]
 
 
 def test_a_layer_of_tensor_ranks(tmp_path: Path) -> None:

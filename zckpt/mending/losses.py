@@ -39,13 +39,14 @@ from ..judging.damaged_source import Found, kept, what_is_there
 from ..judging.inventory import ALL_ROLES, files_below
 from ..reading import read
 from .alike import Alike
-from .rounding import has_drifted, is_whole, masters_round
+from .rounding import copy_of_stage, has_drifted, is_whole, masters_round
 
 State = Literal["elsewhere", "made-up", "gone"]
 MOST = 4  # names in a sentence
 DIFFERING = "the values of other ranks differ, or only one other rank has any"
 OF_BUFFER = "another rank has a copy, but its values may differ"
 OF_COPY = "a copy on another rank has these elements"
+OF_STAGE = "another stage has a copy, but its values may differ"
 OF_UNLIKE = "the masters are left, but weights in other files are not the rounded masters"
 OF_ORDER = (
     "the masters are left, and round to these weights if their order is that of the older file"
@@ -445,11 +446,12 @@ def _losses(found: Found, older: Manifest | None) -> Iterator[Loss]:
         for entry in manifest.entries.values():
             rest, _ = kept(entry, found.lost)
             if rest is not entry:
-                files = {fragment.extent.file for fragment in entry.fragments}
-                lost = tuple(sorted(files & found.lost.keys()))
+                files = {fragment.extent.file for fragment in entry.fragments} & found.lost.keys()
                 left = _left(manifest, entry, source_of, rounds)
-                loss = Loss(entry, lost, entry.numel - rest.numel, *left)
-                if loss.state == "gone" and found.borrowed.keys() >= {*lost}:
+                if other := copy_of_stage(manifest, entry, found.lost):
+                    left = "made-up", OF_STAGE, other
+                loss = Loss(entry, (*sorted(files),), entry.numel - rest.numel, *left)
+                if loss.state == "gone" and found.borrowed.keys() >= files:
                     loss = _of_older(loss, manifest, older)
                 elif loss.state == "gone" and entry.parameter in manifest.buffers:
                     loss = _of_other_rank(loss, manifest, found)
@@ -488,10 +490,10 @@ def _of_drifting(manifest: Manifest, found: Found, source_of: SourceOf) -> Itera
         rest, _ = kept(copy, found.lost)
         if rest is not copy:
             files = {fragment.extent.file for fragment in copy.fragments} & found.lost.keys()
-            count = copy.numel - rest.numel
-            yield Loss(
-                copy, (*sorted(files),), count, *_left_alone(manifest, copy, source_of, False)
-            )
+            left = _left_alone(manifest, copy, source_of, False)
+            if other := copy_of_stage(manifest, copy, found.lost):
+                left = "made-up", OF_STAGE, other
+            yield Loss(copy, (*sorted(files),), copy.numel - rest.numel, *left)
 
 
 def _of_other_rank(loss: Loss, manifest: Manifest, found: Found) -> Loss:

@@ -136,8 +136,8 @@ class Rebuilding(Struct, frozen=True):
         """Where the elements of a tensor are taken from, as the list of mended bytes words it."""
         if entry.key in self.others:
             same, why = self.others[entry.key]
-            is_older = entry.key in self.made_up and same.slot != "master"
-            return AS_OLDER if is_older else why
+            is_older = self.older is not None and self.older.entries.get(entry.key) is same
+            return AS_OLDER if is_older and entry.key in self.made_up else why
         if entry.slot == "param":
             return "the copies of all other ranks"
         other = self.source(entry, source)

@@ -52,6 +52,19 @@ def has_drifted(copy: Entry) -> bool:
     return copy.slot != "param" and copy.axis in AXES and AXES[copy.axis].drift
 
 
+def copy_of_stage(manifest: Manifest, entry: Entry, lost: Mapping[str, str]) -> Entry | None:
+    """Another stage's whole copy of a master or optimizer state; None if there is none.
+
+    It may have other values than the lost ones. But with it, both stages go on alike. With zeros,
+    the tied weight would get another update in each of them.
+    """
+    copies = [copy for copy in manifest.replicas if copy.key == entry.key]
+    if not any(map(has_drifted, copies)):
+        return None
+    same = (manifest.entries[entry.key], *copies)
+    return next((copy for copy in same if is_whole(copy, lost)), None)
+
+
 def is_whole(entry: Entry, lost: Mapping[str, str]) -> bool:
     """Whether no element of an entry is in a lost file."""
     return not any(fragment.extent.file in lost for fragment in entry.fragments)
