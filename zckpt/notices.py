@@ -413,7 +413,8 @@ TOPICS: dict[str, dict[str, Code]] = {
             (FAULT,),
             "The target stores one value for several parameters whose values differ.",
             "Parameters of one optimizer group have different steps or other numbers.",
-            "Choose a step with `--step-policy`, or a target that stores a value per parameter.",
+            "Choose a step with `--step-policy`, or a target that stores a value for each "
+            "parameter.",
         ),
         "optimizer-missing": Code(
             (FAULT, REFUSAL),
@@ -1024,10 +1025,11 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "state-dropped": Code(
             (),
-            "An optimizer state was dropped.",
+            "Because of an option, an optimizer state of the source is not in the target.",
             "The option `--drop-state` names the state, or the run of `--groups-from` does not "
             "train its parameter.",
-            "Nothing, if the optimizer can begin without this state.",
+            "Nothing, if the optimizer can begin without this state. Otherwise convert again "
+            "without the option.",
         ),
         "state-omitted": Code(
             (),

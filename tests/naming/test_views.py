@@ -162,7 +162,7 @@ def test_shapes_that_do_not_fit() -> None:
     view = view_of(whole("f", SHAPE), SHAPE, SIZE)
     with pytest.raises(ValueError, match="no multiple of 4"):
         folded(view, 1, (4,))
-    with pytest.raises(ValueError, match="differ along another axis"):
+    with pytest.raises(ValueError, match="joined along axis 1, because they differ along another"):
         joined([view, cut(view, 2, 3)[0]], 1)
 
 

@@ -87,7 +87,10 @@ class Sharing:
         return by_file(portions)
 
     def check(self) -> None:
-        """Raises if this process must not write any more. It is called before every write."""
+        """Raises an error if another process has failed, since this one must then stop writing.
+
+        The copy calls this method before every write.
+        """
 
     def regions_of_others(self, journal: Journal) -> Iterable[Region] | None:
         """The regions that other processes have written, for the process that completes the target.

@@ -1,4 +1,6 @@
-"""Elements and bytes: what a checkpoint is, how it is read and compared. No engine, no container.
+"""Elements and bytes: what a checkpoint is, and how it is read and compared.
+
+Nothing here knows a training engine, or a type of files such as those of torch.save or safetensors.
 
     storage/       files, the places of bytes in them, and checksums of these bytes
     checkpoint/    what a checkpoint is: tensors, parameters, groups, states

@@ -225,7 +225,8 @@ def listing_of(manifest: Manifest) -> Listing:
                 name = path[-1]
                 listing.weights[key] = dicts.aliases.get(name) or name
     except ZckptError as error:
-        warnings.warn(f"{manifest.root}: zckpt lists no keys: {error.message}", stacklevel=2)
+        message = f"{manifest.root}: the list of keys is not available: {error.message}"
+        warnings.warn(message, stacklevel=2)
         return Listing({}, {})
     listing.assumed.extend(dicts.warnings[len(manifest.notices.warnings) :])
     return listing

@@ -114,9 +114,10 @@ class _Search(Unpickler):
         return super().call(function, arguments)
 
     def spend(self, work: int) -> None:
-        """Looks for the wanted number among the pairs that the outermost dictionary has so far.
+        """Counts work, then looks for the wanted number in the pairs of the outermost dictionary.
 
-        The unpickler calls this before each container and each call.
+        The unpickler calls this method before it makes a container or calls a function. So the
+        search ends as soon as the number is parsed: by raising `_Enough`.
         """
         super().spend(work)
         # inside of a dictionary within the outermost one

@@ -150,9 +150,9 @@ class TorchFile:
     ) -> TorchFile:
         """Makes a TorchFile for one row-major tensor in `record`, without opening the file.
 
-        It is used if the file is lost, or if the data offset of an item of
-        torch.distributed.checkpoint was computed from similar items that were opened. `pread` reads
-        the tensor's bytes.
+        This is for a lost file, and for an item of torch.distributed.checkpoint that zckpt does not
+        parse: it computes where the item's data begin from similar items that it has parsed.
+        `pread` reads the tensor's bytes.
         """
         file, extent = cls.__new__(cls), record.extent
         file.pread = pread

@@ -74,4 +74,4 @@ def refuse_files(source: str, paths: Iterable[str]) -> None:
     for name in map(os.path.basename, paths):
         if name.endswith(STATES) and not PLAIN.fullmatch(name):
             what = f"{source} was saved with tensor, pipeline or expert parallelism"
-            raise unsupported(source, f"{what}, and this engine does not load its {name}")
+            raise unsupported(source, f"{what}: this engine does not load the file {name}")

@@ -129,9 +129,10 @@ def _alike(found: Found, path: str) -> Alike | None:
 
 
 def _has_parts(found: Found, path: str) -> bool:
-    """Whether the file had elements of tensors that no other rank's file has.
+    """Whether the lost file had elements that equal files of other ranks do not tell.
 
-    Elements of buffers count only if they are in no other file at all.
+    This is so if the file had one part of a tensor, and other files have the rest. It is also so if
+    the file had a complete tensor, unless the tensor is a buffer, or a replica of it still exists.
     """
     for manifest in found.known.each:
         copied = {copy.key for copy in manifest.replicas if kept(copy, found.lost)[0] is copy}

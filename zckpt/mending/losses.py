@@ -147,12 +147,14 @@ class Losses(Struct, frozen=True):
         return replace(self, lines=lines, remade=remade)
 
     def named(self, error: ZckptError, lacking: Sequence[str]) -> ZckptError:
-        """Returns `error` with a hint about what is lost.
+        """Returns `error` with a hint about what is lost, by the first case that applies.
 
-        If all lost values could be made up, the hint names the `--rebuild` options that the user
-        must add (`lacking`), or the tensors in which the ranks differ. Otherwise it names the
-        tensors that cannot be replaced, or else those that must be made up. If the older checkpoint
-        does not fit, the result is the error that says so.
+        the older checkpoint does not fit             the error that says so, without `error`
+        names or shapes of the model are lost         the hint asks for an older checkpoint
+        all can be made up, but ranks differ          the hint names the tensors that differ
+        all can be made up with `lacking` options     the hint names these --rebuild options
+        tensors are lost for good or must be made up  the hint names the former, else the latter
+        none of these cases                           `error` without a new hint
         """
         if self.unfit is not None:
             return self.unfit

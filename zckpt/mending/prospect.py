@@ -90,9 +90,10 @@ def _is_lost(diagnosis: Diagnosis) -> bool:
 
 
 def restorable(path: str) -> str | None:
-    """A phrase for what `mend` would restore in the headers of a file; None if nothing.
+    """A phrase that says what `mend` would restore in the headers of a file; None if nothing.
 
-    None also for what takes long to find out: it is asked for every error.
+    Also None for a large file with one checksum for all of its bytes, since reading it takes long:
+    zckpt calls this function for each error that names a file.
     """
     places = list[Place]()
     with suppress(ZckptError, OSError, *MALFORMED):

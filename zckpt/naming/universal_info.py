@@ -36,7 +36,7 @@ from ..core.checkpoint.placement import (
 )
 from ..core.checkpoint.slicing import Piece, Slicing
 from ..core.storage.fragments import row_major
-from ..errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief
+from ..errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief, listed
 from .patterns import PARTS, WIDTHS, check_patterns, fields_of
 from .tensor_rules import TensorRule
 
@@ -122,9 +122,13 @@ class UniversalInfo:
         known_shapes, ranks = [shape for shape in shapes if shape is not None], len(shapes)
         axis, view = int(view_facts["partition_dim"]), list(view_facts["shape"])
         says = f"`{PARTS}` of the checkpoint does not fit {name}"
-        if len(known_shapes) < ranks or not 0 <= axis < len(view):
+        if len(known_shapes) < ranks:
             raise InconsistentCheckpoint(
-                "tp-rule-wrong", f"{says}: it slices axis {axis} of the shape {view}"
+                "tp-rule-wrong", f"{says}: tensor rank {shapes.index(None)} has no slice of it"
+            )
+        if not 0 <= axis < len(view):
+            raise InconsistentCheckpoint(
+                "tp-rule-wrong", f"{says}: the shape {view} has no axis {axis} that can be sliced"
             )
         widths = self._widths(pattern, view[axis], known_shapes, axis, says)
         sizes = [sum(size) if isinstance(size, (tuple, list)) else size for size in view]
@@ -137,7 +141,9 @@ class UniversalInfo:
         elements = [prod(shape) for shape in pieces.slices]
         if pieces.numel != total or elements != [prod(shape) for shape in known_shapes]:
             raise InconsistentCheckpoint(
-                "tp-rule-wrong", f"{says}: its shapes are {[list(s) for s in known_shapes]}"
+                "tp-rule-wrong",
+                f"{says}: the ranks must have slices of {listed(elements)} elements, but have the "
+                f"shapes {listed([list(shape) for shape in known_shapes])}",
             )
         whole = _whole_shape(known_shapes, axis, outer, inner, says)
         is_row = (outer, inner) == (prod(whole[:axis]), prod(whole[axis + 1 :]))
@@ -164,15 +170,20 @@ class UniversalInfo:
             widths = [tuple(part) for part in by_rank]
             fits = parts in (None, tuple(map(sum, widths)))
             if not widths or not fits or any(len(part) != ranks for part in widths):
+                sums = "" if parts is None else f", with the sums {list(parts)}"
                 raise InconsistentCheckpoint(
-                    "tp-rule-wrong", f"{says}: the sizes of its parts are {widths}"
+                    "tp-rule-wrong",
+                    f"{says}: `{WIDTHS}` must list {ranks} sizes for each sub-parameter{sums}, "
+                    f"but lists {[list(part) for part in widths]}",
                 )
             return widths
         if parts is None:
             width = sum(shape[axis] for shape in shapes)
             if width % parts_in_view:
                 raise InconsistentCheckpoint(
-                    "tp-rule-wrong", f"{says}: {width} is not {parts_in_view} equal parts"
+                    "tp-rule-wrong",
+                    f"{says}: the ranks' sizes along axis {axis} add up to {width}, which cannot "
+                    f"be cut into {parts_in_view} equal sub-parameters",
                 )
             parts = (width // parts_in_view,) * parts_in_view
         split = slicing.even_parts(parts, ranks)

@@ -30,6 +30,7 @@ from ..core.storage.fragments import (
     row_major,
     strided,
 )
+from ..errors import listed
 
 T = TypeVar("T")
 
@@ -135,7 +136,11 @@ def joined(views: Sequence[View], axis: int) -> View:
     ]
     first, place = views[0], views[0].place(axis)
     if len({_with(view.axes, axis, view.axes[axis][1:]) for view in views}) > 1:
-        raise ValueError("the tensors differ along another axis")
+        shapes = listed([list(shape) for shape in dict.fromkeys(view.shape for view in views)], 4)
+        raise ValueError(
+            f"tensors of the shapes {shapes} cannot be joined along axis {axis}, because they "
+            "differ along another axis than this one"
+        )
     length = sum(view.axes[axis][0] for view in views)
     parts: list[Box] = []
     start = 0

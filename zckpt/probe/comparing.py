@@ -84,7 +84,7 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
     if not events:
         raise MissingData(
             "nothing-to-compare",
-            f"{a.path} and {b.path} have no record in common",
+            f"no record of {a.path} has the same step, batch and key as one of {b.path}",
             hint=f"steps {_range(a.steps)} and {_range(b.steps)}; keys such as "
             f"{_example(a)} and {_example(b)}",
             file=a.path,

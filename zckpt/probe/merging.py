@@ -252,8 +252,10 @@ def _mean(records: Sequence[TensorRecord], count: int) -> TensorRecord:
     """The record of the sum of several tensors, divided by `count`.
 
     It has only statistics that can be computed from the addends' records: samples, mean, counts of
-    NaN and infinite elements. Its norm is an upper bound for scaling distances: addends may cancel
-    each other, but their errors do not.
+    NaN and infinite elements. Its `norm` is not the norm of the sum, but an upper bound: the
+    largest norm of an addend, times the number of addends, divided by `count`. `distances.py`
+    divides differences by a scale computed from it. If addends cancel each other, the sum is small,
+    but its rounding errors are as large as before.
     """
     first = records[0]
     numbers: dict[str, Any] = {}
@@ -266,7 +268,7 @@ def _mean(records: Sequence[TensorRecord], count: int) -> TensorRecord:
     if None not in means:
         numbers["mean"] = math.fsum(float(mean) for mean in means if mean is not None) / count
     norms = [float(record.numbers.get("norm") or 0.0) for record in records]
-    numbers["norm"] = max(norms) * len(records) / count  # addends may cancel, errors do not
+    numbers["norm"] = max(norms) * len(records) / count  # an upper bound
     numbers["nan"] = sum(record.numbers.get("nan", 0) for record in records)
     numbers["inf"] = sum(record.numbers.get("inf", 0) for record in records)
     return replace(first, numbers=numbers)

@@ -34,7 +34,7 @@ INTERLEAVED = Fault(
     "0.16.1, and newer according to the source code",
     "With torch's FSDP2 and a gated MLP, the rows of gate and up are interleaved per rank, in "
     "weights, masters and moments. Only a run with the same number of ranks loads them correctly.",
-    "`use_torch_fsdp2` and `swiglu` among the saved arguments, with more than one data rank",
+    "the saved arguments have `use_torch_fsdp2` and `swiglu`, and the run had several data ranks",
     "`transformer/mlp.py`, `apply_swiglu_sharded_factory`; `utils.py`, "
     "`make_tp_sharded_tensor_for_checkpoint`",
     "For every other format, it writes the rows in the module's order. It refuses to write "
@@ -62,7 +62,7 @@ OLD_QKV = Fault(
     "Megatron-LM",
     "files with a `checkpoint_version` below 2",
     "The rows of `linear_qkv` have another order than the module's.",
-    "`checkpoint_version` in `model_optim_rng.pt`",
+    "`model_optim_rng.pt` has such a `checkpoint_version`",
     "`checkpointing.py`, `fix_query_key_value_ordering`",
     "It refuses them.",
     "its linear_qkv has another order of rows",
@@ -74,10 +74,11 @@ LOCAL_LAYERS = Fault(
     "Megatron-Core 0.16.1 and 0.19.2",
     "All pipeline stages number their layers from 0 and save the same keys, so the files contain "
     "the layers of one stage only.",
-    "several stages or model chunks among the arguments or keys of an `fsdp_dtensor` directory",
+    "the arguments or keys of an `fsdp_dtensor` directory show several stages or model chunks",
     "`transformer/fsdp_dtensor_checkpoint.py`",
     "It refuses them.",
-    "Megatron-FSDP numbers the layers of each from 0, so all of them wrote the same keys",
+    "in Megatron-FSDP, each stage or chunk numbers its layers from 0, so all of them wrote the "
+    "same keys",
     "train and save it with one pipeline stage",
 )
 ADAPTER_PART = Fault(
@@ -86,7 +87,7 @@ ADAPTER_PART = Fault(
     "before 1.15",
     "With PEFT under FSDP2 and `FULL_STATE_DICT`, only rank 0 writes a file, which contains only "
     "its shards of the adapter. The shards of the other ranks are lost.",
-    "DTensors of several ranks in `pytorch_model_fsdp*.bin` whose names are an adapter's",
+    "`pytorch_model_fsdp*.bin` has DTensors of several ranks, with names of an adapter",
     "`accelerate/utils/fsdp_utils.py`, `save_fsdp_model`",
     "It refuses the file, and names the complete `adapter_model.safetensors` beside it.",
     "with PEFT under FSDP2, accelerate before 1.15 loses the shards of the other ranks",
@@ -108,7 +109,7 @@ UNSCALED_GRADIENTS = Fault(
     "0.18.3 to 0.19.8",
     "In fp16 without ZeRO, gradients are divided by the loss scale, but the loss is not multiplied "
     "by it. Moments are smaller than with ZeRO.",
-    "fp16, a conversion to or from stage 0, and such a version in the files",
+    "the files state fp16 and such a version, and are converted to or from stage 0",
     "`runtime/fp16/fused_optimizer.py` and `runtime/engine.py`",
     "It keeps the moments as they are, and warns that the first updates differ.",
     "in fp16 without ZeRO, DeepSpeed since 0.18.3 divides gradients by the loss scale, but does "
@@ -120,7 +121,7 @@ UNIVERSAL_STAGE_3 = Fault(
     "0.14.5 to 0.17.6",
     "At stage 3, the loader of universal directories supports only one parameter group with one "
     "sub-group. On several machines it loads wrong values without an error.",
-    "a target for stage 3, and the version that saved the source",
+    "the target is for stage 3, and such a version saved the source",
     "`runtime/zero/stage3.py`: `param_shapes[0]`, and slices by the local rank",
     "It warns when it writes such a directory.",
     "before 0.18 its universal loader of stage 3 supports only one parameter group with one "
@@ -132,7 +133,7 @@ TRANSPOSED = Fault(
     "DeepSpeed",
     "ZenFlow before 0.19.7, and at stage 3 up to 0.19.8",
     "Matrices are saved transposed, but the saved shapes are those of the untransposed matrices.",
-    "`zenflow` in the saved ds_config, its stage, and the version",
+    "the saved ds_config has `zenflow`, with such a stage and version",
     "`runtime/zenflow/zenflow_utils.py`, `_flatten_dense_tensors`; `engine_stage3.py`",
     "It refuses them.",
     "which saves matrices transposed",
@@ -143,7 +144,7 @@ QUANTIZED = Fault(
     "0.4.0 to 0.19.6",
     "With MoQ, 16-bit weights are quantized after each update, but masters are not: the weights "
     "differ from the rounded masters.",
-    "`quantize_training` or `weight_quantization` in the saved ds_config",
+    "the saved ds_config has `quantize_training` or `weight_quantization`",
     "`runtime/quantize.py`",
     "It keeps both, and warns; `verify` lists the weights.",
     "the run quantized its weights after each update (MoQ), so they differ from the rounded "
@@ -154,7 +155,7 @@ LOST_FROZEN = Fault(
     "DeepSpeed",
     "before 0.9.1",
     "Frozen weights are not saved at stage 3.",
-    "frozen parameters that are listed with 0 elements",
+    "frozen parameters are listed with 0 elements",
     "`runtime/engine.py`",
     "It warns, and names the weights.",
     "DeepSpeed before 0.9.1 did not save frozen weights in stage 3",
@@ -164,7 +165,7 @@ COUNTED_START = Fault(
     "DeepSpeed",
     "before 0.13.2",
     "The engine makes one update with zero gradients when it starts, and counts it.",
-    "step 1, and every moment is zero",
+    "the step is 1, and every moment is 0",
     "`runtime/zero/stage_1_and_2.py`, `initialize_optimizer_states`",
     "It warns, and does not use the engine's counter as the step.",
     "DeepSpeed before 0.13.2 counts its start as an update",
@@ -174,7 +175,7 @@ LOST_STEPS = Fault(
     "DeepSpeed",
     "before 0.14.1",
     "`ds_to_universal.py` writes the step only if the optimizer stores it in the parameter group.",
-    "moments without a step in a universal directory",
+    "a universal directory has moments without a step",
     "`checkpoint/ds_to_universal.py`",
     "It warns.",
     "there are moments without a step: the converter did not write it (DeepSpeed before 0.14.1)",

@@ -261,5 +261,5 @@ def check_moments(named: str | None, states: Collection[str]) -> None:
             "option-not-applicable",
             f"--optimizer {named} is an Adam, which needs exp_avg and exp_avg_sq; the source has "
             f"{', '.join(sorted(states)) or 'none'}",
-            hint="leave out --optimizer, or write --weights-only",
+            hint="leave out --optimizer, or write only the weights: --weights-only",
         )

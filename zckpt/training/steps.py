@@ -1,16 +1,18 @@
 """Where each optimizer stores its step (completed updates), and in which type.
 
-    optimizer                                     in the state       in the group
-    torch Adam, AdamW, NAdam, Adagrad, RMSprop    0-d float32        -
-      (before torch 1.12)                         int                -
-    DeepSpeed CPUAdam, CPUAdagrad, CPULion        int                -
-    DeepSpeed FusedAdam >= 0.6.5, FusedLion       int, true          0, stale
-      (without ZeRO in fp32)                      int, the last one  0, stale
-    Apex / TransformerEngine FusedAdam,           -                  true
-      DeepSpeed FusedAdam < 0.6.5
-    ONNX Runtime Adam / Lamb                      int64 [1] per weight / for all,
-                                                  completed + 1      -
-    SGD, most Lions                               -                  -
+    optimizer                                   in the state of a parameter         in the group
+    torch Adam, AdamW, NAdam, Adagrad, RMSprop  0-d float32                         -
+      (before torch 1.12)                       int                                 -
+    DeepSpeed CPUAdam, CPUAdagrad, CPULion      int                                 -
+    DeepSpeed >= 0.6.5 FusedAdam, FusedLion     int, correct                        always 0
+      (without ZeRO, in fp32)                   int, correct only for the group's   always 0
+                                                  last parameter with a gradient
+    DeepSpeed < 0.6.5 FusedAdam                 -                                   int, correct
+    Apex FusedAdam                              -                                   int, correct
+    TransformerEngine FusedAdam                 -                                   int, correct
+    ONNX Runtime Adam                           int64 [1]: the step + 1             -
+    ONNX Runtime Lamb                           int64 [1] of all weights: step + 1  -
+    SGD, most Lions                             -                                   -
 
 Reading: zckpt uses the step in the optimizer's state. If the state has none, it uses the group's
 step (`believed`). It never uses counters of engines and schedulers, since fp16 training skips

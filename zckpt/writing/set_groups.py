@@ -109,7 +109,8 @@ def about_files(names: Sequence[str]) -> list[Notice]:
         warning(
             "program-must-set",
             f"{name} is copied unchanged, because it holds more than plain values: after the first "
-            "update the scheduler sets the source's learning rates again",
+            "update the scheduler sets the source's learning rates again, so change the rates in "
+            "the program too",
             file=name,
             subject="lr",
         )

@@ -664,7 +664,7 @@ def test_an_optimizer_that_fits_another_model_too(tmp_path: Path, zckpt: Program
     refused = zckpt(*chosen, "--to", "deepspeed")
     assert refused.code == 1
     assert "holds no optimizer state" not in refused.err
-    assert f"name it: {way}; or write --weights-only" in refused.err
+    assert f"name it: {way}; or write only the weights: --weights-only" in refused.err
     alone = zckpt(*chosen, "--to", "gathered")
     assert f"nothing shows that optim trains it; if it does, add {way}" in alone.err
     right = zckpt("convert", run, tmp_path / "right", *way.split(), "--to", "deepspeed")
@@ -680,4 +680,4 @@ def test_averages_have_no_optimizer_of_their_own(tmp_path: Path, zckpt: Program)
     refused = zckpt(*way, "deepspeed")
     assert refused.code == 1
     assert "nothing shows that an optimizer trains ema" in refused.err
-    assert "name it: --root ema=optimizer; or write --weights-only" in refused.err
+    assert "name it: --root ema=optimizer; or write only the weights: --weights-only" in refused.err

@@ -28,7 +28,7 @@ class Entry(Struct, frozen=True):
 
     If `mean` lists entries of the same shape, a target gets the mean of their elements, rounded
     once to the tensor's type, instead of the bytes of `fragments`. In the record of a replica,
-    `axis` is the kind of rank that holds it, such as `stage`.
+    `axis` is the parallel dimension whose ranks hold it: `stage`, `tensor rank` or `ep rank`.
     """
 
     parameter: str

@@ -483,7 +483,7 @@ _OF_SLOTS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_")
 
 
 def slot_name(key: str) -> str:
-    """The slot for an optimizer's state key, escaped if needed: `Exp-Avg`, `esc__45xp_2d_41vg`."""
+    """The slot for a key of an optimizer's state: `Exp-Avg` is escaped as `esc__45xp_2d_41vg`."""
     plain = key and _OF_SLOTS.issuperset(key) and not key.startswith("esc_")
     if plain and key not in RESERVED_SLOTS:
         return key
@@ -493,7 +493,7 @@ def slot_name(key: str) -> str:
 
 
 def slot_key(slot: str) -> str:
-    """The optimizer's state key of a slot: the inverse of `slot_name`."""
+    """The key of an optimizer's state that a slot stands for: the inverse of `slot_name`."""
     if not slot.startswith("esc_"):
         return slot
     escaped = slot.removeprefix("esc_").encode("ascii")

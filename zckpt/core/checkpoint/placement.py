@@ -61,7 +61,11 @@ class Placement(Struct, frozen=True):
 
     @classmethod
     def of_rule(cls, text: str) -> Placement | None:
-        """Parses a rule such as `0:2x`; None if it describes another kind of placement."""
+        """Parses the text of a rule; None if it describes another kind of placement.
+
+        `0:2x` says that ranks cut dimension 0, and that it consists of 2 equal sub-parameters, each
+        of which is cut.
+        """
         return cls() if text == cls.word else None
 
     @property
@@ -270,7 +274,7 @@ KINDS: Sequence[type[Placement]] = (Replicated, Sum, Cut, PaddedRows)
 
 
 def of_rule(text: str) -> Placement | None:
-    """Parses a rule such as `0:2x`; None if the text is not a rule."""
+    """Parses the text of a rule of any kind, such as `0:2x`; None if the text is not a rule."""
     return next((own for kind in KINDS if (own := kind.of_rule(text)) is not None), None)
 
 

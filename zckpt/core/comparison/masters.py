@@ -153,7 +153,11 @@ class Rounding:
         return check(self._manifest, ALL, *self._about)
 
     def begin(self) -> None:
-        """Compares the first elements before a byte is written; raises errors as `check` does."""
+        """Compares the first elements of masters with their weights, before a byte is written.
+
+        A master is rounded to the weight's type for this. Raises errors as `check` does, but
+        nothing is compared if the user has accepted differences.
+        """
         hint, accepted = self._about
         if not accepted:
             check(self._manifest, BEGINNINGS, hint, accepted)

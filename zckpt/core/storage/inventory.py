@@ -270,7 +270,8 @@ def missing_file(path: str, stated_by: str = "", hint: str = "") -> IncompleteCh
 def expecting(count: int) -> str:
     """A hint to copy `count` lost files again, or to take an earlier checkpoint."""
     files = "it" if count == 1 else "them"
-    return f"copy {files} again, or take an earlier checkpoint (of a run: --tag)"
+    earlier = "take an earlier checkpoint (--tag names another checkpoint of the run)"
+    return f"copy {files} again, or {earlier}"
 
 
 # -- files that were saved as another's

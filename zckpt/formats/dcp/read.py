@@ -158,7 +158,11 @@ def _read(path: str, root: str, parts: list[str], reading: Reading) -> Manifest:
 
 
 def _weights(folder: str, saved: SavedTree) -> dict[str, Leaf]:
-    """The weights of a folder without .distcp files: Hugging Face's storage, or PEFT's file."""
+    """Reads the weights of a folder without .distcp files, and adds its files to `saved`.
+
+    The folder has safetensors shards that torch's HuggingFaceStorageWriter wrote, or PEFT's file of
+    an adapter.
+    """
     if shards := hf.files(folder):
         saved.storage = RANKS
         return hf.read(shards, saved)

@@ -58,10 +58,11 @@ def read_rest(folder: str, saved: SavedTree) -> list[str]:
 
 
 def rest_for(source: Manifest, options: Options, dicts: StateDicts) -> str | None:
-    """The name of the target's `meta.pt`; None if the program does not read one.
+    """Returns the name of the target's `meta.pt`, and changes the keys in `dicts` for Lightning.
 
-    If Lightning saved the source in another format than DCP, `dicts` gets the keys that Lightning
-    uses in a directory of torch.distributed.checkpoint.
+    The name is None if the program does not read such a file. `dicts` changes only if Lightning
+    saved the source in another format than DCP: it gets the keys that Lightning gives to the model
+    and the optimizer in a directory of torch.distributed.checkpoint.
     """
     keys = dicts.keys
     if options[DIALECT] is not None or options.weights_only:

@@ -1,7 +1,8 @@
 """Writes any manifest as a DeepSpeed directory, for any number of ranks and any stage.
 
-The files are first laid out as shells (files without their tensors' bytes). Each model rank is
-written as a separate checkpoint.
+The files are first laid out as shells (files without their tensors' bytes). The files of
+each model rank (a rank of pipeline or tensor parallelism) are laid out independently, like those of
+a checkpoint without model parallelism.
 """
 
 from __future__ import annotations

@@ -171,10 +171,11 @@ def _place(name: ParsedName) -> tuple[Role, Numbers]:
 
 
 def _before(role: Role, numbers: Numbers, in_stage_3: bool) -> tuple[Role, Numbers] | None:
-    """The role and the numbers in the name that earlier versions of zckpt stored in a file.
+    """The role and the rank numbers of the name that earlier versions of zckpt wrote into a file.
 
-    `role` and `numbers` are those of the file's present name. None if the stored name was
-    `archive`, which shows neither.
+    torch.save writes a file's name into its zip, as the name of a folder; these versions wrote one
+    name there for the files of several ranks. `role` and `numbers` are those of the file's name on
+    disk. None if the folder was called `archive`, which states no role and no rank.
     """
     if role is LAYER:
         return role, numbers

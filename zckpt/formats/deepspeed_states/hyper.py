@@ -117,7 +117,7 @@ def complete_groups(
             "optimizer-unsupported",
             "DeepSpeed's ZeRO does not support the source's optimizer: "
             f"{source.optimizer or 'no file names it'}",
-            hint="continue with Adam: --optimizer torch; or write --weights-only",
+            hint="continue with Adam: --optimizer torch; or write only the weights: --weights-only",
         )
     if source.groups and not inferred:
         _refuse_given(source, options)
@@ -133,7 +133,7 @@ def complete_groups(
             "hyperparameter-missing",
             f"{source.root} does not say which groups Muon updates and which Adam",
             hint="state it: --group-defaults 0:use_muon=true --group-defaults 1:use_muon=false; "
-            "or write --weights-only",
+            "or write only the weights: --weights-only",
             file=source.root,
         )
     for place, group in enumerate(groups):
@@ -169,7 +169,7 @@ def _refuse_groups_of_adagrad(
             "optimizer-unsupported",
             "with torch's Adagrad, DeepSpeed's ZeRO supports only one param group, but the source "
             f"has {len(groups)}",
-            hint="--stage 0 keeps the groups; or write --weights-only",
+            hint="write for --stage 0, which keeps all groups, or only the weights: --weights-only",
         )
 
 
@@ -250,7 +250,7 @@ def one_type(key: str, dtypes: Sequence[str]) -> str:
 
 def _no_states(source: Manifest) -> MissingData:
     """The error for a source without an optimizer, or without one for the model `--root` names."""
-    root, ways = source.run.origin.root, "write --weights-only"
+    root, ways = source.run.origin.root, "write only the weights: --weights-only"
     if root is None:
         return MissingData(
             "optimizer-missing",

@@ -381,7 +381,11 @@ class _TreeReader:
 
 
 def is_extra(key: str | None) -> bool:
-    """Whether a kind of files means zckpt's own extra.pt: values outside of the state dicts."""
+    """Whether `key` is `extra` or, for a further model, `extra_1`: the key of zckpt's extra.pt.
+
+    This file has the values that are outside of the state dicts. Other keys are those of a model's
+    or an optimizer's files; None is the key of a single file with everything.
+    """
     return key is not None and key == numbered("extra", number_of(key))
 
 

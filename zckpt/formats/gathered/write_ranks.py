@@ -44,7 +44,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     """Lays out the files of `--dp` ranks.
 
     Raises WrongOption unless FSDP2 cut the source's parameters into rows on a mesh of one axis.
-    Also raises WrongOption with `--dialect`, because dialects have complete files only.
+    Also raises WrongOption with `--dialect`, because all of its
+    values mean complete files.
     """
     ranks, mesh = options[DP], source.run.origin.mesh
     assert ranks is not None

@@ -217,9 +217,11 @@ class KeysOfGpt:
         return self.sizes[:axes] if self.stacked else self.sizes[1 : 1 + axes]
 
     def _key(self, name: str, norms: bool = True) -> tuple[str, int]:
-        """The torch_dist key of a parameter or extra state, and its number of leading axes.
+        """The torch_dist key of a parameter or extra state, and how many leading axes it has.
 
-        If `norms` is false, the key names norms as the local spec does.
+        The leading axes of a key's tensor come before the parameter's own axes: one axis counts
+        layers, and the next one counts experts. If `norms` is false, the key names norms as the
+        local spec does.
         """
         match = LAYER.fullmatch(name)
         if match is None:

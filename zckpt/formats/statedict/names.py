@@ -53,7 +53,7 @@ def refuse_twice(saved: SavedTree, members: Sequence[str]) -> None:
         raise InconsistentCheckpoint(
             "file-damaged",
             f"{saved.root}: the optimizer's groups list {listed(twice)} more than once",
-            hint="the file was changed after the save, because torch lists every parameter once: "
+            hint="torch lists each parameter only once, so the file was changed after the save: "
             "take another copy",
             file=saved.root,
         )

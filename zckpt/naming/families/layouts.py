@@ -46,14 +46,19 @@ def _join_rows(views: Views, _: Sizes) -> Views:
 def _split_rows(views: Views, _: Sizes) -> Views:
     (view,) = views
     if not view.shape or not view.shape[0] or view.shape[0] % 2:
-        raise Misfit(f"{_listed(views)} cannot be split into equal halves for gate and up")
+        raise Misfit(
+            f"the rows of {_listed(views)} cannot be cut into equal halves for gate and up"
+        )
     return cut(view, 0, view.shape[0] // 2)
 
 
 def _join_attention(views: Views, sizes: Sizes) -> Views:
     query, key, value = (view.shape for view in views)
     if not query or key != value or query[1:] != key[1:]:
-        raise Misfit(f"q, k and v have the shapes {_listed(views)}")
+        raise Misfit(
+            f"q, k and v have the shapes {_listed(views)}, but k and v must have the same shape, "
+            "and q may differ from them only in the number of rows"
+        )
     groups = _groups([query[0], key[0], value[0]], sizes)
     return [flattened(joined([split(view, 0, groups) for view in views], 1), 0)]
 
@@ -79,21 +84,22 @@ def _split_whole_attention(views: Views, sizes: Sizes) -> Views:
 def _turn(views: Views, _: Sizes) -> Views:
     (view,) = views
     if len(view.shape) != 2:
-        raise Misfit(f"{_listed(views)} is not a matrix")
+        raise Misfit(f"the shape {_listed(views)} is not that of a matrix")
     return [swapped(view, 0, 1)]
 
 
 def _split_experts(views: Views, _: Sizes) -> Views:
     (view,) = views
     if len(view.shape) != 3 or 0 in view.shape:
-        raise Misfit(f"{_listed(views)} is not a stack of one matrix per expert")
+        raise Misfit(f"the shape {_listed(views)} is not that of one stacked matrix per expert")
     return unstacked(view, 0)
 
 
 def _join_experts(views: Views, _: Sizes) -> Views:
     shapes = {view.shape for view in views}
     if len(shapes) > 1 or len(views[0].shape) != 2:
-        raise Misfit(f"experts have the shapes {' and '.join(str([*s]) for s in sorted(shapes))}")
+        listed = " and ".join(str([*shape]) for shape in sorted(shapes))
+        raise Misfit(f"experts must be matrices of the same shape, but have the shapes {listed}")
     return [split(joined(views, 0), 0, len(views))]
 
 
@@ -102,7 +108,9 @@ def _drop_rows(views: Views, sizes: Sizes) -> Views:
     if rows is None or view.shape[:1] == (rows,):
         return views
     if not view.shape or rows > view.shape[0]:
-        raise Misfit(f"{_listed(views)} has fewer rows than the vocabulary, which has {rows}")
+        raise Misfit(
+            f"the shape {_listed(views)} has fewer rows than the vocabulary, which has {rows}"
+        )
     return parted(view, 0, [rows, view.shape[0] - rows])[:1]
 
 
@@ -111,7 +119,7 @@ def _add_rows(views: Views, sizes: Sizes) -> Views:
     if rows is None or view.shape[:1] == (rows,):
         return views
     if not view.shape or rows < view.shape[0]:
-        raise Misfit(f"{_listed(views)} has more rows than vocab_size={rows}")
+        raise Misfit(f"the shape {_listed(views)} has more rows than vocab_size={rows}")
     return [joined([view, zeros((rows - view.shape[0], *view.shape[1:]), view.size)], 0)]
 
 

@@ -1,4 +1,4 @@
-"""Finds the rule for each parameter name, and the direction: from which program to which."""
+"""Finds a family's rule for each parameter name, and whether Hugging Face or Megatron uses it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ class NamePlace(Struct, frozen=True):
 
 
 class TensorGroup(Struct, frozen=True):
-    """Names of source tensors that are converted together, and of the resulting target tensors."""
+    """The names of source tensors that are converted together, and of the tensors they become.
+
+    `sources` are names of the program that saved the source (Hugging Face or Megatron), `targets`
+    those of the other program.
+    """
 
     rule: FamilyRule
     sources: tuple[str, ...]
@@ -36,7 +40,10 @@ class TensorGroup(Struct, frozen=True):
 
 
 class FamilyNames:
-    """Finds the rule of a model family that matches a parameter name of one program (`side`)."""
+    """Finds the rule of a model family that matches a parameter name of one program.
+
+    `side` is the program whose names are matched: Hugging Face or Megatron.
+    """
 
     def __init__(self, family: Family, side: str) -> None:
         self.patterns = [

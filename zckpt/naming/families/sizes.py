@@ -88,7 +88,9 @@ def sizes_of(
                 raise InconsistentCheckpoint(
                     "options-conflict",
                     f"{first} says {key}={stated_value}, {place} says {key}={value}",
-                    hint="give the sizes of the source's model, or leave them out",
+                    hint="give --family the sizes of the source's model, or none"
+                    if first == "--family"
+                    else "give the config.json of the source's model: --config config.json",
                 )
     return Sizes(**{key: value for key, (_, value) in stated_sizes.items()})
 

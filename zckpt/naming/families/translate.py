@@ -52,8 +52,10 @@ def translated(manifest: Manifest, text: str, config: str | None = None) -> Mani
     if any(entry.mean for entry in manifest.entries.values()):
         raise WrongOption(
             "options-conflict",
-            "--family does not work with --replicas mean",
-            hint="convert with --replicas mean first, and then its result with --family",
+            "--family does not work with --replicas mean, because it cuts and joins tensors, and "
+            "zckpt computes the mean of complete tensors only",
+            hint="choose the replica of one rank with --replicas rank0, or convert with "
+            "--replicas mean first, and then convert the result with --family",
         )
     if isinstance(manifest.run.engine, FlatBufferEngine) and manifest.run.engine.experts:
         raise UnsupportedCheckpoint(

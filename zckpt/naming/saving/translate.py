@@ -188,8 +188,10 @@ class _Translation(Struct, eq=False, dict=True):
         if any(entry.mean for entry in parts.values()):
             raise WrongOption(
                 "options-conflict",
-                "--replicas mean cannot cut or join tensors, as save_pretrained does",
-                hint="convert with --replicas mean first, and export its result",
+                "--replicas mean does not work here: the target has tensors that save_pretrained "
+                "cuts or joins, and zckpt computes the mean of complete tensors only",
+                hint="choose the replica of one rank with --replicas rank0, or convert with "
+                "--replicas mean first, and then convert the result",
             )
         views = {
             number: view_of(entry.fragments, entry.shape, SIZES[entry.dtype])

@@ -1,9 +1,9 @@
 """Packs blocks of tensors into buckets, each of which one all-gather returns.
 
-A bucket is a matrix with a row of elements for each rank; a tensor consists of blocks of it. A box
-is a rectangular slice of a tensor, such as a rank's shard. Its geometry is computed here again,
-independently of `fragments.py`, because `verify --gather` checks readers that use that module. This
-module does no I/O.
+A bucket is a matrix with a row of elements for each rank. A block is a piece of one tensor: a
+rectangle of this matrix. A box is a rectangular slice of a tensor, such as a rank's shard. Its
+geometry is computed here again, independently of `fragments.py`, because `verify --gather` checks
+readers that use that module. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -22,13 +22,7 @@ from ...core.storage.fragments import Extent
 
 
 class Spread(Partitioned, frozen=True):
-    """Packs blocks of tensors into buckets, each of which one all-gather returns.
-
-    A bucket is a matrix with a row of elements for each rank, and a block is a rectangle in this
-    matrix whose elements belong to one tensor. A box is a rectangular slice of a tensor, such as a
-    rank's shard. Its geometry is computed here again, independently of `fragments.py`, because
-    `verify --gather` checks readers that use that module. This module does no I/O.
-    """
+    """A complete tensor, divided into equal parts: each process reads and compares one of them."""
 
 
 class Beside(Struct, frozen=True):
@@ -270,10 +264,10 @@ def lines_of(tensor: Joined, rank: int, start: int, stop: int, column: int = 0) 
 
 
 def _joined(segment: Segment, part: Joined) -> Iterator[Block]:
-    """Yields the blocks (matrices of elements) of a segment of a tensor stored as a box per rank.
+    """Yields the blocks (pieces) of a tensor that is stored as one box per rank.
 
-    A segment is a range of elements of every rank's box. Ranks with shorter boxes have fewer blocks
-    or none.
+    They are those of one segment: the same range of elements in the box of each rank. Ranks with
+    shorter boxes have fewer blocks or none.
     """
     for rank in range(len(part.parts)):
         stop = min(segment.stop, part.length(rank))
@@ -281,10 +275,10 @@ def _joined(segment: Segment, part: Joined) -> Iterator[Block]:
 
 
 def _interleaved(segment: Segment, part: Partitioned) -> Iterator[Block]:
-    """Yields the blocks of a segment of a flat buffer that divides every tensor among all ranks.
+    """Yields the blocks (pieces of tensors) of a flat buffer that divides each tensor among ranks.
 
-    A segment is a range of elements of every rank's shard. The shards of the last ranks may end
-    with padding, which belongs to no block.
+    They are those of one segment: the same range of elements in the shard of each rank. The shards
+    of the last ranks may end with padding, which belongs to no block.
     """
     ranks = len(part.ranks)
     for member in part.members:
@@ -302,10 +296,10 @@ def _interleaved(segment: Segment, part: Partitioned) -> Iterator[Block]:
 
 
 def _flattened(segment: Segment, part: Partitioned) -> Iterator[Block]:
-    """Yields the blocks of a segment of a flat buffer that is divided into one range per rank.
+    """Yields the blocks (pieces of tensors) of a flat buffer whose shards are joined in rank order.
 
-    A segment is a range of elements of every rank's shard. The shards in the order of ranks are the
-    flat buffer, so a tensor may lie in one shard or in several.
+    They are those of one segment: the same range of elements in the shard of each rank. A tensor
+    may lie in one shard or in several, so it may have a block for each of several ranks.
     """
     firsts = [member.first for member in part.members]
     base = 0

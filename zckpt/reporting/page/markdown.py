@@ -182,7 +182,11 @@ def _part(value: float, low: float, high: float, powers: bool) -> float:
 
 
 def _marked(document: Mapping[str, Any]) -> dict[int, str]:
-    """Maps the indices of tensors with a fault to the sign that is drawn on them."""
+    """For each tensor with a fault: its index in the document's `tensors`, and the fault's sign.
+
+    The picture shows the sign (one of `SIGNS`, such as `N` for NaN) in the tensor's cell of the
+    heat map. If a tensor has several faults, the sign is that of the first one in the document.
+    """
     names = (document.get("tensors") or {}).get("name") or []
     signs = {fault["tensor"]: _sign(fault) for fault in reversed(document.get("faults") or [])}
     return {place: signs[name] for place, name in enumerate(names) if name in signs}

@@ -191,7 +191,8 @@ def in_boxes(runs: Runs, size: int, boxes: Sequence[Box]) -> Iterator[BoxPart]:
 def bucket_size_of(args: Mapping[str, Any], stage: int) -> int | None:
     """The number of elements after which a bucket is full; None if a buffer is a single bucket.
 
-    Computed as in Megatron-LM's arguments.py.
+    `stage` is 0 for the first model chunk of the first pipeline stage, and larger for all others:
+    only this chunk's buffer may have several buckets. Computed as in Megatron-LM's arguments.py.
     """
     if stage or not args.get("overlap_grad_reduce"):
         return None
