@@ -136,14 +136,12 @@ class Losses(Struct, frozen=True):
         return {each.entry.key for each in self.lost if each.state == "made-up"}
 
     def made_up(self, remade: Sequence[Mended]) -> Losses:
-        """Returns these losses after all lost files were written again.
+        """Returns these losses after all lost files were written again, with what `remade` tells.
 
-        Their state is "rebuilt" instead of "made-up", and `remade` tells what the files contain.
+        Their state is "rebuilt" instead of "made-up".
         """
-        lines = [
-            {**line, "state": "rebuilt"} if line["state"] == "made-up" else line
-            for line in self.lines
-        ]
+        states = {"made-up": "rebuilt"}
+        lines = [{**line, "state": states.get(s := line["state"], s)} for line in self.lines]
         return replace(self, lines=lines, remade=remade)
 
     def named(self, error: ZckptError, lacking: Sequence[str]) -> ZckptError:
