@@ -222,7 +222,7 @@ class TestDrift:
         """The last stage has a copy of the embedding's norm, without gradients: it decays."""
         root, numbers = laid(DRIFTED)
         report = zckpt.convert(root, tmp_path / "out", tp_rules="bloom", replicas="rank0")
-        tied = [line for line in texts(report["warnings"]) if "stages' copies" in line]
+        tied = [line for line in texts(report["warnings"]) if "stages' replicas" in line]
         assert ["word_embeddings.norm." in line for line in tied] == [True, True]
         (line,) = texts(zckpt.reshard(root, tmp_path / "apart", dp=1)["warnings"])
         assert "word_embeddings.norm.bias differ, and each stage keeps its replica" in line
