@@ -315,7 +315,7 @@ class TestOtherFormats:
 
     def test_deepspeeds_universal_needs_a_stage(self, trained: Trained, tmp_path: Path) -> None:
         run = trained(STAGE_0["z0_dp2_bf16"]) / "run"
-        with pytest.raises(errors.WrongOption, match="of stage 0"):
+        with pytest.raises(errors.WrongOption, match="has stage 0"):
             zckpt.convert(run, tmp_path / "universal", to="deepspeed-universal")
         zckpt.convert(run, tmp_path / "universal", to="deepspeed-universal", stage=2)
         assert zckpt.verify(run, tmp_path / "universal")["equal"]
