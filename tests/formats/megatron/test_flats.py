@@ -186,7 +186,7 @@ def _fused_without_items(value: dict[Any, Any]) -> None:
     [
         (_with_another_norm, "no Megatron-Core key for decoder.layers.0.mlp.own_layernorm.weight"),
         (_with_uneven_layers, "no Megatron-Core key for decoder.layers.0.mlp.linear_fc2.bias"),
-        (_fused_without_items, "its modules have no _extra_state"),
+        (_fused_without_items, "source's modules have no _extra_state"),
     ],
 )
 def test_models_without_keys_of_the_other_kind(

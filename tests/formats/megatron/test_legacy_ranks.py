@@ -235,7 +235,7 @@ def test_experts_of_transformer_engine(
         package.read(spread).notices.omitted
     )
     ended = zckpt("reshard", spread, tmp_path / "scales", "--json")
-    assert "several experts share one with scales of 8-bit floats" in ended.document["message"]
+    assert "several experts share one _extra_state with scales" in ended.document["message"]
     assert "--like" in ended.document["hint"]
 
 
