@@ -130,7 +130,7 @@ def test_megatron_resumes_from_an_optimizer_alone(
     [
         ("states_fp32", errors.MissingData, "only exp_avg of an optimizer, exp_avg_sq of"),
         ("states_buckets", errors.UnsupportedCheckpoint, "flat buffers"),
-        ("counters", errors.MissingData, "nor masters, only rng_state"),
+        ("counters", errors.MissingData, "nor fp32 masters, only rng_state"),
     ],
 )
 def test_other_saves_without_weights(

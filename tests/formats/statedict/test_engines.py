@@ -35,8 +35,8 @@ BY_NUMBER = (
     "zro ranks",
 )  # layouts
 REFUSED = {
-    "fsdp1_local": "flat parameters",
-    "fsdp1_flat_local": "flat parameters",
+    "fsdp1_local": "is a flat parameter",
+    "fsdp1_flat_local": "is a flat parameter",
     "fsdp2_bare_items": "slices of one model on 4 ranks",
 }
 # the form of a checkpoint does not change with these: world 2 tells
