@@ -39,7 +39,7 @@ from ..judging.damaged_source import Found, kept, what_is_there
 from ..judging.inventory import ALL_ROLES, files_below
 from ..reading import read
 from .alike import Alike
-from .rounding import copy_of_stage, has_drifted, is_whole, masters_round
+from .rounding import copies_of_stages, is_whole, masters_round, may_drift
 
 State = Literal["elsewhere", "made-up", "gone"]
 MOST = 4  # names in a sentence
@@ -294,7 +294,7 @@ def _copies(found: Found, older: Manifest | None) -> Iterator[tuple[Key, tuple[E
     for manifest in found.known.each:
         source_of = _sources(manifest, found.lost, older)
         lost = [copy for copy in manifest.replicas if not is_whole(copy, found.lost)]
-        made_up = {copy.key for copy in lost if has_drifted(copy)}
+        made_up = {copy.key for copy in lost if may_drift(copy)}
         for key in dict.fromkeys(copy.key for copy in lost):
             is_known = key[0] not in manifest.buffers and key not in made_up
             if is_known and (source := source_of(key)) is not None:
@@ -443,12 +443,13 @@ def _losses(found: Found, older: Manifest | None) -> Iterator[Loss]:
     for manifest in found.known.each:
         source_of = _sources(manifest, found.lost, older)
         rounds = masters_round(manifest, found.lost, older if is_of_layer else None)
+        of_stages = copies_of_stages(manifest, found.lost)
         for entry in manifest.entries.values():
             rest, _ = kept(entry, found.lost)
             if rest is not entry:
                 files = {fragment.extent.file for fragment in entry.fragments} & found.lost.keys()
                 left = _left(manifest, entry, source_of, rounds)
-                if other := copy_of_stage(manifest, entry, found.lost):
+                if left[2] is None and (other := of_stages.get(entry.key)):
                     left = "made-up", OF_STAGE, other
                 loss = Loss(entry, (*sorted(files),), entry.numel - rest.numel, *left)
                 if loss.state == "gone" and found.borrowed.keys() >= files:
@@ -463,8 +464,7 @@ def _losses(found: Found, older: Manifest | None) -> Iterator[Loss]:
 def _of_buffers(manifest: Manifest, found: Found) -> Iterator[Loss]:
     """Yields a loss for each buffer whose copy in a lost model file may have had values of its own.
 
-    The lost file is that of a tensor-parallel rank. Buffers are included if exactly one complete
-    copy of them still exists.
+    The lost file is a tensor-parallel rank's. Exactly one complete copy of each buffer is left.
     """
     whole = Counter(
         each.key
@@ -486,14 +486,14 @@ def _of_buffers(manifest: Manifest, found: Found) -> Iterator[Loss]:
 
 def _of_drifting(manifest: Manifest, found: Found, source_of: SourceOf) -> Iterator[Loss]:
     """Yields copies of masters and optimizer states whose values no other rank's copy shows."""
-    for copy in filter(has_drifted, manifest.replicas):
-        rest, _ = kept(copy, found.lost)
-        if rest is not copy:
+    of_stages = copies_of_stages(manifest, found.lost)
+    for copy in filter(may_drift, manifest.replicas):
+        if count := copy.numel - kept(copy, found.lost)[0].numel:
             files = {fragment.extent.file for fragment in copy.fragments} & found.lost.keys()
             left = _left_alone(manifest, copy, source_of, False)
-            if other := copy_of_stage(manifest, copy, found.lost):
+            if other := of_stages.get(copy.key):
                 left = "made-up", OF_STAGE, other
-            yield Loss(copy, (*sorted(files),), copy.numel - rest.numel, *left)
+            yield Loss(copy, (*sorted(files),), count, *left)
 
 
 def _of_other_rank(loss: Loss, manifest: Manifest, found: Found) -> Loss:
@@ -541,7 +541,7 @@ def _sources(manifest: Manifest, lost: dict[str, str], older: Manifest | None) -
             return entry, "its own files"
         if entry.parameter not in manifest.buffers:
             for copy in copies.get(key, ()):
-                if is_whole(copy, lost) and not has_drifted(copy):
+                if is_whole(copy, lost) and not may_drift(copy):
                     return copy, OF_COPY
         parameter = manifest.parameters.get(entry.parameter)
         is_frozen = parameter is not None and not parameter.trainable and entry.slot == "param"

@@ -41,6 +41,7 @@ AN_OLDER_ONE, ANOTHER_RANK = "an older checkpoint", "another rank"
 MOST = 3  # names in a sentence
 WHOLE = (MANIFEST, METADATA, ".safetensors")  # files with one checksum for all bytes
 QUICK = 1 << 20  # bytes of such a file that is read only for the hint of an error
+TRIES = QUICK << 4  # bytes that are then parsed, all tries of flipped bits together
 
 
 class Prospect(Struct, frozen=True):
@@ -98,7 +99,7 @@ def restorable(path: str) -> str | None:
     places = list[Place]()
     with suppress(ZckptError, OSError, *MALFORMED):
         if os.path.getsize(path) <= QUICK or not path.endswith(WHOLE):
-            places = structure_of(path, QUICK << 4)
+            places = structure_of(path, TRIES)
     if not places or any(place.by in (None, "chance") for place in places):
         return None
     return joined([*_phrases(places)])

@@ -40,7 +40,7 @@ from ..files.torchshell import state_checksums
 from ..judging.damaged_source import Found, kept
 from .alike import FEWEST
 from .losses import Losses, is_model, is_of_optimizer
-from .rounding import has_drifted
+from .rounding import may_drift
 
 MASTERS, ZERO, OLDER, MODEL = "masters", "moments=zero", "moments=older", "model"
 CHOICES = (MASTERS, ZERO, OLDER, MODEL)
@@ -252,7 +252,7 @@ def differing_copies(found: Found, losses: Losses) -> list[str]:
         }
         for key in lost:
             is_copied = key in others
-            is_made = key in made_up and all(map(has_drifted, by_name[key]))
+            is_made = key in made_up and all(map(may_drift, by_name[key]))
             own = [] if is_made else left[key]
             of_weights = [left.get((key[0], slot), []) for slot in WEIGHTS]
             of_weights = of_weights if is_copied or is_made else []
@@ -265,7 +265,7 @@ def differing_copies(found: Found, losses: Losses) -> list[str]:
 
 def _agree(copies: Sequence[Entry], found: Found) -> bool:
     """Whether copies on ranks that do not drift have equal elements, as far as they are left."""
-    copies = [copy for copy in copies if not has_drifted(copy)]
+    copies = [copy for copy in copies if not may_drift(copy)]
     whole = next((copy for copy in copies if _is_left(copy, found)), None)
     if whole is None:
         return True

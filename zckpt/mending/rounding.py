@@ -1,21 +1,19 @@
-"""Whether a run's weights are its rounded masters, as far as damaged files show.
+"""What intact files show of lost ones: whether masters round to weights, and copies of stages.
 
-A program may save other weights than it trains, such as those of an EMA. Then the masters that are
-left show no weights.
+A program may save other weights than it trains, such as those of an EMA. Then its masters do not
+show the lost weights. And the engine may let the copies of a tied layer's masters and optimizer
+states drift apart. Then another stage's copy does not show the lost values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from msgspec.structs import replace
-
-from ..core.checkpoint.dtypes import SIZES
-from ..core.checkpoint.entries import Entry
+from ..core.checkpoint.entries import Entry, Key
 from ..core.checkpoint.manifest import Manifest
 from ..core.comparison import masters
 from ..core.comparison.replicas import AXES
-from ..core.storage.fragments import Fragment, Runs
+from ..core.grouping import by_key
 from ..judging.damaged_source import kept
 
 
@@ -33,7 +31,7 @@ def masters_round(manifest: Manifest, lost: Mapping[str, str], older: Manifest |
         rest, ranges = kept(weight, lost)
         master = entries.get((weight.parameter, "master"))
         if rest is not weight and master is not None and master.shape == weight.shape:
-            entries[weight.key], entries[master.key] = rest, _part(master, ranges)
+            entries[weight.key], entries[master.key] = rest, masters.part_of(master, ranges)
     replicas = tuple(
         each
         for each in manifest.replicas
@@ -44,37 +42,29 @@ def masters_round(manifest: Manifest, lost: Mapping[str, str], older: Manifest |
     return not any(masters.unlike(source, masters.BEGINNINGS) for source in sources)
 
 
-def has_drifted(copy: Entry) -> bool:
-    """Whether the engine lets a copy of a master or of an optimizer state differ from the others.
+def may_drift(copy: Entry) -> bool:
+    """Whether the engine lets this copy of a master or optimizer state differ from the others.
 
-    A tied layer's gradients are summed over the stages of a pipeline, but not all of them are.
+    Each stage of a pipeline updates its own copies for a tied layer.
     """
     return copy.slot != "param" and copy.axis in AXES and AXES[copy.axis].drift
 
 
-def copy_of_stage(manifest: Manifest, entry: Entry, lost: Mapping[str, str]) -> Entry | None:
-    """Another stage's whole copy of a master or optimizer state; None if there is none.
+def copies_of_stages(manifest: Manifest, lost: Mapping[str, str]) -> dict[Key, Entry]:
+    """Maps keys of masters and optimizer states that may drift to a copy that is in no lost file.
 
-    It may have other values than the lost ones. But with it, both stages go on alike. With zeros,
-    the tied weight would get another update in each of them.
+    The copy may have other values than the lost ones. But with it, all stages go on alike. With
+    zeros, the tied weight would get another update in each stage.
     """
-    copies = [copy for copy in manifest.replicas if copy.key == entry.key]
-    if not any(map(has_drifted, copies)):
-        return None
-    same = (manifest.entries[entry.key], *copies)
-    return next((copy for copy in same if is_whole(copy, lost)), None)
+    groups = by_key((copy.key, copy) for copy in manifest.replicas if copy.slot != "param")
+    return {
+        key: whole
+        for key, copies in groups.items()
+        if any(map(may_drift, copies))
+        for whole in [each for each in (manifest.entries[key], *copies) if is_whole(each, lost)][:1]
+    }
 
 
 def is_whole(entry: Entry, lost: Mapping[str, str]) -> bool:
     """Whether no element of an entry is in a lost file."""
     return not any(fragment.extent.file in lost for fragment in entry.fragments)
-
-
-def _part(entry: Entry, ranges: Iterable[tuple[int, int]]) -> Entry:
-    """A flat tensor of the elements in these ranges of another one."""
-    parts, first = list[Fragment](), 0
-    for start, stop in ranges:
-        for run in entry.fragments.part(start, stop, SIZES[entry.dtype]):
-            parts.append(Fragment(first + run.start, first + run.stop, run.extent))
-        first += stop - start
-    return replace(entry, shape=(first,), fragments=Runs(parts))

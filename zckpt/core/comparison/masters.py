@@ -244,7 +244,7 @@ def beginning(match: Match) -> Match:
     """Reduces a match to the first elements of each fragment, of both tensors of the match."""
     assert match.b is not None
     ranges = sorted({*_heads(match.a.fragments), *_heads(match.b.fragments)})
-    return Match(_part(match.a, ranges), _part(match.b, ranges), match.how, match.copy)
+    return Match(part_of(match.a, ranges), part_of(match.b, ranges), match.how, match.copy)
 
 
 def _heads(fragments: Fragments) -> Iterator[tuple[int, int]]:
@@ -263,7 +263,7 @@ def _heads(fragments: Fragments) -> Iterator[tuple[int, int]]:
             left -= stop - run.start
 
 
-def _part(entry: Entry, ranges: Iterable[tuple[int, int]]) -> Entry:
+def part_of(entry: Entry, ranges: Iterable[tuple[int, int]]) -> Entry:
     """An entry that has only these ranges of another entry's elements, one after the other."""
     fragments, size = entry.fragments, SIZES[entry.dtype]
     parts: list[Fragment] = []

@@ -63,6 +63,7 @@ class FullCheck(Protocol):
 
     def begin(self) -> None:
         """Compares the first elements of each tensor; raises as `refuse`."""
+        ...
 
     def refuse(self, differing: Mapping[int, Differing]) -> None:
         """Raises an error if one of these differences is not allowed.
@@ -70,6 +71,7 @@ class FullCheck(Protocol):
         `differing` maps the index of a match to the difference of its elements in one region of a
         target file (256 MiB).
         """
+        ...
 
     def conclude(self, differing: Mapping[int, Differing]) -> list[Notice]:
         """Returns warnings about all differences, by index of the match; raises as `refuse`."""
