@@ -287,7 +287,7 @@ def test_differences_of_replicas_are_added_over_regions_and_parts(
     for number in (3, 1, 2):
         outcome = conversion.convert(Part(number, 3), seal)
         assert (outcome is None) == (number != 2)
-    assert lines == texts(conversion.comparison().compared())
+    assert lines == texts(conversion.comparison().compare_all())
     assert "a differ; rank 0's is used: master in 3 of 700001 elements, 1 of which is" in lines[0]
     assert lines[1].endswith(
         "c differ; rank 0's is used: master in 1 of 1000000 elements by at most 5"

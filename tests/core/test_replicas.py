@@ -33,7 +33,7 @@ HINTS = {"tensor rank": "of tensor ranks take the mean", "ep rank": "of ep ranks
 
 def compare_copies(manifest: Manifest, chosen: str | None) -> list[Notice]:
     """What a process says that compares all elements alone."""
-    return replicas_of(manifest, chosen, HINTS).compared()
+    return replicas_of(manifest, chosen, HINTS).compare_all()
 
 
 def entry(root: Path, name: str, values: list[float], axis: str = "") -> Entry:

@@ -186,7 +186,7 @@ def test_a_difference_that_another_process_finds(tmp_path: Path, launch: Launch)
     check = check_of(source)
     check.begin()  # it finds nothing yet
     with pytest.raises(InconsistentCheckpoint) as raised:
-        check.compared()
+        check.compare_all()
     assert f"different replicas of 1 parameter ({parameter}): {parameter}: exp_avg in 1 of" in str(
         raised.value
     )
@@ -204,7 +204,7 @@ def test_a_difference_that_another_process_finds(tmp_path: Path, launch: Launch)
 def test_a_difference_that_is_accepted(tmp_path: Path, launch: Launch) -> None:
     """Rank 0 reports what another process has found, as if it had compared everything."""
     source, _ = drifted(tmp_path / "run")
-    (expected,) = texts(check_of(source, "rank0").compared())
+    (expected,) = texts(check_of(source, "rank0").compare_all())
     preparing = found_by_rank_1(tmp_path / "go")
     words = ("convert", source, tmp_path / "out", *ONE_THREAD, "--json", "--replicas", "rank0")
     report = done(launch(2, *words, preparing=preparing)).document
@@ -245,7 +245,7 @@ def test_what_begins_wrong_is_refused_before_the_first_byte(
     with pytest.raises(InconsistentCheckpoint, match="exp_avg in 1 of") as early:
         check.begin()
     with pytest.raises(InconsistentCheckpoint) as late:
-        check.compared()
+        check.compare_all()
     assert str(early.value) == str(late.value)
     with pytest.raises(InconsistentCheckpoint):
         zckpt.convert(source, tmp_path / "out", sharing=Part(1, 3), copying=COPYING)

@@ -216,7 +216,7 @@ def check_beforehand(decision: Decision, reading: Reading) -> list[Notice]:
     """
     accepted = decision.options[ACCEPT_WEIGHTS]
     warnings = check_tensors(decision.manifest, reading.replicas, accepted)
-    of_layout = (check.compared() for check in decision.layout.checks)
+    of_layout = (check.compare_all() for check in decision.layout.checks)
     return [*warnings, *chain.from_iterable(of_layout)]
 
 

@@ -148,7 +148,7 @@ class Rounding:
         self._wholes = [each for each in self._compared if each.whole]
         self.matches: Sequence[Match] = [each.match for each in self._wholes]
 
-    def compared(self) -> list[Notice]:
+    def compare_all(self) -> list[Notice]:
         """Compares all masters in this process; returns warnings, or raises as `check` does."""
         return check(self._manifest, ALL, *self._about)
 

@@ -92,7 +92,7 @@ class Replicas:
         self.matches = matches
         self._manifest, self._judge = manifest, judge
 
-    def compared(self) -> list[Notice]:
+    def compare_all(self) -> list[Notice]:
         """Compares all elements in this process; returns warnings, or raises errors of `judge`."""
         results = compare(self.matches, self._manifest, self._manifest).results
         return self._judge([result for result in results if result.differs])

@@ -57,7 +57,7 @@ class FullCheck(Protocol):
     """Whether all elements that differ are measured; else only the first one is needed."""
     matches: Sequence[Match]
 
-    def compared(self) -> list[Notice]:
+    def compare_all(self) -> list[Notice]:
         """Compares all elements in this process alone; returns warnings, or raises as `refuse`."""
         ...
 

@@ -68,7 +68,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
     """What one process says that runs all checks alone."""
     lines = tensor_ranks.check(manifest)
     for each in tensor_ranks.copies(manifest, replicas):
-        lines += each.compared()
+        lines += each.compare_all()
     return lines
 
 
