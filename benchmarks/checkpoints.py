@@ -88,8 +88,6 @@ class Many(nn.Module):
         return loss
 
 
-MOST_WITH_MOMENTS = 500_000_000  # parameters of a training in 24 GiB
-
 SIZES = {
     "12M": lambda: Transformer(192, 6),
     "124M": lambda: Transformer(768, 12),
@@ -97,6 +95,15 @@ SIZES = {
     "1B": lambda: Transformer(1536, 33),
     "many": Many,
 }
+
+BUFFERS = {  # elements; the engine's own values take 4 GB for each rank of a large model
+    "reduce_bucket_size": 20_000_000,
+    "stage3_prefetch_bucket_size": 20_000_000,
+    "stage3_max_live_parameters": 100_000_000,
+    "stage3_max_reuse_distance": 100_000_000,
+}
+
+LARGE = frozenset({"1B"})  # with Adam's moments, a training would not fit into 24 GiB
 
 
 @dataclass(frozen=True)
@@ -112,44 +119,45 @@ class Training:
 def make(training: Training) -> None:
     """Trains one step and saves a checkpoint; raises RuntimeError with the engine's message."""
     rank.prepare()
-    model = SIZES[training.size]()  # once, before the fork: the ranks share its memory
     training.directory.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as meeting:
-        arguments = (Path(meeting) / "store", training, model)
+        arguments = (Path(meeting) / "store", training)
         log = training.directory.with_name(f"{training.directory.name}.log")
         failure = zygote.run(train, training.dp, arguments, log, TIMEOUT)
     if failure is not None:
         raise RuntimeError(f"{failure}; see {log}")
 
 
-def engine_of(model: nn.Module, stage: int, **config: Any) -> Any:
+def engine_of(size: str, stage: int, **config: Any) -> Any:
     """Returns DeepSpeed's engine in a rank of an initialized process group.
 
-    The optimizer is AdamW, or SGD without moments for a model of over MOST_WITH_MOMENTS. `config`
-    is added to the ds_config.
+    A model in LARGE is partitioned while it is built, and trained by SGD without moments; the
+    optimizer of others is AdamW. `config` is added to the ds_config.
     """
-    is_large = sum(parameter.numel() for parameter in model.parameters()) > MOST_WITH_MOMENTS
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage, **BUFFERS},
+        "bf16": {"enabled": True},
+        **config,
+    }
+    is_large = size in LARGE
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=is_large and stage == 3):
+        model = SIZES[size]()
     words = {"lr": 1e-4} if is_large else {"lr": 1e-4, "betas": (0.9, 0.95)}
     optimizer: Any = torch.optim.SGD if is_large else torch.optim.AdamW
     engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer(groups(model), **words),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": stage},
-            "bf16": {"enabled": True},
-            **config,
-        },
+        model=model, optimizer=optimizer(groups(model), **words), config=config
     )
     return engine
 
 
-def train(number: int, store: Path, training: Training, model: nn.Module) -> None:
+def train(number: int, store: Path, training: Training) -> None:
     """Trains and saves in one rank; `number` is the rank."""
     rank.join(number, training.dp, store)
-    engine = engine_of(model, training.stage)
+    torch.manual_seed(0)  # the ranks begin with the same weights
+    engine = engine_of(training.size, training.stage)
     generator = torch.Generator().manual_seed(number)
     for _ in range(STEPS):
         engine.backward(engine(torch.randint(VOCABULARY, (1, TOKENS), generator=generator)))
@@ -160,10 +168,11 @@ def train(number: int, store: Path, training: Training, model: nn.Module) -> Non
 def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Two optimizer groups, without frozen weights: matrices with weight decay, vectors without."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    axes = {id(weight): len(getattr(weight, "ds_shape", weight.shape)) for weight in trained}
     return [
-        {"params": [weight for weight in trained if weight.ndim > 1], "weight_decay": 0.1},
+        {"params": [weight for weight in trained if axes[id(weight)] > 1], "weight_decay": 0.1},
         {
-            "params": [weight for weight in trained if weight.ndim == 1],
+            "params": [weight for weight in trained if axes[id(weight)] == 1],
             "weight_decay": 0.0,
         },
     ]
