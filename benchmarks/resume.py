@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,11 @@ def jobs(
     return result
 
 
+def report_of(seconds: str, cost: Cost) -> float:
+    """One of the times that a start has printed."""
+    return float(cost.report[seconds])
+
+
 def report(costs: dict[str, list[Cost]]) -> None:
     print("load average " + ", ".join(f"{one:.1f}" for one in os.getloadavg()))
     for seconds, until in (("seconds", "the first step"), ("with_step", "the end of this step")):
@@ -155,8 +161,9 @@ def report(costs: dict[str, list[Cost]]) -> None:
             words = [f"{spread([cost.report[seconds] for cost in runs])} s"]
             for other in ("engine", "auto"):
                 if other in measured and other != way:
-                    times = ratio(runs, measured[other], lambda cost, of=seconds: cost.report[of])
-                    words.append(f"{times[1]} times that of {other}")
+                    of_report = partial(report_of, seconds)
+                    times = ratio(runs, measured[other], of_report)[1]
+                    words.append(f"{times} times that of {other}")
             print(f"    {way:12} " + ", ".join(words))
 
 
