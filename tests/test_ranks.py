@@ -201,7 +201,7 @@ def test_other_stages_lack_what_no_stage_has(files: Files) -> None:
     source = grid(files)
     target = changed(source, 1, parameters={"a": source.ranks[1].parameters["a"]})
     assert states.missing_in(source, target) == []
-    gone = target.with_each(lambda rank: states.without(rank, ["exp_avg"]))
+    gone = target.map_ranks(lambda rank: states.without(rank, ["exp_avg"]))
     assert [state.key for state in states.missing_in(source, gone)] == ["exp_avg"]
     for number in range(4):  # b is of the last stage alone
         first = {"a": source.ranks[number].parameters["a"]}
@@ -255,7 +255,7 @@ def test_one_state_of_any_rank_that_is_a_copy_is_said(files: Files) -> None:
 
 
 def test_an_optimizer_is_never_stepped_if_all_ranks_say_so(files: Files) -> None:
-    once = grid(files).with_each(
+    once = grid(files).map_ranks(
         lambda rank: replace(
             rank, parameters={n: replace(p, step=1) for n, p in rank.parameters.items()}
         )
@@ -396,7 +396,7 @@ def test_states_of_matrices_of_any_rank(files: Files, number: int) -> None:
     groups = ({"clip_threshold": 1.0},)
     manifest = grid(files).replace(engine=engine, origin=Origin(zero_stage=1))
     vector = {"a": Parameter(SHAPE, group=0)}
-    manifest = manifest.with_each(lambda rank: replace(rank, groups=groups, parameters=vector))
+    manifest = manifest.map_ranks(lambda rank: replace(rank, groups=groups, parameters=vector))
     assert states.of_vectors(manifest, grid(Files(files.root))) == []
     matrix = {"b": Parameter((2, 2), group=0)}
     own = changed(manifest, number, parameters=matrix)

@@ -155,7 +155,7 @@ def _own_tensors(manifest: Manifest) -> list[Notice]:
 
     For example, these may be the averages of an EMA.
     """
-    entries = manifest.each[0].entries.items()  # the state is the first rank's
+    entries = manifest.rank_manifests[0].entries.items()  # the state is the first rank's
     values = {
         key
         for key, entry in entries
@@ -257,7 +257,7 @@ def _in_other_order(manifest: Manifest, reading: Reading) -> list[Notice]:
     """
     if manifest.run.origin.pp not in (None, 1):
         return []
-    parameters = manifest.each[0].parameters  # equal on all tensor ranks
+    parameters = manifest.rank_manifests[0].parameters  # equal on all tensor ranks
     trained = [name for name, parameter in parameters.items() if parameter.trainable]
     given = [name for name in reading.param_names or () if name in trained]
     if given == trained or {*given} != {*trained} or not is_known(manifest):
@@ -293,7 +293,10 @@ def _need_tag(path: str, reading: Reading, manifest: Manifest) -> None:
 
 def _check_names(manifest: Manifest) -> None:
     """Raises CorruptCheckpoint for a name that is no valid text: a number, or invalid Unicode."""
-    names = ((*map(name_of, own.entries), *own.parameters, *own.buffers) for own in manifest.each)
+    names = (
+        (*map(name_of, own.entries), *own.parameters, *own.buffers)
+        for own in manifest.rank_manifests
+    )
     for name in chain.from_iterable(names):
         try:
             str.encode(name)

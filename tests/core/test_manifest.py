@@ -69,17 +69,17 @@ def moved(part: Manifest) -> Manifest:
 
 def test_a_joined_manifest_is_its_only_rank() -> None:
     joined = replace(WHOLE, models=(MODEL,))
-    assert joined.each == (joined,)
+    assert joined.rank_manifests == (joined,)
     assert joined.with_models == (joined,)
-    assert joined.with_each(moved) is joined
+    assert joined.map_ranks(moved) is joined
 
 
 def test_ranks_that_are_not_joined_change_with_their_models() -> None:
     apart = replace(WHOLE, ranks=(RANK, RANK), models=(MODEL,))
-    assert apart.each == (RANK, RANK)
+    assert apart.rank_manifests == (RANK, RANK)
     assert apart.with_models == (RANK, RANK, MODEL)
     changed = replace(WHOLE, ranks=(moved(RANK), moved(RANK)), models=(moved(MODEL),))
-    assert apart.with_each(moved) == changed
+    assert apart.map_ranks(moved) == changed
 
 
 def test_a_title_has_the_words_of_the_model_rank() -> None:

@@ -68,7 +68,11 @@ def has_optimizer(manifest: Manifest) -> bool:
     return (
         manifest.groups is not None
         or bool(manifest.roots)
-        or any(is_optimizers(entry.slot) for own in manifest.each for entry in own.entries.values())
+        or any(
+            is_optimizers(entry.slot)
+            for own in manifest.rank_manifests
+            for entry in own.entries.values()
+        )
         or has_groups(manifest.state.get("client_state"), depth=3)
     )
 

@@ -134,7 +134,7 @@ def _has_parts(found: Found, path: str) -> bool:
     This is so if the file had one part of a tensor, and other files have the rest. It is also so if
     the file had a complete tensor, unless the tensor is a buffer, or a replica of it still exists.
     """
-    for manifest in found.known.each:
+    for manifest in found.known.rank_manifests:
         copied = {copy.key for copy in manifest.replicas if kept(copy, found.lost)[0] is copy}
         for entry in manifest.entries.values():
             rest, _ = kept(entry, {path: ""})

@@ -291,7 +291,7 @@ def _copies(found: Found, older: Manifest | None) -> Iterator[tuple[Key, tuple[E
     Copies of buffers are left out, since running means differ from rank to rank, and so are those
     of masters and optimizer states on ranks that let them drift.
     """
-    for manifest in found.known.each:
+    for manifest in found.known.rank_manifests:
         source_of = _sources(manifest, found.lost, older)
         lost = [copy for copy in manifest.replicas if not is_whole(copy, found.lost)]
         made_up = {copy.key for copy in lost if may_drift(copy)}
@@ -411,7 +411,7 @@ def _each_once(found: Found) -> list[Report]:
 
 
 def _lines(found: Found, lost: Sequence[Loss]) -> Iterator[Report]:
-    count = sum(len(manifest.entries) for manifest in found.known.each)
+    count = sum(len(manifest.entries) for manifest in found.known.rank_manifests)
     where = "the older checkpoint" if found.borrowed else "the files that are left"
     states = "states" if found.borrowed else "state"
     message = f"names and shapes of all {counted(count, 'tensor')}: {where} {states} them"
@@ -440,7 +440,7 @@ def _lines(found: Found, lost: Sequence[Loss]) -> Iterator[Report]:
 def _losses(found: Found, older: Manifest | None) -> Iterator[Loss]:
     """Yields what each tensor lost, in the manifest's order; copies on other ranks do not count."""
     is_of_layer = any(map(is_layer, found.borrowed))
-    for manifest in found.known.each:
+    for manifest in found.known.rank_manifests:
         source_of = _sources(manifest, found.lost, older)
         rounds = masters_round(manifest, found.lost, older if is_of_layer else None)
         of_stages = copies_of_stages(manifest, found.lost)

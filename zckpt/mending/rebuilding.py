@@ -240,7 +240,7 @@ def differing_copies(found: Found, losses: Losses) -> list[str]:
     """
     names, others = [], losses.others
     made_up = losses.made_up_keys - others.keys()
-    for manifest in found.known.each:
+    for manifest in found.known.rank_manifests:
         by_name = by_key((copy.key, copy) for copy in manifest.replicas)
         groups = {key: [manifest.entries[key], *own] for key, own in by_name.items()}
         left = {key: [each for each in own if _is_left(each, found)] for key, own in groups.items()}

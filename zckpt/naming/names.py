@@ -288,7 +288,7 @@ def with_plain_modules(manifest: Manifest) -> Manifest:
     With torch's checkpoint_wrapper, a state dict has the wrapper's word in the paths of modules,
     but not in the names of weights (torch 2.13).
     """
-    manifest = manifest.with_each(with_plain_modules)
+    manifest = manifest.map_ranks(with_plain_modules)
     paths = manifest.state.get("module_metadata")
     if not isinstance(paths, dict):
         return manifest
@@ -472,7 +472,7 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
         layers = tuple(replace(layer, name=module(layer.name)) for layer in engine.experts)
         engine = replace(engine, experts=layers)
     entries = map(under_new_name, manifest.entries.values())
-    return manifest.with_each(lambda own: _under(own, rewrite, names)).replace(
+    return manifest.map_ranks(lambda own: _under(own, rewrite, names)).replace(
         entries={entry.key: entry for entry in entries},
         replicas=tuple(map(under_new_name, manifest.replicas)),
         sibling_weights=tuple(map(under_new_name, manifest.files.sibling_weights)),

@@ -49,10 +49,10 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
     for position, name in enumerate(names):
         positions.setdefault(name, position)
     tied = {entry.parameter for entry in manifest.replicas} if manifest.run.pipeline else set()
-    if (place := manifest.each[0].place) is not None:
+    if (place := manifest.rank_manifests[0].place) is not None:
         stages = Counter(n for own in manifest.ranks[:: place.grid.tp] for n in own.parameters)
         tied |= {name for name, count in stages.items() if count > 1}
-    every = [item for own in manifest.each for item in own.parameters.items()]
+    every = [item for own in manifest.rank_manifests for item in own.parameters.items()]
     trained = dict.fromkeys(name for name, parameter in every if parameter.trainable)
     lacking = [name for name in trained if name not in positions]
     held = ((*own.parameters, *own.buffers) for own in manifest.with_models)
@@ -82,7 +82,7 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
             hint="list only the optimizer's parameters; if these are buffers, add "
             + " ".join(f"--buffers {quote(name)}" for name in buffers[:4]),
         )
-    return _ordered(manifest.with_each(lambda rank: _ordered(rank, positions)), positions)
+    return _ordered(manifest.map_ranks(lambda rank: _ordered(rank, positions)), positions)
 
 
 def _ordered(manifest: Manifest, positions: Mapping[str, int]) -> Manifest:

@@ -155,7 +155,7 @@ def without_others(
     if isinstance(engine, FlatBufferEngine):
         engine = replace(engine, config=filtered.dictionary(engine.config, "config"))
     return (
-        manifest.with_each(lambda own: without_others(own, needed, admitted))
+        manifest.map_ranks(lambda own: without_others(own, needed, admitted))
         .with_state(state)
         .replace(
             groups=groups, engine=engine, omitted=(*manifest.notices.omitted, *filtered.omitted)

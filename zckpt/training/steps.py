@@ -303,7 +303,7 @@ def never_stepped(manifest: Manifest, digests: Mapping[int, Mapping[Key, int]]) 
         return None
     moments = [
         (digests.get(rank, {}).get(entry.key), entry.length)
-        for rank, rank_manifest in enumerate(manifest.each)
+        for rank, rank_manifest in enumerate(manifest.rank_manifests)
         for entry in rank_manifest.entries.values()
         if is_optimizers(entry.slot)
     ]

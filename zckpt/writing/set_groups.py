@@ -31,7 +31,7 @@ def with_values(manifest: Manifest, options: Options) -> Manifest:
 
     Raises WrongOption for hyper-parameters or groups that do not exist.
     """
-    counts = {len(own.groups or ()) for own in manifest.each}
+    counts = {len(own.groups or ()) for own in manifest.rank_manifests}
     if 0 in counts or are_inferred(manifest):
         raise WrongOption(
             "option-not-applicable",
@@ -49,7 +49,7 @@ def with_values(manifest: Manifest, options: Options) -> Manifest:
             hint=_known_keys(manifest),
         )
     shared = {key: value for key, value in by_group.items() if isinstance(key, str)}
-    every = [group for own in manifest.each for group in own.groups or ()]
+    every = [group for own in manifest.rank_manifests for group in own.groups or ()]
     if strangers := [key for key in shared if not any(key in group for group in every)]:
         raise _no_such(strangers[0], manifest)
 
@@ -67,7 +67,7 @@ def with_values(manifest: Manifest, options: Options) -> Manifest:
             groups.append({**group, **new})
         return replace(rank_manifest, groups=tuple(groups)) if groups else rank_manifest
 
-    result = manifest.with_each(changed) if manifest.ranks else changed(manifest)
+    result = manifest.map_ranks(changed) if manifest.ranks else changed(manifest)
     return _with_rates(result, options) if _sets(by_group, "lr") else result
 
 
@@ -84,7 +84,7 @@ def _no_such(key: str, manifest: Manifest) -> WrongOption:
 
 
 def _known_keys(manifest: Manifest) -> str:
-    groups = manifest.each[0].groups or ()
+    groups = manifest.rank_manifests[0].groups or ()
     return "; ".join(f"group {n} has {listed(list(own), 30)}" for n, own in enumerate(groups))
 
 
@@ -93,13 +93,13 @@ def _with_rates(manifest: Manifest, options: Options) -> Manifest:
 
     Warns of schedulers that will set other rates.
     """
-    groups = manifest.each[0].groups or ()
+    groups = manifest.rank_manifests[0].groups or ()
 
     def rated(own: Manifest) -> Manifest:
         return with_schedulers(own, lambda each: schedulers.with_rates(each, groups))[0]
 
     result, unreached = with_schedulers(manifest, lambda each: schedulers.with_rates(each, groups))
-    result = result.with_each(rated)
+    result = result.map_ranks(rated)
     lines = [*about_files(unreached), *_about_schedules(manifest, options)]
     return result.replace(warnings=(*result.notices.warnings, *lines))
 
@@ -125,7 +125,7 @@ def _about_schedules(manifest: Manifest, options: Options) -> list[Notice]:
     checkpoint, and sets them after the first update. Further warnings name other hyper-parameters
     and lists from which a scheduler computes rates.
     """
-    first_rank, engine, config = manifest.each[0], manifest.run.engine, options[CONFIG]
+    first_rank, engine, config = manifest.rank_manifests[0], manifest.run.engine, options[CONFIG]
     if config is None and isinstance(engine, FlatBufferEngine):
         config = dict(engine.config)
     name, params = (nested(config, "scheduler", key) for key in ("type", "params"))

@@ -61,7 +61,7 @@ def unable_to_step(manifest: Manifest, options: Options) -> list[Notice]:
     if options.weights_only:
         return []
     place = manifest.run.step_place
-    steps = (item.step for own in manifest.each for item in own.parameters.values())
+    steps = (item.step for own in manifest.rank_manifests for item in own.parameters.values())
     has_step = any(step is not None for step in steps) and (place is None or place.where == "state")
     if not (has_step or states.states_of(manifest)):
         return []
@@ -86,7 +86,7 @@ def _numbers(manifest: Manifest) -> dict[str, Any]:
     that dictionary has its own key.
     """
     numbers: dict[str, Any] = {}
-    for rank in manifest.each:
+    for rank in manifest.rank_manifests:
         numbers |= rank.states.numbers("beside")
         among = rank.states.numbers("among").items()
         numbers |= {f"state.{key}": value for key, value in among}
@@ -155,7 +155,7 @@ class Keeping(Struct, frozen=True):
             return False
         if self.named is not self.source and states.missing_in(self.source, self.named):
             return False
-        groups = (group for own in self.source.each for group in own.groups or ())
+        groups = (group for own in self.source.rank_manifests for group in own.groups or ())
         if any(FACTORING & group.keys() for group in groups):
             return False
         every = states.states_of(self.source)
@@ -177,7 +177,9 @@ class Keeping(Struct, frozen=True):
         if self.options.weights_only:
             return []
         lost = []
-        for named, admitted in zip(self.grouped.each, self.admitted.each, strict=True):
+        for named, admitted in zip(
+            self.grouped.rank_manifests, self.admitted.rank_manifests, strict=True
+        ):
             before, after = named.groups or (), admitted.groups or ()
             places = {name: item.group for name, item in admitted.parameters.items()}
             pairs = {  # the target may lack an empty group, or have one more
@@ -285,7 +287,11 @@ class Keeping(Struct, frozen=True):
 
     def _classes(self, keys: Iterable[str]) -> list[str]:
         """The classes of the objects in these states that `--allow-object` could allow."""
-        rows = [row for m in self.grouped.each for row in m.states.of_form("other", "partition")]
+        rows = [
+            row
+            for m in self.grouped.rank_manifests
+            for row in m.states.of_form("other", "partition")
+        ]
         values = [row.value for row in rows if row.key in keys]
         return objects.admissible(values, formats.engine_objects())
 

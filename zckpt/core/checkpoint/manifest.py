@@ -375,8 +375,11 @@ class Manifest(Struct, frozen=True):
         return self.files.numbered or self.root
 
     @property
-    def each(self) -> "tuple[Manifest, ...]":
-        """The manifests of separate model ranks; without such ranks, only this manifest."""
+    def rank_manifests(self) -> "tuple[Manifest, ...]":
+        """The manifests that have the tensors: one per model rank, or this one if ranks are merged.
+
+        A model rank is a combination of a pipeline stage and a tensor-parallel rank.
+        """
         return self.ranks or (self,)
 
     @property
@@ -388,10 +391,10 @@ class Manifest(Struct, frozen=True):
         """
         return (*self.ranks, *self.models) if self.ranks else (self,)
 
-    def with_each(self, change: "Callable[[Manifest], Manifest]") -> "Manifest":
-        """Applies `change` to all manifests in `ranks` and `models`; returns the new manifest.
+    def map_ranks(self, change: "Callable[[Manifest], Manifest]") -> "Manifest":
+        """Applies `change` to every manifest in `ranks` and `models`; returns the new manifest.
 
-        Without ranks nothing is changed.
+        If `ranks` is empty, nothing is changed.
         """
         if not self.ranks:
             return self
@@ -445,14 +448,14 @@ class Manifest(Struct, frozen=True):
     @property
     def step(self) -> float | int | None:
         """The number of completed updates; None if parameters differ in it, or none is known."""
-        parameters = (item for own in self.each for item in own.parameters.values())
+        parameters = (item for own in self.rank_manifests for item in own.parameters.values())
         steps = {item.step for item in parameters if item.step is not None}
         return steps.pop() if len(steps) == 1 else None
 
     @property
     def owners(self) -> dict[str, str]:
         """Maps each alias of a tied weight to the name under which its tensor is stored."""
-        every = (item for own in self.each for item in own.parameters.items())
+        every = (item for own in self.rank_manifests for item in own.parameters.items())
         return {alias: name for name, item in every for alias in item.aliases}
 
     @property

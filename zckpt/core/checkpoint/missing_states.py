@@ -89,12 +89,12 @@ def _missing_all(groups: Sequence[list[_States]]) -> list[Notice]:
 
 def _groups(manifest: Manifest) -> Iterator[list[_States]]:
     """Yields, for each group of the optimizer, the states of its trained parameters."""
-    slots = {entry.slot for rank in manifest.each for entry in rank.entries.values()}
+    slots = {entry.slot for rank in manifest.rank_manifests for entry in rank.entries.values()}
     key_of = {slot: slot_key(slot) for slot in slots if is_optimizers(slot)}
     # a group's step is stated also for parameters that were never updated
     own_steps = manifest.run.step_place is None or manifest.run.step_place.where == "state"
     groups: dict[int | None, list[_States]] = {}
-    for rank in manifest.each if key_of else ():
+    for rank in manifest.rank_manifests if key_of else ():
         entries = rank.entries.values()
         shaped = by_key((e.parameter, key_of[e.slot]) for e in entries if e.slot in key_of)
         scalars = rank.states.scalars

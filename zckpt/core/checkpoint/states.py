@@ -184,7 +184,7 @@ def with_updates(manifest: Manifest) -> Manifest:
     The optimizer lists such a parameter, and has steps for other parameters, but no state and no
     step for this one. The parameter is frozen, or never used.
     """
-    manifest = manifest.with_each(with_updates)
+    manifest = manifest.map_ranks(with_updates)
     parameters = manifest.parameters
     unused = {name for name, own in parameters.items() if own.trainable and own.step is None}
     if not unused or all(own.step is None for own in parameters.values()):
@@ -233,7 +233,8 @@ def missing_in(source: Manifest, target: Manifest) -> list[State]:
         if state.tensors.keys() <= target_tensors.keys():
             continue
         new_names = (
-            new_names or {n: n for own in target.each for n in own.parameters} | target.owners
+            new_names
+            or {n: n for own in target.rank_manifests for n in own.parameters} | target.owners
         )
         names = {new_names.get(name, name) for name in target_tensors}
         missing = {
@@ -256,7 +257,7 @@ def of_vectors(source: Manifest, target: Manifest) -> list[State]:
         return []
     axes = {
         name: len(parameter.shape)
-        for rank in source.each
+        for rank in source.rank_manifests
         for name, parameter in rank.parameters.items()
         if rank.groups
         and parameter.group is not None
@@ -319,7 +320,7 @@ def without(manifest: Manifest, keys: Collection[str]) -> Manifest:
         for tensor in tensors_of_parameter
     }
     return replace(
-        manifest.with_each(lambda rank: without(rank, keys)),
+        manifest.map_ranks(lambda rank: without(rank, keys)),
         entries={key: entry for key, entry in manifest.entries.items() if key not in tensors},
         replicas=tuple(entry for entry in manifest.replicas if entry.key not in tensors),
         state=without_wrapped(manifest, gone),

@@ -24,7 +24,7 @@ def unlisted(manifest: Manifest) -> list[Notice]:
 
     Empty if there is no optimizer, or if the files themselves state which weights are frozen.
     """
-    ranks, engine = manifest.each, manifest.run.engine
+    ranks, engine = manifest.rank_manifests, manifest.run.engine
     # DeepSpeed states which parameters are frozen (0.19.8)
     if isinstance(engine, FlatBufferEngine):
         return []

@@ -80,7 +80,7 @@ def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) ->
     """
     tensors = by_key(
         (file, entry)
-        for rank in (manifest.each if pairs else ())
+        for rank in (manifest.rank_manifests if pairs else ())
         for entry in rank.entries.values()
         for file in {fragment.extent.file for fragment in entry.fragments}
     )
@@ -143,7 +143,7 @@ def _values(manifest: Manifest, files: Collection[str]) -> dict[str, set[tuple[s
     nothing.
     """
     values: dict[str, set[tuple[str, str]]] = {}
-    for entry in chain.from_iterable(own.entries.values() for own in manifest.each):
+    for entry in chain.from_iterable(own.entries.values() for own in manifest.rank_manifests):
         value = entry.parameter, "state" if is_optimizers(entry.slot) else "weight"
         for fragment in entry.fragments if entry.slot != "state" else ():
             extent = fragment.extent

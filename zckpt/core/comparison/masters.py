@@ -122,7 +122,7 @@ class _Compared(Struct, frozen=True):
 
 
 def _compared(manifest: Manifest, elements: str) -> Iterator[_Compared]:
-    for rank in manifest.each:
+    for rank in manifest.rank_manifests:
         for master, weights in _masters(rank):
             matches = _matches(master, weights)
             # other checks compare whole copies

@@ -86,7 +86,9 @@ def join(source: Manifest, target: Manifest, from_masters: bool) -> list[Pair]:
     MissingData.
     """
     pairs = []
-    for rank, (rank_manifest, its) in enumerate(zip(source.each, target.each, strict=True)):
+    for rank, (rank_manifest, its) in enumerate(
+        zip(source.rank_manifests, target.rank_manifests, strict=True)
+    ):
         owners = rank_manifest.owners
         for entry in (*its.entries.values(), *its.replicas):
             name = owners.get(entry.parameter, entry.parameter)

@@ -96,7 +96,7 @@ def decide(source: Manifest, name: str | None) -> Decided:
 
 def updates(source: Manifest) -> int | None:
     """The number of completed updates, without those skipped in fp16; None if nothing states it."""
-    every = [each for own in source.each for each in own.parameters.values()]
+    every = [each for own in source.rank_manifests for each in own.parameters.values()]
     steps = [int(each.step) for each in every if each.trainable and each.step is not None]
     if steps:
         return max(steps)
