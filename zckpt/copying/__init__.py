@@ -7,9 +7,9 @@
     filling.py        a file while it is filled: its regions, and the checksums of its bytes
     targets.py        checks whether a target may be written at a path, and fits there
     staging.py        makes the target appear completely or not at all
-    journal.py        notes which regions are complete; journals.py for several processes
+    journal.py        records which regions are complete; journals.py for several processes
     without_locks.py  where a run writes on a filesystem without locks
     sharing.py        which regions this process writes
 
-It names no engine and no container. It carries out the plan of a copy in core/.
+No engine or file type is named here. The plan of a copy, made in `core`, says what goes where.
 """

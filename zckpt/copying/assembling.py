@@ -26,7 +26,10 @@ TENSOR, SOURCE = "tensor", "source"
 
 
 class Target(Protocol):
-    """A target file that has its final size, but no tensor data yet; `file` is its descriptor."""
+    """A target file that is being filled, of which `file` is the descriptor.
+
+    It already has its final size, headers, and holes where tensors go.
+    """
 
     @property
     def path(self) -> str: ...
@@ -34,19 +37,21 @@ class Target(Protocol):
     def file(self) -> int: ...
 
     def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
-        """The CRC-32s of parts of `data`, from which the file's checksums are combined.
+        """Yields the CRC-32s of the parts of `data`, to combine them to the file's checksums.
 
-        `data` are the bytes of the file from `start` on.
+        `data` are the bytes of the file from byte `start` on.
         """
 
 
 class Assembler(Struct, frozen=True, eq=False):
     """Assembles chunks of target files, for one thread.
 
-    A pair is a tensor of the target and the tensor of the source that fills it. Pairs are
-    identified by Python's `id`. `numbers` maps each pair whose tensor gets a CRC-32 to its index.
-    `checking` has the pairs whose bytes are hashed to compare them with the source's checksums.
-    `hashed_first` has the indices of the pairs whose elements are hashed before they are cast.
+    A pair is a tensor of the target and the tensor of the source that fills it. It is identified by
+    Python's `id`.
+
+        numbers         maps each pair whose target tensor gets a CRC-32 to its index
+        checking        the pairs whose bytes are hashed to compare them with the source's checksums
+        hashed_first    the indices of pairs whose elements are hashed before they are cast
     """
 
     reader: ElementReader
@@ -55,7 +60,7 @@ class Assembler(Struct, frozen=True, eq=False):
     hashed_first: Container[int]
 
     def assemble(self, target: Target, chunk: Chunk, view: memoryview) -> list[Passed]:
-        """Puts a chunk's bytes into `view`; returns the CRC-32s of its parts."""
+        """Reads or computes the bytes of a chunk into `view`; returns the CRC-32s of its parts."""
         passed: list[Passed] = []
         self._keep_shell(target, chunk, view)
         same: list[ReadRequest] = []
@@ -75,9 +80,9 @@ class Assembler(Struct, frozen=True, eq=False):
         return passed + self._hash(target, chunk, view, crcs)
 
     def _keep_shell(self, target: Target, chunk: Chunk, view: memoryview) -> None:
-        """Reads the bytes between tensors (headers), which the file already has, into `view`.
+        """Reads the headers between tensors, which the file already has, into `view`.
 
-        Headers near each other are read together, including short tensors between them.
+        Headers near each other are read together, with the short tensors between them.
         """
         offset, gaps = chunk.offset, list[tuple[int, int]]()
         ends = ((piece.offset, piece.end) for piece in chunk.pieces)
@@ -107,7 +112,7 @@ class Assembler(Struct, frozen=True, eq=False):
         return passed
 
     def _mean(self, piece: TargetPiece, offset: int, view: memoryview) -> None:
-        """Fills elements whose values are the mean of all replicas.
+        """Fills elements with the mean of all replicas.
 
         `view` begins at byte `offset` of the file.
         """
@@ -129,10 +134,10 @@ class Assembler(Struct, frozen=True, eq=False):
                 put_mean(copies, view[at : at + (stop - start) * size], dtype)
 
     def _runs(self, piece: TargetPiece, at: int, view: memoryview) -> list[Passed]:
-        """Fills a piece that consists of several blocks of elements, at a constant distance.
+        """Fills a piece that consists of runs of elements at a constant distance (`stride`).
 
-        The source's rows that contain these blocks are read, and the blocks are copied out of them.
-        Returns the CRC-32s of the piece's bytes.
+        A run is a range of consecutive elements. The source's rows that contain the runs are read,
+        and the runs are copied out of them. Returns the CRC-32s of the piece's bytes.
         """
         import numpy as np
 
@@ -169,9 +174,9 @@ class Assembler(Struct, frozen=True, eq=False):
         view: memoryview,
         crcs: Mapping[tuple[int, int], int],
     ) -> list[Passed]:
-        """The CRC-32s of a chunk's bytes: of parts of tensors, of checksummed ranges, of the file.
+        """Computes the CRC-32s of a chunk: of tensors' parts, of checksummed ranges, of all bytes.
 
-        Only tensors with an index in `numbers` are hashed. `crcs` maps bytes [begin, end) of `view`
+        Only tensors with an index in `numbers` are hashed. `crcs` maps bytes (begin, end) of `view`
         to CRC-32s that were computed before.
         """
         passed: list[Passed] = []
@@ -195,10 +200,10 @@ class Assembler(Struct, frozen=True, eq=False):
 
 
 def _passed_runs(key: Key, entry: Entry, piece: TargetPiece, runs: memoryview, stop: int) -> Passed:
-    """Computes what a piece contributes to the CRC-32 of the tensor `entry`, under `key`.
+    """What a piece contributes to the CRC-32 of the tensor `entry`, under the key `key`.
 
-    The piece consists of several blocks of elements; `runs` has the bytes of all of them, one after
-    the other. The last block ends at element `stop`.
+    The piece has several runs of consecutive elements; `runs` has the bytes of all, one after the
+    other. The last run ends at element `stop`.
     """
     size = SIZES[entry.dtype]
     crc = crc_of_runs(runs, (piece.stop - piece.start) * size, piece.stride * size)
@@ -206,10 +211,7 @@ def _passed_runs(key: Key, entry: Entry, piece: TargetPiece, runs: memoryview, s
 
 
 def _parts(pieces: Iterable[TargetPiece]) -> Iterator[TargetPiece]:
-    """Yields the pieces to read; a piece whose blocks of elements lie far apart is split up.
-
-    Each of its blocks is then yielded as a piece.
-    """
+    """Yields the pieces to read; a piece with runs of elements far apart is split into its runs."""
     for piece in pieces:
         far = piece.count > 1 and piece.stride * SIZES[piece.pair.source.dtype] >= SMALL
         if far:

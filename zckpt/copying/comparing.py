@@ -2,8 +2,9 @@
 
 Masters are compared with their weights, and replicas of ranks with each other. All tensors that one
 check compares form a sequence of bytes, called a row. A row is treated like a file: its regions are
-assigned to processes and noted in the journal, under a name that no file can have. So a target is
-complete only when all tensors have been compared, whichever processes, parts and later runs did it.
+assigned to processes and recorded in the journal, under a name that no file can have. So a target
+is complete only when all tensors have been compared, whichever processes, parts and later runs did
+it.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ NO_NUMBERS = -1  # in place of a distance; as bits it is a NaN, which no distanc
 
 
 class ComparedPart(Struct, frozen=True):
-    """Elements [start, stop) of two tensors to compare: of match `number` in a row.
+    """Elements [start, stop) of two tensors that are compared in one step.
 
-    They belong to the row's region that begins at byte `region`.
+    `number` is the index of the two tensors in their row. `region` is the first byte of the row's
+    region to which the elements belong.
     """
 
     row: Row
@@ -62,8 +64,8 @@ class _Region(Struct, eq=False):
 class Row:
     """All tensors that `check` compares, as one sequence of bytes that is divided into regions.
 
-    The parts of a region need `memory` bytes in three buffers. In the journal, `name` takes the
-    place of a file's name.
+    `name` stands for the row in the journal, like the name of a file. A region is compared in parts
+    that need `memory` bytes in three buffers.
     """
 
     def __init__(self, name: str, check: FullCheck, memory: int) -> None:
@@ -90,7 +92,7 @@ class Row:
             yield from parts
 
     def _parts(self, begin: int, end: int) -> Iterator[ComparedPart]:
-        """Cuts bytes [begin, end) of the row into parts to compare.
+        """Divides bytes [begin, end) of the row into parts to compare.
 
         An element belongs to the region that contains its first byte.
         """
@@ -108,9 +110,8 @@ class Row:
     ) -> Differing | None:
         """Compares the elements of a part; returns their difference, or None if they are equal.
 
-        If a check needs only the first difference of two tensors, and an earlier one is already
-        known in this region, the result is None too. The bytes that are read here are not hashed
-        for any checksum.
+        Some checks need only the first difference of two tensors. If an earlier one in this region
+        is known, the result is None too. The bytes that are read here are not hashed.
         """
         views = []
         assert part.match.b is not None
@@ -135,8 +136,7 @@ class Row:
     def compared(self, part: ComparedPart, difference: Differing | None) -> Region | None:
         """Counts a part as compared, and adds its difference to those of its region.
 
-        Returns the region, with all its differences, if this was the region's last part; otherwise
-        None.
+        If this was the last part of the region, returns the region with all its differences.
         """
         region = self._regions[part.region]
         if difference is not None:
@@ -150,7 +150,7 @@ class Row:
 
 
 def rows_of(checks: Sequence[FullCheck], memory: int) -> dict[str, Row]:
-    """A row for each check that compares any tensors, by the row's name in the journal."""
+    """Makes a row for each check that compares tensors; maps its name in the journal to the row."""
     rows: dict[str, Row] = {}
     for check in checks:
         if check.matches:
@@ -181,9 +181,9 @@ def _noted(number: int, difference: Differing) -> Passed:
 
 
 def differing(passed: Sequence[Passed]) -> dict[int, Differing]:
-    """The differences that the comparison of a region has noted in the journal.
+    """The differences that were recorded in the journal when a region was compared.
 
-    Maps the index of each match (two compared tensors) that differs to its difference.
+    Maps the index of each differing match (two compared tensors) to its difference.
     """
     return {
         number: Differing(first, count, _distance(bits), nans)
@@ -200,5 +200,5 @@ def _distance(bits: int) -> float | None:
 
 
 def _width(match: Match) -> int:
-    """The number of bytes that one element of each of the two tensors takes, added."""
+    """The added size in bytes of one element of both tensors."""
     return sum(SIZES[entry.dtype] for entry in (match.a, match.b) if entry)

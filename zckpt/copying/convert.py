@@ -53,7 +53,7 @@ def files_of(layout: Layout) -> dict[str, int]:
 
 
 def chunk_size_of(source: Manifest, copying: Copying) -> int:
-    """The number of bytes that a conversion of `source` copies in one step of a thread."""
+    """The number of bytes that a thread copies in one step of a conversion of `source`."""
     return chunk_size(source.dp, copying.jobs, copying.memory)
 
 
@@ -74,14 +74,17 @@ def convert(
     checks: Sequence[FullCheck] = (),
     has_digests: HasDigests = lambda _: True,
 ) -> CopyOutcome | None:
-    """Writes `source` as the target of `staging`, with the files of `layout`: `size` bytes in all.
+    """Writes `source` as the target of `staging`, with the files of `layout`.
 
-    Meanwhile the tensors of `checks` are compared. `has_digests` tells, given the files without
-    tensor data, whether to compute a CRC-32 of each tensor. The result is None if another part of
-    the run will complete the target. If an error is raised, there is no target. Raises
-    NotEnoughSpace, CorruptCheckpoint if the source's bytes do not have the checksums that its files
-    state, SourceChanged if one of its files changed since it was read, MissingData, OSError, and
-    the errors of `checks` and of `Staging`.
+        size           the bytes of all these files
+        checks         tensors to compare meanwhile
+        has_digests    called with the files without tensor data; says whether to compute a CRC-32
+                       of each tensor
+
+    The result is None if another part of the run will complete the target. If an error is raised,
+    there is no target. Raises NotEnoughSpace, CorruptCheckpoint if the source's bytes do not have
+    the checksums that its files state, SourceChanged if one of its files changed since it was read,
+    MissingData, OSError, and the errors of `checks` and of `Staging`.
     """
     with (
         naming_full_disk(staging.target, size, staging.partial),
@@ -125,7 +128,7 @@ def convert(
 
 
 def _beside(layout: Layout, root: str) -> Iterator[plan.Pair]:
-    """Yields each file that is copied unchanged, together with its copy.
+    """Yields a pair for each file that is copied unchanged: the source file and its copy.
 
     Both are described as tensors of bytes, so that they are copied like tensors.
     """
@@ -140,10 +143,9 @@ def _beside(layout: Layout, root: str) -> Iterator[plan.Pair]:
 
 @contextmanager
 def naming_full_disk(target: str, size: int, partial: str) -> Iterator[None]:
-    """Replaces an OSError of a full disk by NotEnoughSpace; `target` needs `size` bytes.
+    """Turns an OSError of a full disk into NotEnoughSpace; `target` needs `size` bytes.
 
-    The hint mentions the directory `partial` if it still exists. In a run with --part it always
-    exists.
+    The hint mentions the directory `partial` if it still exists, as it always does with --part.
     """
     try:
         yield
@@ -171,7 +173,7 @@ def take_part(
     checks: Sequence[FullCheck] = (),
     has_digests: HasDigests = lambda _: True,
 ) -> None:
-    """Writes this process's share of a target that another process begins and completes.
+    """Writes this process's share of a target that another process creates and completes.
 
     Raises the errors of `convert`, and Interrupted for a KeyboardInterrupt, since the target has
     been begun.

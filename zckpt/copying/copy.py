@@ -3,8 +3,8 @@
 `assembling` puts the bytes into an aligned buffer, which is written. At most as many threads
 assemble as there are processors, but at least two; other threads write meanwhile. A region is a
 byte range of a file: several consecutive chunks. When all its chunks are written, the file is
-synced, and the region is noted in the journal with the CRC-32s of its parts. A later run reads
-these notes and skips the region.
+synced, and the region is recorded in the journal with the CRC-32s of its parts. A later run reads
+the journal and skips the region.
 
 Files that are copied unchanged have regions too, and so have tensors that are compared meanwhile,
 such as masters with their weights (`comparing`).
@@ -54,7 +54,7 @@ Task = tuple[TargetFile, Chunk] | ComparedPart
 
 
 class _Copy(Struct, eq=False, dict=True):
-    """One copy in progress, which its threads share."""
+    """A copy in progress, which the threads of this process share."""
 
     pairs: Sequence[Pair]
     source: Manifest
@@ -126,13 +126,13 @@ class _Copy(Struct, eq=False, dict=True):
         self._skip(name)
 
     def _skip(self, name: str) -> None:
-        """Counts as done the regions of a file that an earlier run has noted in the journal."""
+        """Skips the regions of a file that the journal of an earlier run lists as complete."""
         for region in self.take(self.journal.regions.get(name, ()) if self.journal else ()):
             if self.progress:
                 self.progress(region.stop - region.start)
 
     def _tasks(self, portions: Sequence[Portion]) -> Iterator[Task]:
-        """Yields the chunks of these portions of one file, or parts of tensors to compare."""
+        """Yields the tasks for portions of one file: chunks to copy, or tensors to compare."""
         if row := self.rows.get(portions[0].file):
             describe(self.progress, row.check.about)
             yield from row.parts(portions)
@@ -156,10 +156,9 @@ class _Copy(Struct, eq=False, dict=True):
                 yield Portion(name, region.start, region.stop, is_complete)
 
     def take(self, regions: Iterable[Region]) -> list[Region]:
-        """Counts as done the regions that an earlier run or another process has written.
+        """Counts regions as complete that an earlier run or another process has written.
 
-        Their CRC-32s are added to those of the target. Returns the regions that were not counted
-        before.
+        Adds their CRC-32s to those of the target. Returns the regions that were not counted before.
         """
         taken = []
         for region in regions:
@@ -177,15 +176,15 @@ class _Copy(Struct, eq=False, dict=True):
     def _count(self, passed: Iterable[Passed]) -> None:
         """Adds the CRC-32s of written parts to those of the target's tensors, files and records.
 
-        A record is a byte range with a checksum. CRC-32s of the source's records are left out: the
-        checker has them already.
+        A record is a byte range with a checksum. CRC-32s of the source's records are left out,
+        since the checker already has them.
         """
         with self.lock:
             crcs_of_targets = (part for part in passed if part[0][0] not in (CHECKED, DIFFERS))
             self.sums.add(crcs_of_targets, self._cover_of)
 
     def _length_of(self, key: Key) -> int:
-        """The number of bytes of the tensor, file or record to which a key of CRC-32s belongs."""
+        """The length in bytes of what a key of CRC-32s stands for: a tensor, a file or a record."""
         kind, number, place = key
         if kind == TENSOR:
             return self.lengths[number]
@@ -202,7 +201,7 @@ class _Copy(Struct, eq=False, dict=True):
         return (Scattered if is_scattered else Cover)(self._length_of(key))
 
     def start(self, element_readers: Sequence[ElementReader]) -> Callable[[Task], None]:
-        """Allocates one thread's buffers; returns the function that carries out a task."""
+        """Allocates one thread's buffers; returns the function that runs a task."""
         (element_reader,) = element_readers
         element_reader.passed = [] if self.journal else None
         assembler = Assembler(element_reader, self.numbers, self.checking, self.cast)
@@ -225,10 +224,7 @@ class _Copy(Struct, eq=False, dict=True):
         return carry_out
 
     def _compare(self, part: ComparedPart, reader: ElementReader, buffers: Buffers) -> None:
-        """Compares one part of two tensors.
-
-        When all parts of its region are compared, the region is noted in the journal.
-        """
+        """Compares one part of two tensors; after a region's last part, records the region."""
         with self.assembling:
             difference = part.row.compare(part, reader, buffers)
         self.sharing.check()
@@ -248,7 +244,7 @@ class _Copy(Struct, eq=False, dict=True):
         passed: Sequence[Passed],
         log: list[PassedRecord] | None,
     ) -> UnfinishedRegion | None:
-        """Counts a chunk as written; returns its region once all chunks of the region are.
+        """Counts a chunk as written; returns its region if all chunks of the region are written.
 
         `log` lists the parts of source records that were read for the chunk.
         """
@@ -265,7 +261,10 @@ class _Copy(Struct, eq=False, dict=True):
         return region if is_complete else None
 
     def _complete(self, target: TargetFile, written: UnfinishedRegion) -> None:
-        """Syncs a complete region and notes it; small files are collected and synced together."""
+        """Syncs a complete region and records it in the journal.
+
+        Small files are collected and synced together later.
+        """
         region = Region(target.name, written.start, written.stop, written.sums.take())
         self._count(region.passed)
         if not is_small(target.size):
@@ -278,13 +277,11 @@ class _Copy(Struct, eq=False, dict=True):
             self.sync_small_files()
 
     def sync_small_files(self) -> None:
-        """Syncs the small files that are complete."""
         with self.lock:
             complete, self.unsynced = self.unsynced, []
         carry_out_all(complete, self._sync)
 
     def _sync(self, complete: tuple[TargetFile, Region]) -> None:
-        """Syncs a region to the disk and notes it in the journal."""
         target, region = complete
         target.close()
         self._note(region)
@@ -302,24 +299,21 @@ class _Copy(Struct, eq=False, dict=True):
             known[number] = difference.with_more(known.get(number))
 
     def _checked(self, log: list[PassedRecord]) -> Iterator[Passed]:
-        """Yields the CRC-32s in `log` in the journal's form, and empties `log`.
+        """Yields the CRC-32s in `log` in the form of the journal, and empties `log`.
 
-        They belong to parts of records, which are byte ranges of the source with a checksum.
+        They belong to parts of the source's records: byte ranges with a checksum.
         """
         for number, start, stop, crc in log:
             yield (CHECKED, number, 0), start, stop, crc
         log.clear()
 
     def close(self, error: BaseException) -> None:
-        """Closes files after a failure.
-
-        The files are not synced: an error of that would hide the first error.
-        """
+        """Closes files after a failure, without a sync: its error would hide the first one."""
         for target in self.targets.values():
             target.stack.__exit__(type(error), error, error.__traceback__)
 
     def finish(self) -> CopyOutcome:
-        """Compares the source's remaining checksums, and returns the copy's results.
+        """Compares the source's remaining checksums; returns the results of the copy.
 
         Raises CorruptCheckpoint.
         """
@@ -354,17 +348,17 @@ class _Copy(Struct, eq=False, dict=True):
 
 
 def scattered(pairs: Sequence[Pair]) -> set[int]:
-    """The indices of the `pairs` whose target tensor is not cut along its first axis alone."""
+    """The indices of pairs whose target tensor is cut along another axis than the first."""
     return {number for number, pair in enumerate(pairs) if not _is_in_order(pair.target.fragments)}
 
 
 def counted(pairs: Sequence[Pair], checker: RecordChecker) -> set[int]:
-    """The `id`s of the pairs whose bytes are hashed to compare them with the source's checksums.
+    """Selects the pairs whose bytes are hashed to compare them with the source's checksums.
 
-    The same source tensor may be in several pairs: only one of them is selected. Such a tensor is
-    recognized by its fragments, not by its name, since each model rank may have a tensor of that
-    name. If all its target tensors are cut along inner axes, no pair is selected; `checker` then
-    reads its bytes once more at the end.
+    Returns their Python `id`s. If a source tensor is in several pairs, only one of them is
+    selected. A tensor is recognized by its fragments, because several model ranks may have tensors
+    of one name. If all its target tensors are cut along inner axes, no pair is selected, and
+    `checker` reads its bytes once more at the end.
     """
     first: dict[int, int] = {}
     cut = scattered(pairs)
@@ -381,12 +375,12 @@ def counted(pairs: Sequence[Pair], checker: RecordChecker) -> set[int]:
 
 
 def _is_in_order(fragments: Fragments) -> bool:
-    """Whether each fragment is one sequence of elements, as if only the first axis were cut."""
+    """Whether only the first axis is cut, so that each fragment has consecutive elements."""
     return isinstance(fragments, (Runs, Slices))
 
 
 def _flats_cut_otherwise(pairs: Iterable[Pair]) -> Iterator[Extent]:
-    """Yields the flat buffers of the source whose tensors are in flat buffers of the target too.
+    """Yields the source's flat buffers whose tensors are in flat buffers of the target too.
 
     The target's ranks cut these tensors at other elements. So some bytes of a source buffer may be
     read for two ranks, and its padding for none.
@@ -416,14 +410,18 @@ def copy(
     checks: Sequence[FullCheck] = (),
     has_digests: bool = True,
 ) -> CopyOutcome | None:
-    """Fills the target's files in `root`, which exist with their final sizes, from the source.
+    """Fills the target's files in `root`, which have their final sizes, from the source.
 
-    `beside` are files that are copied unchanged; the outcome has no digests of them. Without
-    `has_digests`, the outcome has digests only of tensors whose digest the source states. The
-    tensors of `checks` are compared meanwhile. Regions that `journal` lists are not written again,
-    and `sharing` may assign some regions to other processes. The result is None if another process,
-    or another part, will complete the target. Raises CorruptCheckpoint if bytes of the source do
-    not have the CRC-32 that its files state, OSError (a full disk), and the errors of `checks`.
+        beside         files that are copied unchanged; the outcome has no CRC-32s of them
+        checks         tensors to compare meanwhile
+        has_digests    whether to compute a CRC-32 of each tensor; if not, the outcome has only those
+                       of tensors whose CRC-32 the source states
+        journal        lists regions that an earlier run has written, which are skipped
+        sharing        may assign some regions to other processes
+
+    The result is None if another process, or another part, will complete the target. Raises
+    CorruptCheckpoint if bytes of the source do not have the CRC-32 that its files state, OSError (a
+    full disk), and the errors of `checks`.
     """
     chunk = chunk_size(source.dp, copying.jobs, copying.memory)
     jobs = copying.jobs

@@ -25,17 +25,17 @@ CoverOf = Callable[[Key], Cover | Scattered]
 
 
 class Sums(Struct, eq=False):
-    """Computes the CRC-32s of tensors, files and records from parts that arrive in any order.
+    """Combines the CRC-32s of parts, in any order, to those of tensors, files and records.
 
-    A record is a byte range with a checksum. A `Cover`, which joins parts, is created only for the
-    second part: a small tensor has just one part.
+    A record is a byte range with a checksum. A small tensor has just one part, so a `Cover`, which
+    joins parts, is created only for the second one.
     """
 
     _alone: dict[Key, Passed] = field(default_factory=dict)
     _covers: dict[Key, Cover | Scattered] = field(default_factory=dict)
 
     def add(self, passed: Iterable[Passed], cover_of: CoverOf) -> None:
-        """Adds the CRC-32s of parts; `cover_of` creates the `Cover` that joins a key's parts."""
+        """Adds the CRC-32s of parts; `cover_of` creates the `Cover` that joins parts of a key."""
         alone, covers = self._alone, self._covers
         for part in passed:
             key, start, stop, crc = part
@@ -51,7 +51,7 @@ class Sums(Struct, eq=False):
     def crc(self, key: Key, length: int) -> int | None:
         """The CRC-32 of the tensor, file or record `key`, which has `length` bytes.
 
-        None while parts of it have not arrived.
+        None if some parts of it have not arrived yet.
         """
         if key in self._alone:
             _, start, stop, crc = self._alone[key]
@@ -61,10 +61,7 @@ class Sums(Struct, eq=False):
         return None if length else 0
 
     def take(self) -> list[Passed]:
-        """Returns the CRC-32s of all parts that have arrived, and forgets these parts.
-
-        Neighboring parts are merged.
-        """
+        """Returns and removes the CRC-32s of all parts so far; neighboring parts are merged."""
         covered = [(key, *part) for key, cover in self._covers.items() for part in cover.parts()]
         alone = self._alone.values()
         self._alone, self._covers = {}, {}
@@ -72,10 +69,9 @@ class Sums(Struct, eq=False):
 
 
 class UnfinishedRegion(Struct, eq=False):
-    """Bytes [start, stop) of a target file, some of which are not written yet.
+    """A region of a target file, of which `left` chunks are not written yet.
 
-    `left` is the number of chunks that are not written yet. The CRC-32s are those of the written
-    chunks.
+    A region is the byte range [start, stop). The CRC-32s are those of the written chunks.
     """
 
     start: int
@@ -85,9 +81,9 @@ class UnfinishedRegion(Struct, eq=False):
 
 
 class TargetFile(Struct, eq=False, dict=True):
-    """A target file below `root` while it is filled, with its regions.
+    """A target file below `root` while it is filled.
 
-    `records` are the byte ranges of the file that get a checksum.
+    It is divided into regions. `records` are its byte ranges that get a checksum.
     """
 
     number: int
@@ -117,14 +113,14 @@ class TargetFile(Struct, eq=False, dict=True):
         return self.writer.file
 
     def open(self, io: str) -> None:
-        """Opens the file to write one more region; `io` is the mode of its writer."""
+        """Opens the file to write one more region; `io` is `auto`, `direct` or `buffered`."""
         with self._lock:
             if not self._open:
                 self.writer = self.stack.enter_context(Writer(self.root, self.path, self.size, io))
             self._open += 1
 
     def close(self) -> None:
-        """Syncs the file after a region, and closes it after the last open one."""
+        """Ends the writing of one region: syncs the file, and closes it after the last region."""
         with self._lock:
             self._open -= 1
             if not self._open:
@@ -133,10 +129,9 @@ class TargetFile(Struct, eq=False, dict=True):
         self.writer.sync()
 
     def edges(self, start: int, stop: int) -> Iterator[tuple[int, int, int | None]]:
-        """Cuts [start, stop) of the file where records (byte ranges with a checksum) begin and end.
+        """Cuts [start, stop) of the file at the edges of records (byte ranges with a checksum).
 
-        Yields the start and the stop of each part, and the index of the record around the part, or
-        None.
+        Yields the start and the stop of each part, and the index of the record around it, or None.
         """
         offset = start
         for place in range(max(0, bisect_right(self._starts, start) - 1), len(self.records)):
@@ -156,7 +151,8 @@ class TargetFile(Struct, eq=False, dict=True):
     def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
         """Yields the CRC-32s of `data`, the bytes of the file from `start` on.
 
-        First come the CRC-32s of those parts that lie in records, then that of all of `data`.
+        First come the CRC-32s of the parts of `data` that lie in records, then that of all of
+        `data`.
         """
         crc, stop = 0, start + len(data)
         for first, last, place in self.edges(start, stop):

@@ -45,11 +45,13 @@ Passed = tuple[Key, int, int, int]
 
 
 class Identity(Struct, frozen=True):
-    """The source, the options and the target files of a conversion.
+    """What identifies a conversion, so that no other one continues its unfinished target.
 
-    `source` maps each file's name to its size and mtime (ns), and "records" to the CRC-32 of all
-    checksums that these files state. `options` are the user's, by flag. `files` maps names to the
-    sizes of the target's files. `version` is that of zckpt.
+    source     maps the name of each source file to its size and mtime (ns), and "records" to the
+               CRC-32 of all checksums that these files state
+    options    the user's options, by flag
+    files      maps the name of each target file to its size
+    version    the version of zckpt
     """
 
     version: str = ""
@@ -67,9 +69,9 @@ def _text(value: Any) -> bytes:
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Describes how an earlier run differs from this one; None if they are the same run.
+    """Describes how an earlier run differs from this one; None if it does not differ.
 
-    Both arguments are the JSON of identities, or both are their short forms (`Identity.mark`).
+    Both arguments are the JSON of an `Identity`, or both are its short form (`Identity.mark`).
     """
     for part, words in (
         ("version", "another version of zckpt"),
@@ -96,7 +98,7 @@ def _option(flag: str, options: Mapping[str, Any]) -> str:
 
 
 class Region(Struct, frozen=True):
-    """Bytes [start, stop) of a target file that are synced, and the CRC-32s of their parts."""
+    """A byte range [start, stop) of a target file that is synced, and the CRC-32s of its parts."""
 
     file: str
     start: int
@@ -105,15 +107,16 @@ class Region(Struct, frozen=True):
 
 
 class Journal:
-    """The journal of a run in the folder of an unfinished target; it is locked while it is open.
+    """The journal in the folder of an unfinished target; it is locked while it is open.
 
-    `regions` are what an earlier run has written, by file; `is_new` is True if there was no earlier
-    run. `chunk` is the number of bytes that a run copies in one step. If there was an earlier run,
-    its `chunk` is used, because its regions depend on it. If several processes shared the earlier
-    run, their regions are copied into this journal, and their journals are removed.
+        regions    what an earlier run has written, by file
+        is_new     whether there was no earlier run
+        chunk      how many bytes a run copies in one step; that of the earlier run, because its
+                   regions depend on it
 
-    Raises TargetExists if another run has locked the journal, or if the earlier run has another
-    identity. In both cases this run leaves no file in the folder.
+    If several processes shared the earlier run, their journals are copied into this one and
+    removed. Raises TargetExists if another run has locked the journal, or if the earlier run has
+    another identity. In both cases this run leaves no file in the folder.
     """
 
     def __init__(self, folder: Folder, identity: Identity, chunk: int) -> None:
@@ -159,7 +162,7 @@ class Journal:
             self.folder.unlink(self._path(name))
 
     def _take_back(self) -> None:
-        """Removes the journal if this run has created it and nothing else is in the folder.
+        """Removes the journal if this run created it and the folder has no other file.
 
         The lock must still be held.
         """
@@ -171,25 +174,23 @@ class Journal:
         return os.path.join(self.folder.path, name)
 
     def _opened(self, name: str, more: int = os.O_CREAT) -> int:
-        """Opens a file of the folder for appending, and remembers it for `close`."""
         flags = os.O_RDWR | os.O_APPEND | more
         self._files.append(self.folder.open(self._path(name), flags, 0o600))
         return self._files[-1]
 
     def _is_at(self, file: int, path: str) -> bool:
-        """Whether `path` still leads to this open file: another run may have removed the file."""
+        """Whether `path` still leads to this open file; another run may have removed it."""
         now = self.folder.status(path)
         return now is not None and os.path.samestat(os.fstat(file), now)
 
     def _names(self) -> list[str]:
-        """The names of the journals of single processes."""
         return [name for name in self.folder.names() if name.startswith(f"{JOURNAL}-")]
 
     def _header(self) -> dict[str, Any]:
         return {"run": asdict(self._identity), "chunk": self.chunk}
 
     def _read(self, file: int) -> int:
-        """Adds the regions in a journal to `regions`; returns the number of its intact bytes.
+        """Reads the regions from a journal; returns the number of its intact bytes.
 
         A damaged line, and all after it, are ignored.
         """
@@ -207,16 +208,17 @@ class Journal:
             self.regions.setdefault(region.file, []).append(region)
 
     def _compared(self, header: bytes) -> dict[str, Any]:
-        """Parses the first line of a journal; raises TargetExists if another run wrote it."""
+        """Parses the first line of a journal; raises TargetExists if it is another run's."""
         document: dict[str, Any] = json.loads(header[9:])
         if reason := difference(document["run"], asdict(self._identity)):
             raise not_continued(self.folder.path, reason)
         return document
 
     def begin_again(self, name: str) -> None:
-        """Notes in the journal, and syncs, that a file was lost; the caller then creates it again.
+        """Records that a file was lost, before the caller creates it again.
 
-        Without this note, a later run would take the new file's holes for the regions noted before.
+        Otherwise a later run would take the new file's holes for regions that were written before.
+        Returns when the line is synced.
         """
         del self.regions[name]
         self._append([name])
@@ -224,12 +226,11 @@ class Journal:
             sync_data(self._file)
 
     def add(self, region: Region) -> None:
-        """Notes a region whose bytes are synced."""
+        """Records a region; its bytes must be synced to the disk."""
         passed = [[*key, start, stop, crc] for key, start, stop, crc in region.passed]
         self._append([region.file, region.start, region.stop, passed])
 
     def _append(self, document: Any, file: int | None = None) -> None:
-        """Writes a line into this process's journal, or into the open journal `file`."""
         text = _text(document)
         line = memoryview(b"%08x %s\n" % (crc32(text), text))
         with self._lock, naming(self.path):
@@ -247,7 +248,7 @@ class Journal:
         return len(data), crc32(data)
 
     def forget(self) -> None:
-        """Empties the journal, before the files that it describes are removed."""
+        """Empties the journal; call this before the files that it lists are removed."""
         for name in self._names():
             self.folder.unlink(self._path(name))
         os.ftruncate(self._file, 0)
@@ -259,7 +260,7 @@ class Journal:
 
 
 def not_continued(folder: str, reason: str) -> TargetExists:
-    """The error for a target that was begun by a run with another identity.
+    """Makes the error for an unfinished target of a run with another source or other options.
 
     `reason` says what differs: it continues the message after "it was begun with".
     """
@@ -281,7 +282,7 @@ def in_use(folder: str) -> TargetExists:
 
 
 def regions_in(lines: Sequence[bytes]) -> list[Region]:
-    """Parses a journal's lines to regions, without those of files that were lost later."""
+    """Parses the regions in a journal's lines; drops those of files that were lost later."""
     regions: dict[str, list[Region]] = {}
     for line in lines[1:]:
         document = json.loads(line[9:])
@@ -299,7 +300,7 @@ def regions_in(lines: Sequence[bytes]) -> list[Region]:
 
 
 def locked_in_time(file: int, seconds: float) -> bool:
-    """Locks a file, and waits for it up to `seconds`; False if it is still locked then.
+    """Tries to lock a file for up to `seconds`; returns False if another process still holds it.
 
     The process that holds the lock may be just ending.
     """
@@ -322,7 +323,7 @@ def is_locked(folder: Folder) -> bool:
 
 
 def lines_of(file: int) -> list[bytes]:
-    """The intact lines of an open journal."""
+    """Reads the lines of an open journal, up to the first damaged one."""
     return lines_in(pread(file, os.fstat(file).st_size, 0))
 
 
@@ -332,12 +333,12 @@ def lines_of(file: int) -> list[bytes]:
 def set_mark(
     folder: Folder, above: Folder, target: str, identity: Identity, beside: bool = True
 ) -> bool:
-    """Marks a directory with the identity of its run; it will become `target` below `above`.
+    """Marks a directory that will become `target` with the identity of its run.
 
-    The mark is an extended attribute. If the filesystem has no attributes, or Python cannot set
-    them (macOS), a hidden file beside the target contains the mark. This file is not written
-    without `beside`, nor if something that cannot be removed is at its path. Returns False only if
-    `beside` is False and no attribute could be set.
+    The mark is an extended attribute. If the filesystem or Python has none (macOS), it is in a
+    hidden file beside the target. That file is not written if `beside` is False, nor if something
+    that cannot be removed is at its path. Returns False only if `beside` is False and no attribute
+    could be set.
     """
     try:
         os.setxattr(folder.file, MARK, _text(identity.mark()))
@@ -349,7 +350,7 @@ def set_mark(
 
 
 def set_mark_file(above: Folder, target: str, identity: Identity) -> None:
-    """Marks a target by a file beside it, unless something else is at the path of this file."""
+    """Marks a target by a hidden file beside it, unless something else is at that file's path."""
     path = mark_file(target)
     with suppress(PermissionError, IsADirectoryError, FileExistsError):
         with suppress(FileNotFoundError):
@@ -359,7 +360,7 @@ def set_mark_file(above: Folder, target: str, identity: Identity) -> None:
 
 
 def mark_of(target: str) -> dict[str, str]:
-    """The mark of a complete target; empty if it has none, or if another user has set it."""
+    """Reads the mark of a complete target; empty if it has none, or one of another user."""
     try:
         text = os.getxattr(target, MARK)
     except (AttributeError, OSError):

@@ -42,11 +42,11 @@ LOOKING = 0.5  # seconds within which a command that only tests the lock release
 
 
 class PartJournal(Journal):
-    """The journal of one part of a run whose parts do not communicate (--part K/N).
+    """The journal of one part of a run, if the parts do not communicate (--part K/N).
 
-    `regions` are what any part has written so far. `chunk`, the bytes copied in one step, is
+    `regions` are what all parts have written so far. `chunk`, the bytes copied in one step, is
     rounded to a power of two: then all parts cut files into the same regions, however much memory
-    each one has.
+    each has.
     """
 
     _is_new_part = False
@@ -92,7 +92,7 @@ class PartJournal(Journal):
             close(self._files.pop())  # a process that stopped has removed it
 
     def _shared(self) -> int:
-        """Opens the file `journal` of this run, and takes a shared lock.
+        """Opens the file `journal` and takes a shared lock.
 
         It waits while another part begins or completes the target.
         """
@@ -112,10 +112,10 @@ class PartJournal(Journal):
             time.sleep(0.1)
 
     def _fix(self, file: int) -> None:
-        """Writes the identity of this run as the first line of `journal`, if it is still empty.
+        """Writes the identity of this run as the first line of `journal`, if the line is missing.
 
-        Raises TargetExists if a journal there belongs to another run. This part holds the exclusive
-        lock.
+        This part must hold the exclusive lock. Raises TargetExists if another run has left a
+        journal there.
         """
         for name in self._names():
             with suppress(FileNotFoundError):
@@ -123,9 +123,9 @@ class PartJournal(Journal):
         self._write_header(file)
 
     def _write_header(self, file: int) -> None:
-        """Removes a damaged end of this journal; writes and syncs a first line if it is empty.
+        """Removes a damaged end of this journal, and writes the first line if it is missing.
 
-        A journal without a first line was left by a process that was stopped while it began.
+        The first line is missing if a process was stopped while it began.
         """
         lines = lines_of(file)
         for header in lines[:1]:
@@ -136,7 +136,7 @@ class PartJournal(Journal):
             sync_data(file)
 
     def _opened_parts(self) -> list[int]:
-        """Opens the journals of single parts; skips journals that are just being removed."""
+        """Opens the journals of all parts, except those that are just being removed."""
         files = []
         for name in self._names():
             with suppress(FileNotFoundError):
@@ -144,12 +144,12 @@ class PartJournal(Journal):
         return files
 
     def _take_back(self) -> None:
-        """Removes the journal of this part, unless an earlier process has written lines into it."""
+        """Removes this part's journal, unless an earlier process has written lines into it."""
         if self._is_new_part:
             self.folder.unlink(self._path(self._name))
 
     def of_all_parts(self) -> list[Region] | None:
-        """The regions of all parts, if this part ends last and must complete the target.
+        """The regions of all parts, if this part ends last and so must complete the target.
 
         None if another part is still at work, or has completed the target.
         """
@@ -165,10 +165,10 @@ class PartJournal(Journal):
 
 
 class ProcessJournal(Journal):
-    """The journal of one of several processes; one of the others, the leader, holds the lock.
+    """The journal of a process that shares a run with others; the leader holds the lock.
 
-    `begun` has the length and the CRC-32 of the leader's journal when this process joined.
-    `regions` and `chunk` are read from these bytes of the leader's journal.
+    `begun` is the length and the CRC-32 of the leader's journal when this process joined. `regions`
+    and `chunk` are read from these bytes.
     """
 
     def __init__(
@@ -186,19 +186,18 @@ class ProcessJournal(Journal):
 
 
 def regions_of(folder: Folder, part: str, length: int, crc: int) -> list[Region]:
-    """The regions in the first `length` bytes of another process's journal.
+    """Reads the regions that another process has recorded in its journal, named `part`.
 
-    `part` names the journal. The other process has synced these bytes, and has sent `length` and
-    `crc`, the CRC-32 of these bytes. Raises ProcessLost if the bytes do not appear in time.
+    The other process has synced the first `length` bytes, and has sent `length` and their CRC-32
+    (`crc`). Raises ProcessLost if the bytes do not appear in time.
     """
     return regions_in(lines_in(_shown(folder, f"{JOURNAL}-{part}", length, crc)))
 
 
 def _shown(folder: Folder, name: str, length: int, crc: int) -> bytes:
-    """Reads the bytes of a journal that another process has synced.
+    """Reads the bytes of a journal that another process has synced; waits until they appear.
 
-    A network filesystem may show these bytes late. Raises ProcessLost if they do not appear within
-    VISIBLE seconds.
+    A network filesystem may show them late. Raises ProcessLost after VISIBLE seconds.
     """
     path = os.path.join(folder.path, name)
     end = time.monotonic() + VISIBLE

@@ -1,6 +1,6 @@
-"""Divides the regions of a target among processes that share one conversion.
+"""Divides the files of a target among processes that share one conversion.
 
-A copy passes all portions (byte ranges of files) of its target to a `Sharing`, and writes those
+A portion is a byte range of a file. A copy passes all portions to a `Sharing`, and writes those
 that it gets back:
 
     Sharing      one process writes everything
@@ -31,9 +31,9 @@ the leader.
 
 
 class Portion(Struct, frozen=True):
-    """Bytes [start, stop) of a target file for one process to write.
+    """A byte range [start, stop) of a target file that one process must write.
 
-    After these bytes are written, they are a region.
+    Once it is written, the journal records it as a region.
     """
 
     file: str
@@ -47,7 +47,7 @@ class Portion(Struct, frozen=True):
 
 
 class Sharing:
-    """This process's share of a conversion: in this class, all of it, file by file.
+    """Which portions of a conversion this process writes; in this class, all of them.
 
     Processes that communicate call `agree_on`, then rank 0 calls `begin` while the others call
     `begun`, then all call `mine`, `regions_of_others` and `end`. `rank` is 0 unless another process
@@ -59,14 +59,14 @@ class Sharing:
 
     @property
     def part(self) -> str:
-        """The name of this process's journal; "" if this process leads the run."""
+        """The name of this process's journal; "" if this process leads the others."""
         return ""
 
     def agree_on(self, identity: Identity, target: str) -> None:
-        """Raises WrongOption if the other processes have another conversion or target."""
+        """Raises WrongOption if another process runs another conversion, or has another target."""
 
     def begin(self, journal: Journal) -> None:
-        """Tells other processes that the target's files exist, with holes, and may be filled."""
+        """Tells the other processes that the target's files exist and may be filled."""
 
     def begun(self) -> Begun | None:
         """Waits for rank 0's `begin`; returns the length and the CRC-32 of rank 0's journal.
@@ -79,10 +79,10 @@ class Sharing:
     def mine(
         self, portions: Sequence[Portion], progress: Progress | None
     ) -> Iterator[Sequence[Portion]]:
-        """Selects from all portions of a target those that this process must write.
+        """Selects the portions that this process must write from all portions of a target.
 
-        They are yielded in groups of neighbors in one file. Several groups are written at a time.
-        `progress` is called with the bytes that others write.
+        Yields groups of neighbors in one file. Several groups are written at a time. `progress` is
+        called with the number of bytes that other processes write.
         """
         return by_file(portions)
 
@@ -101,7 +101,7 @@ class Sharing:
         return ()
 
     def end(self) -> None:
-        """Returns when rank 0 has completed the target, or has found nothing to write."""
+        """Waits until rank 0 has completed the target, or has found nothing to write."""
 
 
 ALONE = Sharing()
@@ -109,16 +109,16 @@ ALONE = Sharing()
 
 @contextmanager
 def ended(sharing: Sharing) -> Iterator[None]:
-    """Runs a `with` block whose work several processes may share; they wait at its end.
+    """Runs a `with` block whose work several processes may share; at its end they wait for all.
 
-    `sharing.end` makes them wait for each other. It is not called if the block raises an error.
+    They do not wait if the block raises an error.
     """
     yield
     sharing.end()
 
 
 class Part(Sharing, Struct, frozen=True):
-    """Part `number` of `count` of a conversion, counted from 1: the option --part K/N.
+    """Part `number` of `count` (from 1) of a conversion that several commands share: --part K/N.
 
     Parts share a filesystem, and do not communicate.
     """
@@ -154,14 +154,14 @@ class Part(Sharing, Struct, frozen=True):
 
 
 def by_file(portions: Iterable[Portion]) -> Iterator[Sequence[Portion]]:
-    """Yields, for each file, those of its portions that are not complete yet."""
+    """Groups the portions that are not complete yet by file."""
     left = (portion for portion in portions if not portion.is_complete)
     for _, same in groupby(left, key=lambda portion: portion.file):
         yield list(same)
 
 
 def largest_first(portions: Iterable[Portion]) -> list[Portion]:
-    """Sorts portions for assignment, the largest first: small ones at the end even out the load."""
+    """Sorts portions, the largest first: small ones at the end even out the load."""
     return sorted(portions, key=lambda portion: -portion.length)
 
 

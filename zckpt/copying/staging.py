@@ -39,23 +39,22 @@ ATTEMPTS = 20  # attempts to begin in a folder that ending runs remove meanwhile
 
 
 class Staging:
-    """`with Staging(target) as staging:` write below `staging.root`; the end of the block renames.
+    """`with Staging(target) as staging:` writes below `staging.root`; the end of the block renames.
 
-    `identity` describes the run: source, options, files. `chunk` is the number of bytes that it
-    copies in one step. With `resume`, the run continues `<target>.partial` of an earlier run with
-    the same identity: `journal.regions` are complete. `before_rename` is called just before the
-    last check for another run's target.
+        identity         the run: its source, options and target files
+        chunk            the number of bytes that it copies in one step
+        resume           continue `<target>.partial` of an earlier run with the same identity; its
+                         complete regions are in `journal.regions`
+        sharing          which other processes write this target; their files are never removed
+        before_rename    called just before the last check for another run's target
+        above            the directory of the target, if that is a part of an unfinished target
+        begins_anew      without locks: a run with `resume` starts from the beginning
+        warnings         failures after the rename, and unfinished targets of other runs
 
-    `sharing` says which other processes write this target. Files that other processes have written
-    are never removed. After `postpone`, another process completes the target.
+    After `postpone`, another process completes the target.
 
-    `above` is the directory of the target, if that is itself a part of an unfinished target.
-
-    Without locks, `partial` is a directory of this run alone. Nothing can be continued there: with
-    `resume`, the run starts from the beginning if `begins_anew`, and otherwise raises WrongOption.
-    A part (--part K/N) also raises it.
-
-    `warnings` are about failures after the rename, and about unfinished targets of other runs.
+    Without locks, `partial` is a directory of this run alone. Nothing can be continued there:
+    `resume` raises WrongOption unless `begins_anew` is set, and so does a part (--part K/N).
 
     Raises TargetExists if the target or, without `resume`, `<target>.partial` exists already. With
     `resume`, it is also raised if another run is writing there, if the earlier run had another
@@ -127,10 +126,10 @@ class Staging:
                     raise
 
     def _go_alone(self) -> None:
-        """Chooses a directory name that no other run uses, for a filesystem without locks.
+        """Chooses a directory name that no other run uses; for a filesystem without locks.
 
-        Raises WrongOption with --part, and with --resume unless the run may start from the
-        beginning. Removes unfinished targets of processes that have ended.
+        Removes unfinished targets of processes that have ended. Raises WrongOption with --part, and
+        with --resume unless the run may start from the beginning.
         """
         if self.sharing.part or (self.resume and not self._begins_anew):
             raise refusal(self.target, self.sharing.part)
@@ -162,11 +161,7 @@ class Staging:
         return Journal(*about) if self.has_locks else LonelyJournal(*about)
 
     def _refuse_meanwhile(self) -> None:
-        """Raises TargetExists if another run has completed the target since this run began.
-
-        Also raises it if another run was killed meanwhile, and has left an unfinished target with a
-        journal.
-        """
+        """Raises TargetExists if another run wrote or began this target since this run began."""
         try:
             refuse_existing(self.target, partial=False)
             if not (self.resume or self.journal.is_new):
@@ -180,9 +175,9 @@ class Staging:
     def _prepare(self, stack: ExitStack) -> None:
         """Prepares the folder of the target's files before the first file is written.
 
-        If there is no journal of an earlier run, files in the folder are removed. If a file that
-        the journal lists was lost, its regions are forgotten. The folder is synced first: so even
-        after a power loss it never contains files without the journal.
+        Without the journal of an earlier run, files in the folder are removed. If a file that the
+        journal lists was lost, its regions are forgotten. The folder is synced first: so even after
+        a power loss it never contains files without the journal.
         """
         self.folder.sync(self.partial)
         if self.journal.is_new and not self.sharing.part:
@@ -207,7 +202,7 @@ class Staging:
         return sum(each.stop - each.start for each in regions if not is_row(each.file))
 
     def lay(self, shells: Iterable[Shell], mode: int = 0o666) -> None:
-        """Writes the target's files without tensor data; their holes take no disk space yet.
+        """Creates the target's files with headers, and holes where tensors go; holes take no space.
 
         The umask applies to `mode`.
         """
@@ -229,16 +224,16 @@ class Staging:
             self.root.sync(self.path)
 
     def share(self) -> None:
-        """Lets other processes write too; from now on this process removes nothing."""
+        """Lets other processes write to the target; from now on this process removes nothing."""
         self._is_shared = not self.sharing.is_alone
         self.sharing.begin(self.journal)
 
     def postpone(self) -> None:
-        """Makes the end of the block leave all files: another process completes the target."""
+        """Keeps all files at the end of the block, because another process completes the target."""
         self._is_postponed = True
 
     def _created(self, name: str, mode: int) -> AbstractContextManager[int]:
-        """Opens a file of the target, which must be new unless this run continues an earlier one.
+        """Creates and opens a file of the target; it may exist only if an earlier run is continued.
 
         OSErrors name the file.
         """
@@ -247,15 +242,15 @@ class Staging:
         return self.root.opened(path, flags, mode)
 
     def lay_beside(self, siblings: Sequence[tuple[str, Sibling]]) -> None:
-        """Creates, below `.zckpt`, the files that are copied unchanged, with holes."""
+        """Creates files below `.zckpt`, with holes, for the files that are copied unchanged."""
         for name, _ in siblings:
             path_inside(self.path, name, "the source")
         self._lay((Shell(waiting("", name), own.size, ()) for name, own in siblings), 0o600)
 
     def put(self, name: str, source: str) -> str:
-        """Moves a file out of `.zckpt`, where it was filled, to its place in the target.
+        """Moves a file that was copied unchanged from `.zckpt` to its place in the target.
 
-        The file is an unchanged copy of `source`, and gets its permissions. Returns the new path.
+        The file gets the permissions of `source`, its original. Returns the new path.
         """
         path, place = waiting(self.path, name), os.path.join(self.path, name)
         with self.root.opened(path) as file:
@@ -265,7 +260,7 @@ class Staging:
         return place
 
     def _take_back(self) -> None:
-        """Moves files that an earlier run has moved out of `.zckpt` back to this folder.
+        """Moves unchanged copies of files back to `.zckpt`, if an earlier run has moved them out.
 
         They may have holes, which readers of the target's other files must not find.
         """
@@ -323,10 +318,10 @@ class Staging:
                 raise
 
     def _leave(self, is_marked: bool) -> None:
-        """Syncs the rename and removes the journal.
+        """Finishes after the rename: syncs it, and removes the journal.
 
         The target exists already, so failures become warnings. On a filesystem without locks, the
-        file that marks the target is written now, because another run's rename may have come first.
+        mark file is written only now, because another run's rename may have come first.
         """
         try:
             if not is_marked:
@@ -348,10 +343,10 @@ class Staging:
             self.warnings.append(warning("target-not-synced", message, file=self.partial))
 
     def _is_worth_keeping(self) -> bool:
-        """Whether an interrupted run leaves `.partial` to be continued, instead of removing it.
+        """Whether an interrupted run keeps `<target>.partial`, so that it can be continued.
 
-        It is left if the run has worked for more than WORTH_KEEPING seconds, continues an earlier
-        run, or shares the target with other processes. It is never left on a filesystem without
+        It is kept if the run has worked for more than WORTH_KEEPING seconds, continues an earlier
+        run, or shares the target with other processes. It is never kept on a filesystem without
         locks, or if the run has no identity by which a later run could recognize it.
         """
         if not self.has_locks:
@@ -363,8 +358,8 @@ class Staging:
     def _remove(self) -> None:
         """Removes everything that this run has written.
 
-        The journal is emptied first: if the removal is interrupted, no later run trusts files that
-        are left.
+        The journal is emptied first: if the removal is interrupted, no later run trusts the files
+        that are left.
         """
         if self.sharing.part or (self._is_shared and self.has_locks):
             return
@@ -378,7 +373,7 @@ class Staging:
 def with_neighbors(
     parts: Iterable[tuple[int, bytes]], near: int
 ) -> Iterator[tuple[int, bytearray]]:
-    """Merges parts with gaps of less than `near` bytes between them; zeros fill the gaps.
+    """Merges parts of a file with gaps of less than `near` bytes between them; zeros fill the gaps.
 
     Each part is an offset and the bytes there.
     """
@@ -394,16 +389,16 @@ def with_neighbors(
 
 
 def waiting(root: str, name: str) -> str:
-    """Where a file that is copied unchanged is kept until the copy ends: a path below `.zckpt`."""
+    """The path below `.zckpt` at which an unchanged copy of a file is kept until the copy ends."""
     return os.path.join(root, CACHE, name)
 
 
 @contextmanager
 def joined(target: str, writer: str = "") -> Iterator[tuple[Folder, Folder]]:
-    """Opens the `.partial` of a target that another process has begun, and the folder in it.
+    """Opens `<target>.partial`, which another process has begun, and the folder in it.
 
-    Yields both folders. On a filesystem without locks, `writer` is the part of the name that
-    identifies the other process.
+    Yields both folders. On a filesystem without locks, `writer` is the part of the directory's name
+    that identifies the other process.
     """
     target = os.path.abspath(target)
     path = f"{target}.{writer}.partial" if writer else f"{target}.partial"

@@ -75,7 +75,7 @@ def refuse_existing(target: str, partial: bool = True) -> None:
 
 
 def stopped(path: str) -> TargetExists:
-    """The error for a run without --resume that finds an unfinished target, `<target>.partial`."""
+    """Makes the error for a run without --resume that finds an unfinished target."""
     return TargetExists(
         "target-unfinished",
         f"{path} exists: a run was stopped there",
@@ -85,7 +85,7 @@ def stopped(path: str) -> TargetExists:
 
 
 def refuse_other_begun(target: str, identity: Identity) -> None:
-    """Raises TargetExists if an unfinished target at the path cannot be continued by this run.
+    """Raises TargetExists if there is an unfinished target that this run cannot continue.
 
     It only reads the journal, and takes no lock.
     """
@@ -105,7 +105,7 @@ def refuse_other_begun(target: str, identity: Identity) -> None:
 
 
 def is_complete(target: str, identity: Identity) -> bool:
-    """Whether an earlier run with this identity has completed the target; reads no tensor.
+    """Whether an earlier run of the same conversion has completed the target; reads no tensor.
 
     Raises TargetExists if the target belongs to another run or user, or has no mark that identifies
     its run.
@@ -140,7 +140,7 @@ def is_complete(target: str, identity: Identity) -> bool:
 
 
 def _shown_mark(target: str) -> dict[str, str]:
-    """The mark that identifies the run of a target; empty if the target has no mark.
+    """Reads the mark of a target, which identifies its run; empty if there is none.
 
     On a filesystem without locks, another run may have renamed the target and not marked it yet. So
     this function waits up to MARKING seconds for the mark.
@@ -154,7 +154,7 @@ def _shown_mark(target: str) -> dict[str, str]:
 
 
 def has_locks_at(target: str) -> bool:
-    """Whether the filesystem of a target has locks; True if that cannot be found out."""
+    """Whether the filesystem of a target supports locks; True if that cannot be found out."""
     try:
         with Folder.at(_nearest_folder(target)) as above:
             return has_locks(above)
@@ -163,7 +163,6 @@ def has_locks_at(target: str) -> bool:
 
 
 def _nearest_folder(target: str) -> str:
-    """The nearest existing directory above a target."""
     folder = os.path.dirname(os.path.abspath(target))
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
@@ -189,7 +188,7 @@ def _refuse_foreign(target: str, names: Iterable[str]) -> None:
 
 
 def of_another_run(target: str, reason: str) -> TargetExists:
-    """The error for a target that another run has written.
+    """Makes the error for a target that another run has written.
 
     `reason` continues the message after "exists,".
     """
@@ -198,9 +197,10 @@ def of_another_run(target: str, reason: str) -> TargetExists:
 
 
 def remove_empty(folder: Folder, above: Folder) -> None:
-    """Removes the folder of a target that was renamed, and its journals, from the folder `above`.
+    """Removes `<target>.partial` after its folder was renamed: the empty folder and its journals.
 
-    If the folder contains other files too, raises OSError and removes nothing.
+    `above` is the directory around it. If the folder contains other files too, raises OSError and
+    removes nothing.
     """
     contents = folder.names()
     if other_names := [name for name in contents if not is_journal(name)]:
@@ -213,7 +213,7 @@ def remove_empty(folder: Folder, above: Folder) -> None:
 
 
 def refuse_strange(folder: Folder, name: str) -> None:
-    """Raises TargetExists unless the folder looks like the one of an unfinished target `name`."""
+    """Raises TargetExists if the folder contains anything but an unfinished target `name`."""
     if not is_begun(folder, name):
         raise _strange(folder.path)
 
@@ -262,12 +262,12 @@ def refuse_inside(source: str, target: str) -> None:
 
 
 def free_space(target: str) -> int:
-    """The free bytes of the filesystem on which `target` would be."""
+    """The free bytes on the filesystem of `target`, which need not exist."""
     return shutil.disk_usage(_nearest_folder(target)).free
 
 
 def free_for(target: str, resume: bool) -> int:
-    """The number of bytes that are free for `target` on its filesystem.
+    """The number of bytes that are free for `target`.
 
     With `resume`, the bytes that its unfinished files already take are added.
     """
@@ -276,7 +276,10 @@ def free_for(target: str, resume: bool) -> int:
 
 
 def need_space(target: str, size: int, resume: bool) -> None:
-    """Raises NotEnoughSpace if `size` bytes are not free for a run."""
+    """Raises NotEnoughSpace if a run cannot write `size` bytes to its target.
+
+    With `resume`, the bytes of its unfinished files count as free.
+    """
     free = free_for(target, resume)
     if size > free:
         raise NotEnoughSpace(

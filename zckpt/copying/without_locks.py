@@ -31,11 +31,13 @@ OWN = re.compile(rf"(?s)(.+)\.({WRITER.pattern})\.partial", re.ASCII)
 
 
 class Process(Struct, frozen=True):
-    """A process of this machine, or of another one.
+    """A process of this or another machine, recorded so that others can see whether it still runs.
 
-    `boot` identifies one start of a machine, `namespace` the namespace of process numbers.
-    `started` distinguishes a process from an earlier one with the same number. All three are empty
-    where the system does not state them.
+        boot         identifies one start of the machine
+        namespace    the namespace of process numbers
+        started      tells the process from an earlier one with the same number
+
+    All three are empty where the system does not state them.
     """
 
     boot: str
@@ -45,7 +47,7 @@ class Process(Struct, frozen=True):
 
     @property
     def is_gone(self) -> bool:
-        """Whether this was a process of this machine and has ended."""
+        """Whether this was a process of this machine that has ended."""
         here = this_process()
         if not here.boot or (self.boot, self.namespace) != (here.boot, here.namespace):
             return False
@@ -56,7 +58,7 @@ class Process(Struct, frozen=True):
 
 
 class LonelyJournal(Journal):
-    """The journal of a run on a filesystem without locks; only this run uses its folder."""
+    """The journal of a run on a filesystem without locks; no other run uses its folder."""
 
     def _begin(self) -> None:
         self._file = self._opened(JOURNAL, os.O_CREAT | os.O_EXCL)
@@ -85,7 +87,7 @@ def is_alive(number: int) -> bool:
 
 
 def _started(number: int) -> str:
-    """The time at which a process began, in ticks of its machine's clock; empty if unknown."""
+    """The time at which process `number` began, in clock ticks; empty if unknown."""
     fields = _text(f"/proc/{number}/stat").rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 else ""
 
@@ -99,7 +101,7 @@ def _text(path: str) -> str:
 
 
 def new_writer() -> str:
-    """A new name for this writer: host, process number and a random word."""
+    """Makes a name that only this run has: host, process number and a random word."""
     return f"{_host()}-{os.getpid()}-{os.urandom(4).hex()}"
 
 
@@ -108,13 +110,13 @@ def _host() -> str:
 
 
 def writer_of(partial: str) -> str:
-    """The part of an unfinished target's name that identifies its process; empty if it has none."""
+    """The part of a `.partial` directory's name that identifies its process; may be empty."""
     match = OWN.fullmatch(os.path.basename(partial))
     return match[2] if match else ""
 
 
 def refusal(target: str, part: str) -> WrongOption:
-    """The error that an option needs a filesystem with locks.
+    """Makes the error that --part or --resume needs a filesystem with locks.
 
     The option is --part if `part` is given, otherwise --resume.
     """
@@ -129,7 +131,7 @@ def refusal(target: str, part: str) -> WrongOption:
 
 
 def refuse(target: str, part: str) -> None:
-    """Raises WrongOption if the filesystem of the target has no locks, which an option needs.
+    """Raises WrongOption for --part or --resume if the target's filesystem has no locks.
 
     The option is --part if `part` is given, otherwise --resume. This is checked early, before a
     large source is read.
@@ -142,7 +144,7 @@ def refuse(target: str, part: str) -> None:
 
 
 class Left(Struct, frozen=True):
-    """Unfinished targets of other runs: those that were `removed`, and those still there."""
+    """Unfinished targets of other runs: those that were just `removed`, and those that are left."""
 
     removed: list[str]
     staying: list[str]
@@ -168,12 +170,11 @@ class Left(Struct, frozen=True):
 
 
 def clear(above: Folder, name: str) -> Left:
-    """Removes unfinished targets whose processes were on this machine and have ended.
+    """Removes unfinished targets in the directory `above` whose processes have ended.
 
-    Only for a filesystem without locks. The unfinished targets are directly in the directory
-    `above`. The result also lists those that could not be removed or are of other machines, and
-    `name`.partial of a run with locks. It does not list those that a living process of this machine
-    writes.
+    It is for a filesystem without locks, and removes only those of this machine's processes. The
+    result also lists those that could not be removed or are of other machines, and `name`.partial
+    of a run with locks. It does not list those that a living process of this machine writes.
     """
     left = Left([], [])
     with suppress(PermissionError):  # a directory may be writable and not listable
@@ -191,7 +192,7 @@ def clear(above: Folder, name: str) -> Left:
 
 
 def _noted(above: Folder, path: str) -> Process | None:
-    """The process that writes an unfinished target, by its journal; None if it is unknown."""
+    """Reads from the journal which process writes an unfinished target; None if unknown."""
     try:
         with above.inner(path) as folder, folder.opened(os.path.join(path, JOURNAL)) as file:
             return msgspec.convert(json.loads(lines_of(file)[0][9:])["process"], Process)
@@ -202,8 +203,8 @@ def _noted(above: Folder, path: str) -> Process | None:
 def _is_at_work(match: re.Match[str], process: Process | None) -> bool:
     """Whether a process of this machine may still be writing an unfinished target.
 
-    `match` is the directory's name, split into host, process and word. Before there is a journal,
-    only this name identifies the process.
+    `match` is the directory's name, split into host, process and word. It is used as long as the
+    journal does not name the `process`.
     """
     if process is not None:
         here = this_process()

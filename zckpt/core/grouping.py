@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 def by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Groups (key, value) pairs: the list of values of each key, in the order of the pairs."""
+    """Groups (key, value) pairs: maps each key to the list of its values, in order."""
     groups: dict[K, list[V]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)

@@ -14,13 +14,14 @@ KEEP = "keep"
 
 
 def agree(places: Sequence[tuple[str, Step]], policy: str | None) -> Step | None:
-    """Returns the one step that all places state; if they differ, `policy` decides.
+    """Returns the step that all places state; if they differ, `policy` decides.
 
-    `places` are pairs: a file or rank, as messages name it, and the step found there. The policies
-    `max`, `min` and a number choose a step. The policy `keep` allows different parameters to have
-    different steps, but it does not decide if several places state different steps of one
-    parameter. Raises InconsistentCheckpoint if places differ and no policy decides; without any
-    policy, also for a step that is not a whole number. None if there are no places.
+    Each item of `places` is a pair: the name of a file or rank for messages, and the step found
+    there. The policies `max`, `min` and a number choose a step. The policy `keep` is for parameters
+    with different steps: it never chooses between several places that state a step of the same
+    parameter. Returns None if `places` is empty. Raises InconsistentCheckpoint if places differ and
+    the policy does not choose. Without a policy, a step that is not a whole number raises this
+    error too.
     """
     if policy is None:
         need_whole(places)
@@ -76,7 +77,7 @@ def need_one_save(steps_in_files: Iterable[tuple[str, Step]], policy: str | None
 
 
 def _by_step(places: Sequence[tuple[str, Step]]) -> str:
-    """Lists each different step for a message, with up to three files or ranks that state it."""
+    """Formats the conflicting steps for an error: `5 (rank 0, rank 1), 7 (rank 2)`."""
     values = {step for _, step in places}
     lines = [
         f"{step} ({listed([where for where, s in places if s == step], 3)})" for step in values

@@ -50,10 +50,10 @@ def _float16(value: float) -> bytes:
 
 
 def are_rounded(wide: bytes, wide_dtype: str, narrow: bytes, narrow_dtype: str) -> bool | None:
-    """Whether a few weights (`narrow`) equal their masters (`wide`) after rounding, bit for bit.
+    """Whether 16-bit weights (`narrow`) equal their fp32 masters (`wide`), rounded to 16 bits.
 
-    If both types are equal, nothing is rounded. None if zckpt does not round between the two types:
-    it rounds only F32 to BF16 or F16.
+    Both are compared bit for bit; nothing is rounded if both have the same type. Returns None for
+    types that zckpt cannot round: it rounds only F32 to BF16 or F16.
     """
     if wide_dtype == narrow_dtype:
         return wide == narrow
@@ -84,7 +84,7 @@ def array(view: memoryview | bytes, dtype: str) -> np.ndarray[Any, Any]:
 
 
 def cast(source: memoryview, source_dtype: str, target: memoryview, target_dtype: str) -> None:
-    """Fills `target` with the elements of `source`, block by block.
+    """Fills `target` with the elements of `source`, converted to the target's float type.
 
     Raises UnsupportedCheckpoint for types that are not floats.
     """
@@ -168,10 +168,10 @@ def numbers(view: memoryview, dtype: str) -> Any:
 
 
 def ordered(bits: Any, dtype: str) -> Any:
-    """Maps floats, given by their bits as unsigned integers, to integers in the same order.
+    """Maps floats to integers in the same order; neighboring floats become neighboring integers.
 
-    The integers of neighboring floats differ by one, so their difference counts units in the last
-    place. Zero of either sign becomes 0.
+    The difference of two results is a distance in units in the last place. `bits` has the floats'
+    bits as unsigned integers. 0.0 and -0.0 both become 0.
     """
     import numpy as np
 

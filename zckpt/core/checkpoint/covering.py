@@ -25,11 +25,11 @@ HINT = (
 
 
 def refuse_holes(manifest: Manifest, reader: str) -> None:
-    """Raises UnsupportedCheckpoint if a tensor of the manifest lacks elements, or has some twice.
+    """Raises UnsupportedCheckpoint if a reader located some element of a tensor nowhere, or twice.
 
-    Replicas are checked too, and the manifests of model ranks that are kept separate. `reader` is
-    the name of the format. The error says that zckpt's reader of this format is wrong, not the
-    user's files: the reader itself has already refused files whose shards do not fit together.
+    It also checks replicas, and the tensors of model ranks that are not merged. `reader` is the
+    name of the format. The error blames zckpt's reader and not the user's files, since the reader
+    has already checked that the files fit together.
     """
     wrong = [entry.name for entry in uncovered(_tensors(manifest))]
     if wrong:
@@ -43,7 +43,6 @@ def refuse_holes(manifest: Manifest, reader: str) -> None:
 
 
 def _tensors(manifest: Manifest) -> Iterator[Entry]:
-    """Yields all tensors of a manifest, including those of model ranks that are kept separate."""
     for part in (manifest, *manifest.ranks, *manifest.models):
         yield from part.entries.values()
         yield from part.replicas
@@ -52,10 +51,11 @@ def _tensors(manifest: Manifest) -> Iterator[Entry]:
 
 
 def uncovered(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Yields the tensors whose fragments lack an element or contain one twice.
+    """Yields the tensors of which an element is in no fragment, or in two.
 
-    The time is linear in the number of fragments. For ZeRO-3's slices it does not depend on the
-    number of ranks, since the flat buffers that tensors share are measured only once.
+    A fragment is a range of elements with its byte range in a file. The time is linear in the
+    number of fragments. For ZeRO-3 it does not depend on the number of ranks, because each flat
+    buffer is measured only once for all its tensors.
     """
     # for n ranks, the shortest of the first n flat buffers; by the identity of the flat buffers
     shortest: dict[int, list[int]] = {}
@@ -75,7 +75,7 @@ def uncovered(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 
 def _is_sliced(entry: Entry, slices: Slices, shortest: list[int]) -> bool:
-    """Whether each rank's flat buffer is long enough to contain its slice of the tensor (ZeRO-3).
+    """Whether all flat buffers of ZeRO-3 are long enough for the slices of this tensor.
 
     `shortest[n]` is the length in bytes of the shortest flat buffer of ranks 0 to n.
     """
@@ -91,7 +91,7 @@ def _is_sliced(entry: Entry, slices: Slices, shortest: list[int]) -> bool:
 
 
 def _is_run_through(entry: Entry, runs: Runs) -> bool:
-    """Whether each fragment begins where the previous one ends, and they hold all elements."""
+    """Whether the fragments follow each other without a gap, and contain all elements."""
     size, reached = SIZES[entry.dtype], 0
     for run in runs.listed:
         if run.start != reached or run.extent.length != (run.stop - reached) * size:
@@ -117,6 +117,6 @@ def _is_tiled(entry: Entry, fragments: Fragments) -> bool:
 
 
 def _has_its_bytes(box: Box, size: int) -> bool:
-    """Whether the box's elements, of `size` bytes each, fit into its byte range in the file."""
+    """Whether all elements of the box, of `size` bytes each, lie in the box's byte range."""
     end = box.extent.offset + box.extent.length
     return box.size == size and box.reach.offset + box.reach.length <= end

@@ -47,7 +47,7 @@ _PACKED = {
 
 
 def decode(dtype: str, data: bytes) -> float | int | bool:
-    """Converts the bytes of one element to a number; raises KeyError for a dtype Python lacks."""
+    """Converts the bytes of one element to a number; raises KeyError for types such as F8_E4M3."""
     if dtype == "BF16":  # the upper half of a float32
         return float(struct.unpack("<f", b"\0\0" + data)[0])
     value: float | int | bool = struct.unpack(_PACKED[dtype], data)[0]

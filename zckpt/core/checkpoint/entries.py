@@ -1,4 +1,4 @@
-"""A record of one complete tensor of a checkpoint, wherever its shards are."""
+"""`Entry`: one complete tensor of a checkpoint, whichever files hold its shards."""
 
 from math import prod
 from sys import intern
@@ -13,22 +13,24 @@ Key = tuple[str, str]
 
 
 def key_of(name: str) -> Key:
-    """Parses a tensor's name `parameter/slot`, as files, documents and users write it."""
+    """Splits the name of a tensor: `fc1.weight/exp_avg` becomes `("fc1.weight", "exp_avg")`."""
     parameter, _, slot = name.rpartition("/")
     return intern(parameter), intern(slot)
 
 
 def name_of(key: Key) -> str:
-    """The name `parameter/slot` of a key: the inverse of `key_of`."""
+    """Joins a parameter and a slot to the name of a tensor, such as `fc1.weight/exp_avg`."""
     return f"{key[0]}/{key[1]}"
 
 
 class Entry(Struct, frozen=True):
-    """One complete tensor; `digest` is the CRC-32 of its row-major little-endian bytes.
+    """One complete tensor of a checkpoint, whichever files hold its shards.
 
-    If `mean` lists entries of the same shape, a target gets the mean of their elements, rounded
-    once to the tensor's type, instead of the bytes of `fragments`. In the record of a replica,
-    `axis` is the parallel dimension whose ranks hold it: `stage`, `tensor rank` or `ep rank`.
+    digest    the CRC-32 of the tensor's row-major little-endian bytes
+    mean      tensors of the same shape: a conversion writes the mean of their elements, rounded to
+              this tensor's type, instead of the bytes of `fragments`
+    axis      in a replica: the parallel dimension whose ranks hold it (`stage`, `tensor rank` or
+              `ep rank`)
     """
 
     parameter: str
@@ -46,7 +48,7 @@ class Entry(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The entry as `parameter/slot`, as messages and documents name it."""
+        """The name of the tensor for messages and reports, such as `fc1.weight/exp_avg`."""
         return name_of(self.key)
 
     @property

@@ -33,7 +33,10 @@ Key = str | Annotated[int, Meta(ge=0, lt=MAX_DP)]
 
 
 class ExpertLayer(Struct, frozen=True):
-    """A layer of `experts` experts that are spread over `ep` ranks; `name` is its module's path."""
+    """A mixture-of-experts layer; `name` is the path of its module.
+
+    Its `experts` are spread evenly over `ep` ranks.
+    """
 
     name: str = field(name="layer")
     experts: int
@@ -41,21 +44,21 @@ class ExpertLayer(Struct, frozen=True):
 
     @property
     def local(self) -> int:
-        """The number of experts of this layer on each rank."""
+        """The number of experts of this layer that each expert-parallel rank holds."""
         return self.experts // self.ep
 
 
 def layers_of(engine: Any) -> tuple[ExpertLayer, ...]:
-    """The MoE layers that `engine` lists; empty if it lists none."""
+    """The mixture-of-experts layers that the record `engine` lists; empty if it lists none."""
     layers: tuple[ExpertLayer, ...] = getattr(engine, "experts", ())
     return layers
 
 
 class FlatBufferEngine(Struct, frozen=True):
-    """An engine whose ranks each hold a part of flat buffers; its files keep its configuration.
+    """An engine with ZeRO-like flat buffers, of which each rank holds a part: DeepSpeed.
 
-    A writer for this kind of engine copies `config`, `version` and the groups unchanged. So an
-    engine whose configuration is structured differently needs a record class of its own.
+    A writer for the same engine copies `config`, `version` and the param groups unchanged. An
+    engine whose configuration has another structure needs another record class.
     """
 
     name: str
@@ -80,7 +83,7 @@ class FlatBufferEngine(Struct, frozen=True):
     """The layers with experts, in the engine's order."""
 
     def to_state(self) -> dict[str, Any]:
-        """Converts this record to the value of `state.engine` in a manifest."""
+        """Converts this record to JSON: the value of the key `state.engine` in a manifest."""
         return _document(self) | ({"hyper_parameters": "given"} if self.given else {})
 
     @classmethod
@@ -96,7 +99,7 @@ class FlatBufferEngine(Struct, frozen=True):
 
 
 class StateDictEngine(Struct, frozen=True):
-    """A program that saves the state dicts of a model and an optimizer."""
+    """A program that saves the state dicts of a model and its optimizer, as a torch loop does."""
 
     name: str
     dtype: Dtype | None
@@ -140,10 +143,10 @@ class StateDictEngine(Struct, frozen=True):
     """
 
     def to_state(self, group_step: str | None) -> dict[str, Any]:
-        """Converts this record to the value of `state.engine` in a manifest.
+        """Converts this record to JSON: the value of the key `state.engine` in a manifest.
 
-        `group_step` is the dtype of the step if the optimizer keeps it only in its groups; None if
-        the parameters' states keep it.
+        `group_step` is the dtype of the step if the optimizer keeps it in its param groups only. It
+        is None if the states of parameters contain the step.
         """
         required, optional = self.__struct_fields__[:9], ("storage", "bare", "file", "ordered")
         return {
@@ -160,13 +163,14 @@ class StateDictEngine(Struct, frozen=True):
 
 
 class NamedWeightsEngine(Struct, frozen=True):
-    """An engine with its own optimizers, whose files identify weights by name alone.
+    """An engine with its own optimizers, whose files identify weights by name (Megatron).
 
-    Examples are ONNX Runtime, which trains an exported graph, and Megatron, whose layers may share
-    one key. `dialect` is the kind of the engine's files, or the way in which they shard the
-    optimizer's state. `dtype` is the type of the 16-bit copies of weights; F32 if there are no such
-    copies. `moments` is the type of optimizer states. No file states the order of the module's
-    parameters: `ordered` is true only if the user stated it.
+    ONNX Runtime is another one.
+
+        dialect    the kind of the engine's files, or how they shard the optimizer's state
+        dtype      the type of the 16-bit copies of the weights; F32 if there are no copies
+        moments    the type of the optimizer states
+        ordered    True if the user stated the order of the module's parameters; no file states it
     """
 
     name: str
@@ -177,7 +181,7 @@ class NamedWeightsEngine(Struct, frozen=True):
     ordered: bool | None = field(default_factory=bool)  # so that it is written
 
     def to_state(self) -> dict[str, Any]:
-        """Converts this record to the value of `state.engine` in a manifest."""
+        """Converts this record to JSON: the value of the key `state.engine` in a manifest."""
         return _document(self)
 
     @classmethod
@@ -192,12 +196,15 @@ Engine = FlatBufferEngine | StateDictEngine | NamedWeightsEngine
 class StepPlace(Struct, frozen=True):
     """Where an optimizer keeps its step, and in which type.
 
-    `where` is `state` (per parameter) or `group` (per param group). `kind` is a dtype (for a tensor
-    of `shape`), `int` or `float`. `stale` is a wrong step that the groups store beside the true
-    one; None if there is none. The counter begins with `first`, and each update adds `times` to it.
-    With `last_only`, only the last parameter of a group counts updates; the steps of its other
-    parameters stay at `first`. `optimizer` is the optimizer's class, if a configuration or the user
-    named it and this class reads its step from this place.
+    where        `state` (one step per parameter) or `group` (one per param group)
+    kind         a dtype for a tensor of `shape`, or `int` or `float`
+    stale        a wrong step that the param groups contain too; None if there is none
+    first        the value of the counter before the first update
+    times        how much each update adds to the counter
+    last_only    True if only the last parameter of a group counts updates; the steps of the
+                 group's other parameters stay at `first`
+    optimizer    the optimizer's class, if a configuration or the user named it and this class
+                 reads its step from here
     """
 
     where: str = field(name="in")
@@ -210,23 +217,23 @@ class StepPlace(Struct, frozen=True):
     optimizer: str | None = None
 
     def number(self, step: float | int) -> Scalar:
-        """The number that this place stores after `step` updates, in its type and shape."""
+        """The value that the optimizer stores after `step` updates, in the type of its step."""
         return Scalar(step + self.first, self.kind, self.shape)
 
     def completed(self, number: int) -> int:
-        """Converts a value that this place stores to the number of completed updates."""
+        """Converts a stored step to the number of completed updates: the inverse of `number`."""
         return number - self.first
 
     def to_state(self) -> dict[str, Any]:
-        """Converts this record to the value of `state.optimizer.step` in a manifest.
+        """Converts this record to JSON: the value of the key `state.optimizer.step` in a manifest.
 
-        The result does not contain `stale`: the manifest has it as `state.optimizer.group_step`.
+        The field `stale` is left out: it has a key of its own, `state.optimizer.group_step`.
         """
         return _document(self, [name for name in self.__struct_fields__ if name != "stale"])
 
     @classmethod
     def of_state(cls, optimizer: Mapping[str, Any]) -> "StepPlace | None":
-        """Reads the step's place from `state.optimizer` of a manifest; None if none is stated."""
+        """Parses `state.optimizer` of a manifest; None if it does not say where the step is."""
         if not (value := _dictionary(optimizer, "step")):
             return None
         place = _record(cls, {"in": "state", "type": "F32", **value})
@@ -234,12 +241,13 @@ class StepPlace(Struct, frozen=True):
 
 
 class Pipeline(Struct, frozen=True):
-    """The pipeline stages of the run, and the layers that their files contain.
+    """The pipeline stages of the run, and the layers in their files.
 
-    `parameters` and `buffers` have a list of names for each stage. `layers` are the numbers in the
-    names of layer files; if there are no such files, the numbers in names of parameters. A tied
-    layer has several files: `tied` maps the number of each file to the layer's key (that of
-    DeepSpeed's TiedLayerSpec).
+    parameters, buffers    for each stage, a list of names
+    layers                 the numbers in the names of layer files; if there are no layer files, the
+                           numbers in the names of parameters
+    tied                   maps the numbers of a tied layer's files to the key of the layer, which
+                           is the key of DeepSpeed's TiedLayerSpec
     """
 
     parameters: Sequence[Sequence[str]]
@@ -256,7 +264,7 @@ class Pipeline(Struct, frozen=True):
         return replace(self, parameters=parameters, buffers=buffers)
 
     def to_state(self) -> dict[str, Any]:
-        """Converts this record to the value of `state.pipeline`, with `tied` as a list of pairs."""
+        """Converts this record to the JSON value of `state.pipeline`; `tied` becomes pairs."""
         return {
             "parameters": [list(names) for names in self.parameters],
             "buffers": [list(names) for names in self.buffers],
@@ -266,20 +274,20 @@ class Pipeline(Struct, frozen=True):
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "Pipeline":
-        """Makes the record from `state.pipeline`; raises ValueError for values of other types."""
+        """Parses the value of `state.pipeline`; raises ValueError if it is malformed."""
         pairs = convert(state.get("tied") or (), tuple[tuple[int, str], ...])
         return _record(cls, {**state, "tied": dict(pairs)})
 
 
 class Vocabulary(Struct, frozen=True):
-    """The number of rows of a vocabulary, and how many are `used`; the other rows are padding."""
+    """The size of a vocabulary: the `rows` of its embedding, of which `used` are not padding."""
 
     rows: int
     used: int
 
 
 class TensorParallel(Struct, frozen=True):
-    """How the run's tensor ranks cut each parameter, and the sizes of the run's vocabularies."""
+    """How the tensor-parallel ranks cut each parameter, and the sizes of the run's vocabularies."""
 
     placements: Mapping[str, Placement]
     vocabularies: Mapping[str, Vocabulary]
@@ -291,20 +299,23 @@ class TensorParallel(Struct, frozen=True):
         return TensorParallel(placements, rows)
 
     def to_state(self) -> dict[str, Any]:
-        """Converts this record to the value of `state.tensor_parallel`; placements become rules."""
+        """Converts this record to JSON, the value of `state.tensor_parallel`.
+
+        Each parameter's cut becomes a text such as `0:2x`.
+        """
         rules = {name: own.text for name, own in self.placements.items()}
         return dict(to_builtins(_Rules(rules, self.vocabularies)))
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "TensorParallel":
-        """Makes the record from `state.tensor_parallel`; other values raise ValueError."""
+        """Parses the value of `state.tensor_parallel`; raises ValueError if it is malformed."""
         rules = _record(_Rules, state)
         placements = {name: from_text(text) for name, text in rules.rules.items()}
         return cls(placements, rules.vocabulary)
 
 
 class _Rules(Struct, frozen=True):
-    """The JSON form of a `TensorParallel`: `rules` has each placement as a text, such as `0:2x`."""
+    """The JSON form of a `TensorParallel`; `rules` maps a parameter to a text such as `0:2x`."""
 
     rules: Mapping[str, str]
     vocabulary: Mapping[str, Vocabulary]
@@ -317,7 +328,7 @@ UNCUT = TensorParallel({}, {})
 def with_cuts(
     state: Mapping[str, Any], pipeline: Pipeline | None, tensor_parallel: TensorParallel | None
 ) -> dict[str, Any]:
-    """Adds the keys `pipeline` and `tensor_parallel` to a state, unless their values are None."""
+    """Adds the keys `pipeline` and `tensor_parallel` to a manifest's state; None adds no key."""
     cuts = {"pipeline": pipeline, "tensor_parallel": tensor_parallel}
     return {**state, **{key: own.to_state() for key, own in cuts.items() if own is not None}}
 
@@ -331,10 +342,10 @@ def with_facts(
     states: States = NO_STATES,
     groups: int = 0,
 ) -> dict[str, Any]:
-    """The key `state` of a manifest's JSON: the program's state, and facts about its run.
+    """Builds the key `state` of a manifest's JSON: what the program saved, and facts about its run.
 
-    `groups` is the number of the optimizer's param groups. If `engine` is a StateDictEngine that
-    keeps the step in its groups, only the dtype of the step is written (as `group_step`).
+    `groups` is the number of the optimizer's param groups. If a StateDictEngine keeps the step in
+    its param groups, only the dtype of the step is written (as `group_step`).
     """
     state = with_cuts(with_states(state, states, groups), pipeline, tensor_parallel)
     if isinstance(engine, StateDictEngine):
@@ -358,10 +369,10 @@ def with_facts(
 
 
 class Facts(NamedTuple):
-    """The contents of the key `state` in a manifest's JSON, as parsed by `facts_of`.
+    """The parsed key `state` of a manifest's JSON.
 
-    `state` is what the training program saved; the other fields are facts that zckpt has added to
-    it.
+    The field `state` is what the training program saved. The other fields are facts about its run,
+    which zckpt has added.
     """
 
     state: dict[str, Any]
@@ -373,10 +384,10 @@ class Facts(NamedTuple):
 
 
 def facts_of(state: Mapping[str, Any]) -> Facts:
-    """Parses the value that `with_facts` returns; raises ValueError for values of other types.
+    """Parses the key `state` of a manifest's JSON, as `with_facts` builds it.
 
-    The keys tell the kind of engine: `config` or `elastic` means a FlatBufferEngine, `model` a
-    StateDictEngine.
+    The keys of `engine` show its class: `config` or `elastic` means FlatBufferEngine, and `model`
+    means StateDictEngine. Raises ValueError if a value has a wrong type.
     """
     rest = dict(state)
     keys = ("engine", "pipeline", "tensor_parallel")
@@ -408,9 +419,9 @@ def facts_of(state: Mapping[str, Any]) -> Facts:
 
 
 def _document(record: Struct, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """Converts a record to JSON; if `names` are given, only these fields.
+    """Converts a record to JSON: the fields `names`, or all fields.
 
-    A field is left out if its value is its default, or if it is optional and None.
+    A field is left out if it has its default value, or if it is optional and None.
     """
     document = {}
     for item in fields(record):
@@ -435,9 +446,9 @@ BLANK = {
 
 
 def _record(kind: type[T], document: Mapping[str, Any]) -> T:
-    """Makes a record of class `kind` from JSON; a missing or null field gets its default.
+    """Parses JSON to a record of class `kind`: the inverse of `_document`.
 
-    A field without a default gets an empty value. This function is the inverse of `_document`.
+    A missing or null field gets its default, or an empty value if it has no default.
     """
     nothing = dict.fromkeys(each.encode_name for each in fields(kind) if each.required)
     given = {key: value for key, value in document.items() if value is not None}

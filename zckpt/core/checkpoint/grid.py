@@ -19,10 +19,10 @@ class Grid(Struct, frozen=True):
 
 
 class GridPlace(Struct, frozen=True):
-    """A model rank: its number in the grid of ranks, and the names of buffers that its file lists.
+    """The pipeline stage and tensor rank of one rank, and the names of buffers in its file.
 
     `tied` maps the number in the name of a tied layer's file to the layer's key. It is None if the
-    files do not state which layers are tied: then only equal values of tensors can show which are.
+    files do not state which layers are tied.
     """
 
     number: int
@@ -31,7 +31,7 @@ class GridPlace(Struct, frozen=True):
     tied: Mapping[int, str] | None = None
 
     def titled(self, name: str) -> str:
-        """Adds this rank to a tensor's name in messages: `pipeline stage 1, tensor rank 0: w`."""
+        """Adds the rank to a tensor's name in messages: `pipeline stage 1, tensor rank 0: w`."""
         grid, (stage, tensor_rank) = self.grid, divmod(self.number, self.grid.tp)
         words = [f"pipeline stage {stage}"] if grid.pp > 1 else []
         words += [f"tensor rank {tensor_rank}"] if grid.tp > 1 else []

@@ -49,10 +49,10 @@ class Size(tuple):  # type: ignore[type-arg]
 
 
 class Global(Struct, frozen=True):
-    """A class, function or constant that a pickle names: `torch.float32`.
+    """The name of a class, function or constant in a pickle, such as `torch.float32`; not imported.
 
-    Raises CorruptCheckpoint for a name that is not a dotted identifier: in a pickle, a line's end
-    in a name would begin another instruction.
+    Raises CorruptCheckpoint unless the name is a dotted path of identifiers. In a pickle, a line
+    end inside a name would begin another instruction.
     """
 
     name: str
@@ -75,11 +75,13 @@ It cannot be written to a pickle. The items of OmegaConf's containers refer to t
 
 
 class Foreign(Struct, eq=False):
-    """An object of a class that is not imported: `function(*arguments)`, then its state.
+    """An object in a pickle whose class is not imported, as the data that would create it.
 
-    `how` is the pickle's way to create the object: "call" (REDUCE) or "new" (NEWOBJ:
-    `cls.__new__`). `appended` holds the values that the opcode APPENDS adds to the object, `items`
-    the pairs of SETITEMS.
+    function, arguments    the call that creates the object
+    how                    how the pickle calls it: "call" (REDUCE) or "new" (NEWOBJ: cls.__new__)
+    state                  what BUILD would set afterwards
+    appended               the values that APPENDS adds to the object
+    items                  the pairs that SETITEMS adds
     """
 
     function: "Global | Foreign"
@@ -92,7 +94,7 @@ class Foreign(Struct, eq=False):
 
     @classmethod
     def instance(cls, name: str, **attributes: Any) -> "Foreign":
-        """An object of the class `name` as pickle makes it: `cls.__new__`, then its attributes."""
+        """The record of an instance of class `name` with these attributes, as pickle creates it."""
         return cls(known_global(name), (), attributes or None, "new")
 
     def __repr__(self) -> str:
@@ -100,7 +102,7 @@ class Foreign(Struct, eq=False):
 
     @property
     def name(self) -> str:
-        """The dotted name of the class or function."""
+        """The dotted name of the object's class, or of the function that creates it."""
         function = self.function
         while isinstance(function, Foreign):  # the result of a call, which is called again
             function = function.function
@@ -108,9 +110,10 @@ class Foreign(Struct, eq=False):
 
 
 class Scalar(Struct, frozen=True):
-    """A tensor of one element, by value; `dtype` is named as in safetensors.
+    """A number: a tensor of one element, or a Python number.
 
-    A Python number has the dtype `int`, `float` or `bool`, and no shape.
+    `dtype` is the tensor's dtype as in safetensors (`F32`). For a Python number it is `int`,
+    `float` or `bool`, and `shape` is empty.
     """
 
     value: float | int | bool
@@ -118,15 +121,15 @@ class Scalar(Struct, frozen=True):
     shape: tuple[int, ...] = ()
 
     def unwrapped(self) -> "Scalar | float | int | bool":
-        """The plain number if this scalar was a Python number; otherwise the scalar itself."""
+        """Returns a Python number as a plain `int`, `float` or `bool`, and a tensor unchanged."""
         kind = PYTHON_NUMBERS.get(self.dtype)
         return self if kind is None else kind(self.value)
 
 
 class TensorName(Struct, frozen=True):
-    """A tensor inside a saved state: `name` is the parameter name of its entry (slot `state`).
+    """Stands for a tensor inside the program's saved state, such as a random state.
 
-    The tensor's elements are found through that entry of the manifest.
+    The manifest has the tensor as an entry with the parameter name `name` and the slot `state`.
     """
 
     name: str
@@ -140,18 +143,15 @@ def is_number(value: Any, tensor: type[Any]) -> bool:
 
 
 def types_in(values: Iterable[Any]) -> set[type]:
-    """The set of the values' types.
-
-    It is found without a Python loop, because lists may be very long.
-    """
+    """The set of the values' types, found without a Python loop: lists may be very long."""
     return set(map(type, values))
 
 
 def map_values(value: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """Copies a container, with each item replaced by `change(item, key)`.
+    """Copies a container, and replaces each item by `change(item, key)`.
 
-    Items that contain no other values, such as numbers and texts (PLAIN), stay as they are. `key`
-    is different for each item of one container.
+    `key` is different for each item. Numbers, texts and other items of the types PLAIN stay as they
+    are.
     """
     kind = type(value)
 
@@ -180,11 +180,10 @@ def map_values(value: Any, change: Callable[[Any, Any], Any]) -> Any:
 
 
 def inside(path: str, key: Any) -> str:
-    """The path of an item: `client_state.rng`.
+    """Appends a key to the path of a container, as in `client_state.rng`; equal paths never occur.
 
-    Unusual keys are written as by `repr`, so paths are unique. A path that would be longer than
-    MAX_PATH ends with a hash. Every value of a large state has a path, and each would otherwise
-    repeat a long key.
+    Unusual keys are written as by `repr`. A path longer than MAX_PATH ends with a hash instead,
+    because every value below a long key would repeat that key.
     """
     full = f"{path}.{key if isinstance(key, str) and _is_word(key) else repr(key)}"
     if len(full) <= MAX_PATH:
@@ -203,7 +202,6 @@ def nested(value: Any, *keys: Any) -> Any:
 
 
 def _is_word(key: str) -> bool:
-    """Whether a key consists of letters, digits, `_` and `-`, and begins with a letter or `_`."""
     letters = key.replace("_", "a")
     first = letters[:1]
     return letters.replace("-", "a").isalnum() and first != "-" and not first.isdecimal()
@@ -228,16 +226,19 @@ def _too_many(most: int, noun: str) -> CorruptCheckpoint:
 def require_tree(
     value: Any, most: int, most_containers: int, most_nested: int = MAX_NESTING
 ) -> None:
-    """Raises CorruptCheckpoint for a value that is too large or too nested for recursive functions.
+    """Raises CorruptCheckpoint for a value that is too large or nested for recursive functions.
 
-    Such functions visit a container once for every reference to it. A small pickle can refer to one
-    container a million times, or double the references with every level. So containers are counted
-    once per reference: there may be at most `most` values in all, and `most_containers` containers,
-    nested at most `most_nested` deep. A container within itself is refused, except for an object:
-    ITSELF replaces the reference.
+    A recursive function visits a container once for every reference to it. A small pickle can refer
+    to one container a million times, or double the references at every level. So a container counts
+    once per reference.
 
-    Keys count as values too. A text counts as one value per 64 characters. In a list that has only
-    numbers, two numbers count as one value, because they are less work.
+        most               the allowed number of values; a key is a value, a text is one per 64
+                           characters, and two numbers in a list of numbers count as one
+        most_containers    the allowed number of containers
+        most_nested        the allowed depth
+
+    A container that contains itself is refused. In an object, a reference to itself is replaced by
+    ITSELF.
     """
     # of each finished container: values, containers, depth
     done: dict[int, tuple[int, int, int]] = {}
@@ -284,7 +285,7 @@ def require_tree(
             continue
         begun[key] = work, parts
         if not begun.keys().isdisjoint(map(id, parts)):
-            _cut(top, begun)
+            _replace_cycles(top, begun)
             parts[:] = [part for part in parts if id(part) not in begun]
         for part in parts:
             if id(part) not in done:
@@ -294,11 +295,12 @@ def require_tree(
                     waiting.append(part)
 
 
-def _cut(value: Any, outer: Collection[int]) -> None:
-    """Puts ITSELF in place of each reference from `value` back to an object that contains it.
+def _replace_cycles(value: Any, outer: Collection[int]) -> None:
+    """Replaces references from `value` back to an object that contains it by the constant ITSELF.
 
     `outer` has the ids of all containers and objects around `value`. Raises CorruptCheckpoint for a
-    reference back to a container, or inside a value that cannot be changed, such as a tuple.
+    reference back to a container such as a list. The same error is raised if the reference is
+    inside a tuple or another value that cannot be changed.
     """
     pairs: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
@@ -312,7 +314,7 @@ def _cut(value: Any, outer: Collection[int]) -> None:
 
 
 def _parts(value: Any) -> Collection[Any]:
-    """Returns everything that a container refers to, once for each reference."""
+    """The values that a container refers to; a value with two references is listed twice."""
     if isinstance(value, dict):
         parts = [*value.values()]
         if not types_in(value) <= {int, Global}:
@@ -348,7 +350,7 @@ def require_spread(keys: Iterable[Hashable]) -> None:
 
 
 def to_json(value: Any) -> Any:
-    """Encodes a value as tagged JSON: an object with one `$` key stands for a tuple, bytes etc.
+    """Encodes a value as tagged JSON: `{"$tuple": [1, 2]}` stands for a tuple, and so on.
 
     Raises CorruptCheckpoint for a value that is too large, or of a type that no pickle yields.
     """

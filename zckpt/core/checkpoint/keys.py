@@ -29,9 +29,10 @@ def has_texts_alone(manifest: Manifest) -> bool:
 
 
 def in_doubt(value: Any, path: str) -> Iterator[str]:
-    """Yields the paths of dictionaries whose keys are all texts of numbers, such as "0.9".
+    """Yields the paths of dictionaries whose keys all look like numbers, such as "0.9".
 
-    These keys may have been numbers before torch.distributed.checkpoint saved them.
+    torch.distributed.checkpoint saves every key as a text. So these keys may have been numbers
+    before.
     """
     if type(value) in _DICTIONARIES and value and all(map(_is_text_of_number, value)):
         yield path
@@ -42,7 +43,6 @@ def in_doubt(value: Any, path: str) -> Iterator[str]:
 
 
 def _is_text_of_number(key: Any) -> bool:
-    """Whether a key is a text that Python writes for some number, such as `0.9`."""
     for kind in (int, float):
         try:
             if isinstance(key, str) and len(key) < 100 and str(kind(key)) == key:
@@ -53,9 +53,9 @@ def _is_text_of_number(key: Any) -> bool:
 
 
 def matched(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
-    """If the keys of one manifest are all texts, converts the keys of the other one to texts too.
+    """Makes the keys of two manifests comparable: all texts, if one of them has only texts.
 
-    Returns both manifests, ready to be compared.
+    Returns both manifests.
     """
     if has_texts_alone(a) or has_texts_alone(b):
         return with_texts(a), with_texts(b)
@@ -63,10 +63,10 @@ def matched(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
 
 
 def with_texts(manifest: Manifest) -> Manifest:
-    """Converts all keys of dictionaries in the state and the groups to texts.
+    """Converts all dictionary keys in a manifest's state and param groups to texts.
 
-    A dictionary keeps its keys if two of them would become equal. If a number is part of the path
-    that names a tensor in the state, the tensor is renamed accordingly.
+    A dictionary keeps its keys if two of them would become equal. The name of a tensor in the state
+    is the path of its keys, so the tensor may be renamed.
     """
     names: dict[str, str] = {}
 

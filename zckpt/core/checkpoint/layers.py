@@ -1,4 +1,7 @@
-"""Derives from a parameter's name its layer, and its kind within the layer."""
+"""Finds the layer of a parameter from its name, and its kind within the layer.
+
+`model.layers.3.mlp.weight` is in layer `layers.3`, and its kind is `mlp.weight`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class Places(Struct, frozen=True):
         return self.of[parameter][0]
 
     def name(self, parameter: str) -> str:
-        """The name of the parameter's layer (its row in the table), as reports show it."""
+        """The name of the parameter's layer in reports, such as `layers.3`."""
         return self.names[self.of[parameter][0]]
 
     def layer(self, parameter: str) -> str:
@@ -36,12 +39,12 @@ class Places(Struct, frozen=True):
 
 
 def places_of(parameters: Iterable[str]) -> Places:
-    """Arranges parameters, given in the order of the model, as a table of layers and kinds.
+    """Arranges parameters as a table: a row for each layer, a column for each kind of parameter.
 
-    Each layer is a row. The rows of all numbered layers follow each other, sorted by number, and
-    begin where the first parameter of a numbered layer stood. If there is only one stack of layers,
-    the prefix of its name is dropped from all names. If there are several stacks, their names are
-    part of the rows' names. A name without a number is in the row of its first part: `norm` for
+    The parameters are given in the order of the model. All numbered layers become consecutive rows,
+    sorted by number, which begin where the first of these layers stood. A row is named by its
+    number, or by its stack and number (`encoder.3`) if there are several stacks of layers. A
+    parameter outside of numbered layers is in a row named after its module: `norm` for
     `model.norm.weight`.
     """
     matches = {name: LAYER.fullmatch(name) for name in dict.fromkeys(parameters)}

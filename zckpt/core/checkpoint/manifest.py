@@ -31,12 +31,14 @@ Hex = Annotated[str, Meta(pattern=r"\A[0-9a-f]{8}\Z")]
 
 
 class Parameter(Struct, frozen=True):
-    """The facts about a parameter, apart from its tensors and states.
+    """Facts about one parameter; its tensors are entries of the manifest.
 
-    `step` counts completed updates; it is None if the optimizer keeps no step. `group` is the
-    parameter's position in the manifest's groups; it is None if the parameter is frozen or the
-    manifest has no groups. `updated` is False for a trainable parameter without any state, if the
-    optimizer counts updates of other parameters.
+    step         the number of completed updates; None if the optimizer keeps no step
+    group        the index of its param group in the manifest; None if it is frozen, or if the
+                 manifest has no groups
+    aliases      further names of a tied parameter
+    updated      False if the optimizer has never updated this trainable parameter: it has no
+                 state, while other parameters have a step
     """
 
     shape: tuple[int, ...]
@@ -48,7 +50,7 @@ class Parameter(Struct, frozen=True):
 
 
 def parameters_to_json(parameters: Mapping[str, Parameter], states: States) -> dict[str, Any]:
-    """Converts parameters, with their steps and other numbers, to JSON.
+    """Converts parameters, with their steps and one-number optimizer states, to JSON.
 
     Universal manifests and saved proofs (`--save-proof`) contain this JSON.
     """
@@ -68,9 +70,7 @@ def parameters_to_json(parameters: Mapping[str, Parameter], states: States) -> d
     }
 
 
-class _Stated(Struct):
-    """The JSON form of one parameter."""
-
+class _ParameterJson(Struct):
     shape: Sizes
     trainable: bool
     group: int | None
@@ -82,10 +82,13 @@ class _Stated(Struct):
 def parameters_from_json(
     document: Mapping[str, Any],
 ) -> tuple[dict[str, Parameter], list[StateRow]]:
-    """Parses the JSON of `parameters_to_json`; other JSON raises one of the errors in MALFORMED."""
+    """Parses the JSON of `parameters_to_json`: returns the parameters and their one-number states.
+
+    Malformed JSON raises one of the errors in MALFORMED.
+    """
     parameters, numbers = {}, list[StateRow]()
     for name, item in document.items():
-        item_record = convert(item, _Stated)
+        item_record = convert(item, _ParameterJson)
         for key, scalar in item_record.scalars.items():
             numbers.append(StateRow(key, "number", (name,), _scalar_from_json(scalar)))
         step = step_from_json(item_record.step)
@@ -96,9 +99,9 @@ def parameters_from_json(
 
 
 class _Field(Struct):
-    """The JSON types of a shape and a CRC-32, for msgspec to decode them.
+    """The JSON types of a shape and a CRC-32, as fields so that msgspec decodes them fast.
 
-    msgspec analyzes a Struct only once, so decoding by its fields is fast.
+    msgspec analyzes a Struct only once.
     """
 
     sizes: Sizes = ()
@@ -124,7 +127,7 @@ def step_from_json(value: Any) -> float | int | None:
 
 
 def is_step(value: Any) -> bool:
-    """Whether a value is a number that an optimizer's counter can have: finite, within 64 bits."""
+    """Whether a value can be an optimizer's step: an int or float, and smaller than 2**63."""
     return type(value) in (int, float) and abs(value) < MAX_STEP
 
 
@@ -134,7 +137,7 @@ def crc_from_json(value: Any) -> int:
 
 
 def _scalar_to_json(scalar: Scalar) -> dict[str, Any]:
-    """Converts a scalar to JSON. As in older versions, `shape` is left out if it is empty."""
+    """Converts a scalar to JSON; `shape` is left out if it is empty, as older versions did."""
     shape = {"shape": list(scalar.shape)} if scalar.shape else {}
     return {"value": to_json(scalar.value), "dtype": scalar.dtype, **shape}
 
@@ -149,10 +152,10 @@ def _scalar_from_json(document: Mapping[str, Any]) -> Scalar:
 
 
 class Sighting(Struct, frozen=True):
-    """A place in the files that states a step, with its value.
+    """A step that zckpt found in the files, and where.
 
-    `truth` is True if the optimizer reads its step from this place. `counter` is the counter's name
-    if the place is a counter of the trainer program, else "".
+    `truth` is True if the optimizer reads its step from this place. `counter` is the name of the
+    training program's counter if the step was found there, else "".
     """
 
     where: str
@@ -162,7 +165,7 @@ class Sighting(Struct, frozen=True):
 
 
 def steps_to_json(steps: Iterable[Sighting]) -> list[dict[str, Any]]:
-    """The places that state steps, as JSON, for reports and universal manifests."""
+    """Converts the steps found in the files to JSON, for reports and universal manifests."""
     return [{"where": each.where, "step": each.step, "truth": each.truth} for each in steps]
 
 
@@ -262,7 +265,7 @@ class Files(Struct, frozen=True):
 
 
 class Notices(Struct, frozen=True):
-    """Notices from a reader: warnings, and what the files leave uncertain about names or states."""
+    """What a reader reports: warnings, and whether the files leave names or states uncertain."""
 
     warnings: tuple[Notice, ...] = ()
     """Warnings for the user."""
@@ -302,7 +305,7 @@ class Notices(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True):
-    """The description of one checkpoint: its tensors, parameters, groups and states, without bytes.
+    """One checkpoint without its bytes: its tensors, parameters, param groups and states.
 
     It has three further parts: `run`, `files` and `notices`. Parameters are in the order of the
     optimizer, followed by frozen parameters, and then buffers. The method `replace` changes fields
@@ -356,7 +359,10 @@ class Manifest(Struct, frozen=True):
     notices: Notices = field(default_factory=Notices)
 
     def replace(self, **changes: Any) -> "Manifest":
-        """Replaces fields of the manifest or of its parts; all fields have different names."""
+        """Copies the manifest with other values of fields, including those of its three parts.
+
+        The parts are `run`, `files` and `notices`; no two of their fields have the same name.
+        """
         own_fields = {name: changes.pop(name) for name in self.__struct_fields__ if name in changes}
         for name in ("run", "files", "notices"):
             part = own_fields.get(name, getattr(self, name))
@@ -403,20 +409,22 @@ class Manifest(Struct, frozen=True):
 
     @property
     def whole_state(self) -> dict[str, Any]:
-        """The `state`, plus the optimizer's states, the pipeline and the tensor-parallel cuts.
+        """All that is not a tensor: `state`, optimizer states, pipeline, tensor-parallel cuts.
 
-        If the checkpoint is converted for another engine, that engine may not keep all of these
-        values.
+        A checkpoint of another engine may be unable to keep some of these values.
         """
         return with_cuts(self.state_with_states, self.run.pipeline, self.run.tensor_parallel)
 
     @property
     def state_with_states(self) -> dict[str, Any]:
-        """The `state` with the optimizer's states added, as a universal checkpoint has it."""
+        """The program's saved values (`state`) with the optimizer's states, as in manifest.json."""
         return with_states(self.state, self.states, len(self.groups or ()))
 
     def with_state(self, state: Mapping[str, Any]) -> "Manifest":
-        """Returns a manifest whose `state_with_states` equals `state`."""
+        """Replaces the saved values and the optimizer's states by those in `state`.
+
+        `state` has the form of `state_with_states`.
+        """
         optimizer = state.get("optimizer") or {}
         rest = {key: value for key, value in state.items() if key != "optimizer"}
         if "optimizer" in self.state:
@@ -432,12 +440,12 @@ class Manifest(Struct, frozen=True):
         return replace(self, state=rest, states=states)
 
     def titled(self, name: str) -> str:
-        """The tensor's name for messages; with the rank, if this manifest describes one rank."""
+        """The name of a tensor for messages; a manifest of one rank adds the rank to it."""
         return name if self.place is None else self.place.titled(name)
 
     @property
     def source(self) -> dict[str, Any]:
-        """The `origin` as JSON, for reports and manifest.json."""
+        """The format and the parallel sizes of the original checkpoint, as JSON (key `source`)."""
         return self.run.origin.to_json()
 
     @property
@@ -454,23 +462,23 @@ class Manifest(Struct, frozen=True):
 
     @property
     def owners(self) -> dict[str, str]:
-        """Maps each alias of a tied weight to the name under which its tensor is stored."""
+        """Maps each further name of a tied weight to the name under which its tensor is stored."""
         every = (item for own in self.rank_manifests for item in own.parameters.items())
         return {alias: name for name, item in every for alias in item.aliases}
 
     @property
     def slots(self) -> dict[str, list[Entry]]:
-        """The entries grouped by slot (`param`, `exp_avg` and so on), in the manifest's order."""
+        """Maps each slot (`param`, `exp_avg` and so on) to its tensors, in the manifest's order."""
         return by_key((entry.slot, entry) for entry in self.entries.values())
 
 
 def fitting_roots(
     roots: Iterable[str], parameters: Mapping[str, Parameter], model: Mapping[str, Parameter]
 ) -> list[str]:
-    """Selects the `roots` (name prefixes) under which `parameters` contains the complete `model`.
+    """Selects the name prefixes `roots` under which `parameters` contains a complete `model`.
 
-    Under the root `a`, the model's parameter `w` is called `a.w` in `parameters`. Each parameter of
-    `model` must be there, with the same shape.
+    Under the prefix `a`, the parameter `w` of `model` must be in `parameters` as `a.w`, with the
+    same shape.
     """
     return [
         root
@@ -486,7 +494,10 @@ _OF_SLOTS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_")
 
 
 def slot_name(key: str) -> str:
-    """The slot for a key of an optimizer's state: `Exp-Avg` is escaped as `esc__45xp_2d_41vg`."""
+    """Escapes the key of an optimizer state for file names: `Exp-Avg` is `esc__45xp_2d_41vg`.
+
+    A key of lowercase letters, digits and `_` stays as it is.
+    """
     plain = key and _OF_SLOTS.issuperset(key) and not key.startswith("esc_")
     if plain and key not in RESERVED_SLOTS:
         return key
@@ -496,7 +507,7 @@ def slot_name(key: str) -> str:
 
 
 def slot_key(slot: str) -> str:
-    """The key of an optimizer's state that a slot stands for: the inverse of `slot_name`."""
+    """Undoes the escape of `slot_name`: returns the key in the optimizer's state."""
     if not slot.startswith("esc_"):
         return slot
     escaped = slot.removeprefix("esc_").encode("ascii")

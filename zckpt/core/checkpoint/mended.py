@@ -39,15 +39,17 @@ Value = float | int | bool | str | None
 
 
 class Mended(Struct, frozen=True):
-    """A range of bytes that `zckpt mend` restored within one record (such as a zip member).
+    """One repair by `zckpt mend`: a range of restored bytes, or one restored value.
 
-    `file` is a path below the checkpoint, `offset` the first restored byte in this file, and
-    `bytes` the number of restored bytes. `bit` is set if a single bit had flipped: it is that bit's
-    number. If a single `element` of the `tensor` was restored, `before` and `after` are its values.
-    `chance` is the probability that damage to many bits would have led to the same repair.
-    `witness` names the bytes that confirm the restored ones; or, if the bytes were lost and zckpt
-    chose new ones, where these are from. `value` is the name of a restored value that is no tensor,
-    such as `global_steps`; `after` has this value if it is a number or a text.
+    file, offset, bytes    the file below the checkpoint, the first restored byte, and how many
+    bit                    the number of the bit, if a single bit had flipped
+    tensor, element        the repaired tensor, and its element if only one was repaired
+    before, after          the values of this element
+    chance                 the probability that damage to many bits would look the same
+    witness                the bytes that confirm the repair; or, if bytes were lost and zckpt chose
+                           new ones, where it took them from
+    value                  the name of a value that is no tensor, such as `global_steps`; then
+                           `after` is its new value if it is a number or a text
     """
 
     file: str
@@ -65,9 +67,9 @@ class Mended(Struct, frozen=True):
 
 
 class MadeValue(Struct, frozen=True):
-    """A value that replaces a lost one, and is not a tensor.
+    """A value that is no tensor and replaces a lost one, such as a step.
 
-    `how` is the phrase by which a report says where the value is from.
+    `how` is the phrase by which a report says where the value comes from.
     """
 
     name: str

@@ -26,7 +26,7 @@ STEP = "step"
 
 
 class _States(Struct, frozen=True):
-    """The keys of one parameter's states, and which are tensors of the parameter's shape."""
+    """The optimizer states of one parameter: their keys, and which have the parameter's shape."""
 
     name: str
     axes: int
@@ -35,12 +35,12 @@ class _States(Struct, frozen=True):
 
 
 def missing_states(manifest: Manifest) -> tuple[list[Notice], list[Notice]]:
-    """Warns about parameters that lack some optimizer states, or all of them.
+    """Warns about parameters that have lost some optimizer states, or all of them.
 
-    Returns two lists: the warnings about parameters that lack some states, and the warnings about
-    parameters without any state. A parameter that lacks some states is compared with the parameters
-    of its group that have the same number of axes. Only a state of the parameter's shape, or the
-    step, can count as lost. There is no warning in two cases:
+    Returns two lists of warnings: about parameters that lack some states, and about parameters
+    without any state. A parameter is compared with the parameters of its param group that have the
+    same number of axes. Only the step, and states of the parameter's shape, can count as lost.
+    Nothing counts as lost in two cases:
 
         the parameter has another state instead, which the compared parameters lack
         most of the compared parameters lack the same state
@@ -67,7 +67,6 @@ def _missing_of_some(groups: Sequence[list[_States]]) -> list[Notice]:
 
 
 def _missing_all(groups: Sequence[list[_States]]) -> list[Notice]:
-    """Warns about parameters without any state, if other parameters of their group have states."""
     names = [
         states.name
         for group in groups
@@ -88,7 +87,7 @@ def _missing_all(groups: Sequence[list[_States]]) -> list[Notice]:
 
 
 def _groups(manifest: Manifest) -> Iterator[list[_States]]:
-    """Yields, for each group of the optimizer, the states of its trained parameters."""
+    """Yields a list for each param group: the states of each of its trained parameters."""
     slots = {entry.slot for rank in manifest.rank_manifests for entry in rank.entries.values()}
     key_of = {slot: slot_key(slot) for slot in slots if is_optimizers(slot)}
     # a group's step is stated also for parameters that were never updated
@@ -117,10 +116,10 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
 
 
 class _Kinds:
-    """Counts parameters by the set of their state keys.
+    """Counts the parameters of a param group by the set of optimizer states that they have.
 
-    `holders` maps a key to the number of parameters that have it. `having` maps a key to the sets
-    that contain it.
+    `holders` maps the key of a state to the number of parameters that have it. `having` maps it to
+    the sets that contain it.
     """
 
     def __init__(self, counts: Counter[frozenset[str]]) -> None:
@@ -132,7 +131,7 @@ class _Kinds:
 
 
 def _missing_in(group: list[_States]) -> Iterator[tuple[_States, set[str]]]:
-    """Yields each parameter of a group that has lost states, with the keys of these states."""
+    """Yields parameters of one group that have lost states, with the keys of these states."""
     kinds = Counter((states.axes, states.keys) for states in group if states.keys)
     if len(kinds) < 2:
         return
@@ -147,12 +146,12 @@ def _missing_in(group: list[_States]) -> Iterator[tuple[_States, set[str]]]:
 
 
 def _missing(keys: frozenset[str], like: _Kinds, every: _Kinds) -> set[str]:
-    """The keys that a parameter with the states `keys` has lost, by comparison with its group.
+    """The optimizer states that a parameter with the states `keys` has lost.
 
-    `every` counts all parameters of the group; `like` counts those with the same number of axes. A
-    key counts as lost if at least half of the parameters in `like` have it. If `like` has only this
-    one parameter, all other parameters of the group must have the key. In both cases, one of the
-    parameters with the key must also have all of `keys`.
+    `every` counts all parameters of its group, `like` those with the same number of axes. A state
+    counts as lost if at least half of the parameters in `like` have it. If `like` has only this one
+    parameter, all other parameters of the group must have the state. In both cases, one of the
+    parameters with the lost state must also have all of `keys`.
     """
     alone = len(like.counts) == 1 and like.counts[keys] == 1
     # the only parameter with this number of axes: all others must have the key

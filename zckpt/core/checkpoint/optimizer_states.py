@@ -36,7 +36,7 @@ OF_OTHERS = "optimizer.other"
 
 
 class Part(Struct, frozen=True):
-    """How a flat buffer is cut over `dp` ranks.
+    """How the data-parallel ranks cut one flat buffer: into `dp` parts.
 
     `starts` has the index, in the buffer, of each parameter's first element.
     """
@@ -47,13 +47,16 @@ class Part(Struct, frozen=True):
 
 
 class StateRow(Struct, frozen=True):
-    """A state of the optimizer: its `key`, the parameters that have it, and its value.
+    """One optimizer state that is not a tensor of its parameter's shape.
 
-    There are several `parameters` if the state belongs to a part of a flat buffer, or was not read.
-    An estimated hyper-parameter has a `group` instead. `value` consists of plain data and records
-    of inert.py, never of objects of imported classes. For the forms `partition` and `estimate`, it
-    is a list of all ranks' values. For the form `unsupported` it is a text of JSON that names
-    `tensors`; "" if the value is unknown. `reason` says why a state is unsupported.
+    key           the key in the optimizer's state, such as `mu_product`
+    form          what the state is: see the table at the top of this module
+    parameters    the parameters that have it; several if it belongs to a part of a flat buffer, or
+                  if zckpt did not interpret it
+    value         plain data, without imported classes; for `partition` and `estimate` a list of the
+                  values of all ranks; for `unsupported` JSON text that names `tensors`, or ""
+    group         the param group of an estimated hyper-parameter
+    reason        why an unsupported state is unsupported
     """
 
     key: Any
@@ -67,7 +70,7 @@ class StateRow(Struct, frozen=True):
 
 
 class States(Struct, frozen=True, dict=True):
-    """The optimizer states in a manifest, as rows (`StateRow`).
+    """The optimizer states of a manifest that are not tensors of a parameter's shape: rows.
 
     Rows with the same `form` and the same parameter are adjacent.
     """
@@ -93,19 +96,16 @@ class States(Struct, frozen=True, dict=True):
         return self.where(lambda row: row.form not in forms)
 
     def numbers(self, form: Form) -> dict[Any, Any]:
-        """Maps keys to values that belong to no parameter.
+        """Maps keys to values that belong to the optimizer, and to no single parameter.
 
         `form` is `among` for values inside the optimizer's dictionary `state`, `beside` for values
-        next to it.
+        next to this dictionary.
         """
         return {row.key: row.value for row in self.of_form(form)}
 
     @cached_property
     def scalars(self) -> dict[str, dict[str, Scalar]]:
-        """Maps each parameter to its states of one number.
-
-        They are Python numbers, or tensors of one element.
-        """
+        """Maps each parameter to its one-number states, such as `{"mu_product": Scalar(...)}`."""
         return self._by_parameter("number")
 
     @cached_property
@@ -114,10 +114,11 @@ class States(Struct, frozen=True, dict=True):
         return self._by_parameter("other")
 
     def by_rank(self, groups: int) -> list[dict[Any, Any]]:
-        """For each group, a dictionary from estimated hyper-parameters to the values of all ranks.
+        """Lists, for each param group, the hyper-parameters that ranks estimate for themselves.
 
-        The list is empty if no rank has estimated any hyper-parameter. Otherwise it has `groups`
-        items, or more if an estimate belongs to a later group.
+        A dictionary maps each hyper-parameter to the values of all ranks. The list is empty if no
+        rank estimates any. Otherwise it has `groups` items, or more if an estimate belongs to a
+        later group.
         """
         rows = self.of_form("estimate")
         last = max((row.group or 0 for row in rows), default=-1)
@@ -137,26 +138,26 @@ class States(Struct, frozen=True, dict=True):
         return values
 
     def without(self, keys: Collection[str]) -> "States":
-        """Drops the states with these keys, unless they belong to no parameter.
+        """Drops the states of parameters with these keys.
 
-        Hyper-parameters that each rank estimates for itself are not dropped either.
+        States that belong to no parameter stay. Hyper-parameters that ranks estimate stay too.
         """
         stay = (*OF_NO_PARAMETER, "estimate")
         return self.where(lambda row: row.form in stay or str(row.key) not in keys)
 
     def with_numbers_of(self, owners: Mapping[str, str]) -> "States":
-        """Replaces all one-number states, such as a parameter's own counter.
+        """Replaces the one-number states of parameters, such as their counters.
 
-        `owners` maps a parameter to the parameter whose one-number states it gets. The one-number
-        states of all other parameters are dropped.
+        `owners` maps a parameter to the parameter whose one-number states it gets. A parameter that
+        is not in `owners` loses its one-number states.
         """
         numbers = {name: self.scalars.get(owner, {}) for name, owner in owners.items()}
         return States((*of_parameters("number", numbers), *self.without_form("number")))
 
     def renamed(self, names: Mapping[str, str]) -> "tuple[States, dict[str, str]]":
-        """Renames parameters, and the tensors inside their states.
+        """Renames parameters, and tensors inside their states.
 
-        Also returns a dictionary that maps the old names of these tensors to the new ones.
+        Returns the new states, and a dictionary from old to new names of these tensors.
         """
         tensors: dict[str, str] = {}
 
@@ -188,7 +189,7 @@ NO_STATES = States()
 
 
 def of_parameters(form: Form, values: Mapping[str, Mapping[Any, Any]]) -> list[StateRow]:
-    """Makes rows whose `form` is given; `values` maps a parameter to a dictionary of its states."""
+    """Makes rows of the given `form`; `values[parameter][key]` is the value of a state."""
     return [
         StateRow(key, form, (name,), value)
         for name, states_of_parameter in values.items()
@@ -199,17 +200,17 @@ def of_parameters(form: Form, values: Mapping[str, Mapping[Any, Any]]) -> list[S
 def unsupported(
     key: Any, parameters: Iterable[str], reason: str, value: Any, tensors: Iterable[Entry]
 ) -> StateRow:
-    """Makes a row for a state that is compared, but not interpreted; `value` contains `tensors`."""
+    """Makes the row of a state that zckpt compares and never writes; `value` contains `tensors`."""
     content = json.dumps(to_json(value), sort_keys=True)
     names = tuple(parameters)
     return StateRow(str(key), "unsupported", names, content, reason, tensors=tuple(tensors))
 
 
 def estimates(groups: Sequence[Mapping[Any, Any]]) -> list[StateRow]:
-    """Makes a row for each hyper-parameter that every rank estimates for itself.
+    """Makes a row for each hyper-parameter that ranks estimate for themselves, as Prodigy does.
 
-    `groups` has a dictionary for each group of the optimizer, which maps a hyper-parameter to the
-    values of all ranks.
+    `groups` has a dictionary for each param group, which maps a hyper-parameter to the values of
+    all ranks.
     """
     return [
         StateRow(key, "estimate", value=value, group=number)
@@ -259,8 +260,8 @@ def with_states(state: Mapping[str, Any], states: States, groups: int) -> dict[s
     return {**state, "optimizer": {**kept, **filled, **members}}
 
 
-class _StatedPart(Struct):
-    """The JSON form of the states that ranks keep for their parts of one flat buffer."""
+class _PartJson(Struct):
+    """The JSON form of states that ranks keep for their parts of a flat buffer."""
 
     states: dict[Any, list[Any]]
     parameters: tuple[str, ...]
@@ -269,11 +270,9 @@ class _StatedPart(Struct):
     starts: tuple[int, ...] = ()
 
 
-class _Stated(Struct):
-    """The JSON form of an optimizer's states."""
-
+class _StatesJson(Struct):
     other: dict[str, dict[Any, Any]] = {}
-    partitions: list[_StatedPart] = []
+    partitions: list[_PartJson] = []
     among: dict[Any, Any] = {}
     beside: dict[Any, Any] = {}
     by_rank: list[dict[Any, Any]] = []
@@ -285,7 +284,7 @@ def states_in(optimizer: Mapping[Any, Any]) -> States:
     Raises ValueError if they are malformed.
     """
     with_values = {key: optimizer[key] for key in KEYS if optimizer.get(key) is not None}
-    record = convert(with_values, _Stated)
+    record = convert(with_values, _StatesJson)
     rows = of_parameters("other", record.other)
     for part in record.partitions:
         rows += _of_part(part)
@@ -295,7 +294,7 @@ def states_in(optimizer: Mapping[Any, Any]) -> States:
     return States(tuple(rows))
 
 
-def _of_part(part: _StatedPart) -> Iterator[StateRow]:
+def _of_part(part: _PartJson) -> Iterator[StateRow]:
     if any(len(own) != part.dp for own in part.states.values()):
         raise ValueError(f"optimizer.{PARTITIONS} lacks the values of some ranks")
     of_ranks = Part(part.stage, part.dp, part.starts)

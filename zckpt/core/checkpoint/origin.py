@@ -14,9 +14,10 @@ OF_ANY_ENGINE = frozenset({"version", "dp", "tag"})
 
 
 class Origin(Struct, frozen=True):
-    """Facts that the files state about the run that saved them; None for facts they do not state.
+    """What the files state about the run that saved them: format, version and parallel sizes.
 
-    A universal checkpoint keeps the origin of the engine that trained.
+    A value is None if the files do not state it. A universal checkpoint keeps the origin of the
+    engine that trained.
     """
 
     format: str | None = None
@@ -65,9 +66,9 @@ class Origin(Struct, frozen=True):
         return {name: size for name, size in sizes.items() if size}
 
     def sequence_ranks(self, dp: int) -> int:
-        """The number of ranks that share a sequence in a run of `dp` ranks.
+        """The number of ranks that share one sequence (sequence parallelism) among `dp` ranks.
 
-        This is the stated sequence-parallel size `sp` if it divides `dp`, else 1.
+        This is the stated size `sp` if it divides `dp`, else 1.
         """
         return self.sp if self.sp and dp % self.sp == 0 else 1
 

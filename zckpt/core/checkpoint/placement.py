@@ -1,6 +1,7 @@
-"""How the ranks of one axis hold parts of complete tensors.
+"""How the ranks of one parallel axis hold parts of complete tensors.
 
-Placement  how the ranks hold one parameter; its kinds, and their names in torch.distributed.tensor:
+A `Placement` says how the ranks hold one parameter. Its kinds, and their names in
+torch.distributed.tensor:
 
     rule            kind                    torch
     replicated      Replicated()            Replicate()
@@ -11,9 +12,9 @@ Placement  how the ranks hold one parameter; its kinds, and their names in torch
     vocab:50257     PaddedRows(50257)       Shard(0), of a tensor with more rows than the model has
     (any other)     Boxes("view")           none
 
-Sliced    how one parameter is cut over ranks
-Row       the parameters of one rank, with their order and shapes
-Table     one axis: `merge` uses its cuts to join ranks, `split` uses its rows to make ranks
+    Sliced    how one parameter is cut over ranks
+    Row       the parameters of one rank, with their order and shapes
+    Table     one axis: `merge` uses its cuts to join ranks, `split` uses its rows to make ranks
 
 A rule is the text of a placement: users write it, and files keep it. `from_text` reads the texts of
 all versions. To add a kind, write a class of it and list the class in `KINDS`.
@@ -40,10 +41,9 @@ STAGE, TENSOR_RANK, EP_RANK = "stage", "tensor rank", "ep rank"
 
 
 class Placement(Struct, frozen=True):
-    """How the ranks of one axis hold one parameter.
+    """How the ranks of one parallel axis hold one parameter; by default each has a replica.
 
-    The properties of this class describe a parameter of which every rank has a replica; the classes
-    of other kinds override them.
+    Each other kind of placement is a subclass that overrides some of these properties.
     """
 
     word: ClassVar[str] = ""
@@ -56,12 +56,12 @@ class Placement(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The rule of this placement, such as `0:2x`, as users and files write it."""
+        """The placement as users and files write it, such as `0:2x`."""
         return self.word
 
     @classmethod
     def of_rule(cls, text: str) -> Placement | None:
-        """Parses the text of a rule; None if it describes another kind of placement.
+        """Parses a placement of this kind that a user has written; None for any other text.
 
         `0:2x` says that ranks cut dimension 0, and that it consists of 2 equal sub-parameters, each
         of which is cut.
@@ -70,40 +70,40 @@ class Placement(Struct, frozen=True):
 
     @property
     def plain(self) -> Placement:
-        """This placement; for `PaddedRows` it is `Cut(0)`, which treats padding as normal rows."""
+        """This placement; `PaddedRows` becomes `Cut(0)`, which treats padding as normal rows."""
         return self
 
     @property
     def row_parts(self) -> object:
-        """The sub-parameters into which the rule cuts rows, as a value for comparison by `==`.
+        """How the rows are divided into sub-parameters, as a value to compare by `==`.
 
-        A layer's weight and its bias must have equal values. None if the rule does not cut rows.
+        A layer's weight and its bias must have equal values. None if the ranks do not cut rows.
         """
         return None
 
     @property
     def fused(self) -> int:
-        """Into how many equal parts the rule divides the rows before it cuts them over ranks.
+        """The number of equal parts into which the rows are divided before ranks cut each part.
 
-        The caller checks whether the layer's rows are fused in this way (gate and up projections):
-        1 for the rule `0`, and 2 for `0:2x`. 0 means that there is nothing to check: the rule cuts
-        no rows or those of a vocabulary, or it states widths, or it is `0:1x`, by which a user
-        states that the rows are not fused.
+        The caller compares it with the model, where gate and up projections may be fused: 2 for the
+        rule `0:2x`, 1 for `0`. 0 means that there is nothing to compare: ranks do not cut rows, or
+        cut a vocabulary, or the rule states widths. `0:1x` gives 0 too: with it the user states
+        that nothing is fused.
         """
         return 0
 
     @property
     def is_by_outputs(self) -> bool:
-        """Whether the rows of a weight are taken to be the outputs of its layer, as in `nn.Linear`.
+        """Whether the rows of a weight are the outputs of its layer, as in `nn.Linear`.
 
-        False for the rule `1:1x`, which states that the rows are the inputs, and for `Boxes`.
+        False for the rule `1:1x`, by which the user states that rows are inputs, and for `Boxes`.
         """
         return True
 
     def agree(self, are_weights: bool) -> bool:
-        """Whether elements that several ranks hold must have equal bytes on all of these ranks.
+        """Whether ranks that hold the same elements must have equal bytes for them.
 
-        `are_weights` is False for states of the optimizer.
+        `are_weights` is False if the elements are optimizer states.
         """
         return True
 
@@ -118,10 +118,10 @@ class Placement(Struct, frozen=True):
         return not self.is_cut and not self.agree(are_weights=True)
 
     def sliced(self, shapes: Shapes, says: str) -> Sliced | None:
-        """Joins the ranks' shapes of one parameter to the shape and slices of the complete tensor.
+        """Computes the shape of the complete tensor, and its slices, from the ranks' shapes.
 
-        None for `Boxes`, since only the files state their offsets. `says` is the beginning of the
-        error message. Raises InconsistentCheckpoint for shapes that do not fit together.
+        None for `Boxes`, whose offsets only the files state. `says` is the beginning of the error
+        message. Raises InconsistentCheckpoint if the shapes do not fit together.
         """
         all_shapes = _known(shapes, says)
         if len(set(all_shapes)) > 1:
@@ -152,9 +152,9 @@ class Sum(Placement, frozen=True):
 class Cut(Placement, frozen=True):
     """Each rank has a slice along `axis`: torch's Shard, if there are no sub-parameters.
 
-    `parts` are the widths of the sub-parameters in the complete tensor. If all sub-parameters are
-    equally wide, `equal` is their number instead: 0 if the rule does not state a number, 1 if it
-    states that there is only one.
+    `parts` are the widths of the sub-parameters in the complete tensor, such as those of q, k and
+    v. If all are equally wide, `equal` is their number instead. It is 0 if the rule states no
+    number, and 1 if it states that there is only one.
     """
 
     axis: int
@@ -204,7 +204,7 @@ class Cut(Placement, frozen=True):
         return Sliced((*before, sum(lengths), *behind), pieces, self)
 
     def _widths(self, lengths: Sequence[int], says: str) -> Sequence[Sequence[int]]:
-        """The width along the axis of each sub-parameter on each rank."""
+        """The widths of the slices along the axis: `[j][r]` is sub-parameter j on rank r."""
         if self.parts:
             widths = slicing.even_parts(self.parts, len(lengths))
             if widths is None or sum(self.parts) != sum(lengths):
@@ -274,12 +274,12 @@ KINDS: Sequence[type[Placement]] = (Replicated, Sum, Cut, PaddedRows)
 
 
 def of_rule(text: str) -> Placement | None:
-    """Parses the text of a rule of any kind, such as `0:2x`; None if the text is not a rule."""
+    """Parses a placement that a user has written, such as `0:2x`; None for any other text."""
     return next((own for kind in KINDS if (own := kind.of_rule(text)) is not None), None)
 
 
 def from_text(text: str) -> Placement:
-    """Parses the placement that a file states: a rule such as `0:2x`, else the text of `Boxes`."""
+    """Parses the placement that a file states, such as `0:2x`; an unknown text becomes `Boxes`."""
     return of_rule(text) or Boxes(text)
 
 
@@ -300,9 +300,9 @@ def _on_ranks(shapes: Sequence[tuple[int, ...]]) -> str:
 
 
 class Sliced(Struct, frozen=True):
-    """How a parameter is cut: its full shape, its pieces, and the `placement` that they follow.
+    """How ranks cut one parameter: its full shape, its slices, and the `placement` they follow.
 
-    `vocabulary` is the number of rows that are not padding; None if the parameter is no vocabulary.
+    `vocabulary` is the number of rows without padding; None if the parameter is no vocabulary.
     """
 
     shape: tuple[int, ...]
@@ -312,9 +312,9 @@ class Sliced(Struct, frozen=True):
 
 
 class Row(Struct, frozen=True):
-    """The names of one rank's parameters and buffers, in the rank's order.
+    """The names of one rank's parameters and buffers, in order, and the shapes of its slices.
 
-    `shapes` has the rank's shapes of tensors that it holds only in part.
+    `shapes` has only tensors of which the rank holds a part.
     """
 
     names: Sequence[str]

@@ -46,9 +46,9 @@ _follows: ContextVar[bool] = ContextVar("follows", default=False)
 
 @contextmanager
 def following(links: bool) -> Iterator[None]:
-    """Inside the block, links that lead out of the directory are followed if `links` is true.
+    """Inside the block, links out of the directory are followed if `links` is true.
 
-    The file to which such a link leads is then copied in place of the link.
+    The file at the end of such a link is then copied in place of the link.
     """
     token = _follows.set(links)
     try:
@@ -58,10 +58,10 @@ def following(links: bool) -> Iterator[None]:
 
 
 def leads_out(path: str, root: str) -> bool:
-    """Whether a path, with its links followed, is outside of the directory `root`.
+    """Whether a path, after following its links, is outside of the directory `root`.
 
-    The cache of Hugging Face's hub has `REPOSITORY/snapshots/REVISION/...`, where files are links
-    to `REPOSITORY/blobs/HASH` (huggingface_hub 1.0): these count as inside. Raises OSError.
+    In the cache of Hugging Face's hub, `REPOSITORY/snapshots/REVISION/...` has links to
+    `REPOSITORY/blobs/HASH` (huggingface_hub 1.0). These count as inside. Raises OSError.
     """
     if os.path.dirname(path) == root and not stat.S_ISLNK(os.lstat(path).st_mode):
         return False
@@ -71,7 +71,7 @@ def leads_out(path: str, root: str) -> bool:
 
 
 def _blobs(folder: str) -> Iterator[str]:
-    """Yields paths at which the Hugging Face cache may keep the blobs of the snapshot at `folder`.
+    """Yields the blobs folder of a snapshot in the Hugging Face cache; nothing for other folders.
 
     For `models--ORG--NAME/snapshots/REVISION` it yields `models--ORG--NAME/blobs`.
     """
@@ -82,11 +82,11 @@ def _blobs(folder: str) -> Iterator[str]:
 
 
 def links_out(paths: Iterable[str], omitted: Iterable[Notice], root: str) -> list[Notice]:
-    """A list of one warning about files in `root` that are links to places outside of it.
+    """Warns about files in `root` that are links to places outside of it: a list of one warning.
 
-    `paths` are the files that were read, and `omitted` are notices about files that were left out.
-    Blobs of the Hugging Face cache count as outside here. Files that the user has named are not
-    listed. The list is empty if there is nothing to warn about. Raises OSError.
+    `paths` are files that were read, `omitted` are notices about files that were left out. Links
+    into the Hugging Face cache are reported too; files that the user has named are not. The list is
+    empty if there is no such link. Raises OSError.
     """
     inside, below = real_path(root), os.path.join(os.path.abspath(root), "")
     leading = dict[str, str]()
@@ -148,10 +148,12 @@ def real_path(path: str) -> str:
 
 
 class SiblingList(Struct, eq=False):
-    """Collects the files beside a checkpoint whose directory is `root`.
+    """Collects the files beside a checkpoint that a conversion copies along.
 
-    `files` are to be copied. `omitted` has a notice for each reason why files are left out, and
-    each notice names these files. Hidden files are left out, unless their names are in `listed`.
+    root       the directory of the checkpoint
+    files      the files to copy
+    omitted    a notice for each reason to leave files out, with their names
+    listed     names of hidden files that are copied; other hidden files are left out
     """
 
     root: str
@@ -172,15 +174,15 @@ class SiblingList(Struct, eq=False):
         ]
 
     def refuse(self, names: Iterable[str], reason: str) -> None:
-        """Notes that the files with these names are left out, and why."""
+        """Records that the files with these names are left out, with the reason."""
         for name in names:
             self._refused.setdefault(reason, []).append(name)
 
     def add(self, name: str, path: str) -> None:
-        """Adds a file to those that are copied, or its name to those left out; raises OSError.
+        """Adds a file to those to copy, or to those left out if it may not be copied.
 
-        The fingerprint of a link is taken from the file to which it leads now. If the link leads
-        elsewhere when it is copied, the file counts as changed.
+        A link is recorded with the fingerprint of the file at its end. If the link leads to another
+        file at the time of the copy, the file counts as changed. Raises OSError.
         """
         status: os.stat_result | None = os.lstat(path)
         assert status is not None
@@ -216,11 +218,11 @@ class SiblingList(Struct, eq=False):
         is_other: Callable[[str, os.DirEntry[str]], bool] = lambda name, entry: False,
         root: str | None = None,
     ) -> None:
-        """Adds everything below a folder to the files that are copied along.
+        """Adds all files below a folder to the files that are copied along.
 
-        Paths are relative to `root`, if it is given, else to the folder. `is_other` gets such a
-        path and its directory entry. If it returns true, the file or folder belongs to something
-        else: it is neither copied nor mentioned. Raises OSError.
+        Their names are relative to `root`, or to the folder if there is no `root`. `is_other` is
+        called with such a name and its directory entry. If it returns true, the file or folder
+        belongs to something else, and is neither copied nor reported. Raises OSError.
         """
         closed: set[str] = set()
         above = os.path.join(root or folder, "")
@@ -244,10 +246,10 @@ class SiblingList(Struct, eq=False):
         return entry.is_dir()
 
     def is_out(self, path: str) -> bool:
-        """Whether a link leads out of the directory, and is not to be followed."""
+        """Whether a link leads out of the directory and may not be followed."""
         return not _follows.get() and leads_out(path, self.root)
 
     def is_closed(self, entry: os.DirEntry[str]) -> bool:
-        """Whether a folder is hidden, or is a `lost+found` that may not be listed."""
+        """Whether to skip a folder: a hidden one, or a `lost+found` that this user may not list."""
         is_own = entry.name == "lost+found" and sources.is_denied(entry.path)
         return (entry.name.startswith(".") and entry.name not in self.listed) or is_own

@@ -21,9 +21,10 @@ from ..storage.fragments import Box, Fragments, boxes, boxes_of, range_of_box, t
 
 
 class Piece(Struct, frozen=True):
-    """A block of `sizes` elements that is in slice number `rank` and in the complete tensor.
+    """A block of elements that lies in the slice of `rank` and in the complete tensor.
 
-    It begins at `inside` in the slice, and at `offsets` in the complete tensor.
+    It has the shape `sizes`, and begins at `inside` in the slice and at `offsets` in the complete
+    tensor.
     """
 
     rank: int
@@ -35,10 +36,13 @@ class Piece(Struct, frozen=True):
 class Slicing(Struct, frozen=True):
     """How one tensor is cut into slices, one for each rank.
 
-    `whole` is the shape of the complete tensor, `slices[r]` the shape of slice r. All shapes have
-    the same number of axes. They may differ from the real shapes if they have as many elements
-    (views). Together the `pieces` contain each element of the complete tensor at least once. If
-    several slices hold an element, each of these slices has a piece with it.
+        whole     the shape of the complete tensor
+        slices    the shape of each rank's slice
+        pieces    blocks that together contain each element at least once; an element that several
+                  ranks hold is in a piece of each of them
+
+    All shapes have the same number of axes. They may be views: other shapes with the same number of
+    elements as the real ones.
     """
 
     whole: tuple[int, ...]
@@ -50,10 +54,9 @@ class Slicing(Struct, frozen=True):
         return prod(self.whole)
 
     def covers(self) -> bool:
-        """Whether the pieces contain each element of the tensor, and of every slice, exactly once.
+        """Whether the slices together form the tensor: no element is missing or in two places.
 
-        If several ranks hold the same element of the tensor, only the first of their pieces is
-        counted.
+        For an element that several ranks hold, only the first rank counts.
         """
         if not tile(self.whole, [(piece.offsets, piece.sizes) for piece in self.chosen(0)]):
             return False
@@ -64,14 +67,14 @@ class Slicing(Struct, frozen=True):
 
     @property
     def copies(self) -> int:
-        """The largest number of ranks that hold one element."""
+        """The number of ranks that hold the same element, at most."""
         return max(map(len, self._holders().values()), default=1)
 
     def chosen(self, copy: int) -> list[Piece]:
-        """Selects one piece for each different block of the complete tensor.
+        """Selects pieces that contain each block of the complete tensor once.
 
-        If several ranks hold a block, `copy` is the index, among these ranks, of the rank whose
-        piece is selected; if there are fewer ranks, the last one's.
+        If several ranks hold a block, the piece of rank number `copy` among them is selected, or of
+        the last one if there are fewer.
         """
         return [ranks[min(copy, len(ranks) - 1)] for ranks in self._holders().values()]
 
@@ -111,27 +114,30 @@ def cut(outer: int, inner: int, widths: Sequence[Sequence[int]]) -> Slicing:
 
 
 def dealt(part: int, ranks: int) -> tuple[int, ...]:
-    """How many of `part` elements each rank gets; the first ranks may get one more."""
+    """Deals `part` elements out to ranks as evenly as possible: 7 over 3 ranks gives (3, 2, 2)."""
     return tuple(part // ranks + (rank < part % ranks) for rank in range(ranks))
 
 
 def even(part: int, ranks: int) -> tuple[int, ...] | None:
-    """The width of each rank's slice if the ranks can have equal widths, else None."""
+    """The width of each rank's slice if `part` can be divided evenly among the ranks, else None."""
     return None if part % ranks else dealt(part, ranks)
 
 
 def even_parts(parts: Sequence[int], ranks: int) -> list[tuple[int, ...]] | None:
-    """For each sub-parameter, the equal widths of its slices; None if one cannot be cut equally."""
+    """Divides each sub-parameter evenly among ranks: a tuple of widths for each, or None.
+
+    None if one of the sub-parameters cannot be divided evenly.
+    """
     return None if any(part % ranks for part in parts) else [dealt(part, ranks) for part in parts]
 
 
 def joined(
     slicing: Slicing, slices: Sequence[Fragments | None], size: int, copy: int = 0
 ) -> Fragments:
-    """The fragments of the complete tensor, from those of its slices; `size` is bytes per element.
+    """Locates the elements of the complete tensor in the files of its slices.
 
-    An item of `slices` is None if that slice is empty. If several ranks hold the same elements,
-    `copy` is the index, among these ranks, of the rank whose elements are used.
+    An item of `slices` is None if that rank's slice is empty. If several ranks hold an element, the
+    rank number `copy` among them supplies it. `size` is bytes per element.
     """
     by_rank = by_key((piece.rank, piece) for piece in slicing.chosen(copy))
     parts: list[Box] = []
@@ -165,10 +171,9 @@ def boxes_in(fragments: Fragments | None, shape: Sequence[int], size: int) -> It
 
 
 def _placed(box: Box, piece: Piece, whole: Sequence[int]) -> Box | None:
-    """The part of `box` that lies in `piece`, as a box of the complete tensor.
+    """The part of `box` that lies in `piece`, as a block of the complete tensor; None if empty.
 
-    `box` is a block of one rank's slice, `whole` the shape of the complete tensor. None if the box
-    and the piece do not intersect.
+    `box` is a block of one rank's slice, `whole` the shape of the complete tensor.
     """
     low = [max(pair) for pair in zip(box.offsets, piece.inside, strict=True)]
     ends = zip(box.offsets, box.sizes, piece.inside, piece.sizes, strict=True)

@@ -75,11 +75,10 @@ OF_WRAPPER = "it stands around the optimizer's state dict, where other engines d
 
 
 class State(Struct, frozen=True):
-    """A state of the optimizer, such as `exp_avg`, and the parameters that have it.
+    """One optimizer state, such as `exp_avg`, with all parameters that have it.
 
-    `tensors` maps the name of each parameter to the keys of the entries that hold the state's
-    tensors. `reason` says why a target cannot have the state, or why it was not read; it may be
-    empty.
+    `tensors` maps each of these parameters to the keys of the state's tensors in the manifest.
+    `reason` says why a target cannot have the state, or why it was not read; it may be empty.
     """
 
     key: str
@@ -98,11 +97,11 @@ class State(Struct, frozen=True):
 
 
 def states_of(manifest: Manifest) -> dict[str, State]:
-    """Maps the keys of all optimizer states to `State` records.
+    """Lists the optimizer states of a checkpoint by key, such as `exp_avg`.
 
-    If a state has different forms for different parameters (such as a number for some, and a tensor
-    for others), its record has the one that is last in FORMS. If model ranks are kept separate, the
-    states of all ranks are merged by key.
+    A state may have different forms, such as a number for some parameters and a tensor for others.
+    Then its record has the form that is last in FORMS. The states of model ranks that are not
+    merged are combined by key.
     """
     if manifest.ranks:
         return _united(states_of(rank).values() for rank in manifest.ranks)
@@ -140,14 +139,14 @@ def states_of(manifest: Manifest) -> dict[str, State]:
 
 
 def entries_in(value: Any) -> list[Key]:
-    """The keys of the entries for all tensors inside a state's value, without duplicates."""
+    """The keys of all tensors inside a state's value, which may be nested; no duplicates."""
     return [(name, "state") for name in tensors_in(value)]
 
 
 def _united(states_of_ranks: Iterable[Iterable[State]]) -> dict[str, State]:
-    """Merges the states of several ranks: each key gets the parameters and tensors of all ranks.
+    """Combines the optimizer states of several ranks by key.
 
-    If a state is None on some ranks and a tensor on other ranks, the ranks with None are ignored.
+    A rank where the value is None is ignored if other ranks have a tensor.
     """
     united = {}
     for key, states_of_key in by_key(
@@ -166,7 +165,7 @@ def _united(states_of_ranks: Iterable[Iterable[State]]) -> dict[str, State]:
 
 
 def tensors_in(value: Any) -> list[str]:
-    """The names of the tensors inside a state's value, without duplicates."""
+    """The names of all tensors inside a state's value, without duplicates."""
     names: dict[str, None] = {}
 
     def collect(item: Any, _key: Any = None) -> Any:
@@ -179,10 +178,9 @@ def tensors_in(value: Any) -> list[str]:
 
 
 def with_updates(manifest: Manifest) -> Manifest:
-    """Sets `updated` to False for parameters that were never updated.
+    """Marks parameters that the optimizer has never updated: sets `updated` to False.
 
-    The optimizer lists such a parameter, and has steps for other parameters, but no state and no
-    step for this one. The parameter is frozen, or never used.
+    Such a parameter has no state and no step, while others have a step. It is frozen or never used.
     """
     manifest = manifest.map_ranks(with_updates)
     parameters = manifest.parameters
@@ -202,9 +200,9 @@ def untouched(manifest: Manifest) -> list[str]:
 
 
 def harmless(state: State, manifest: Manifest) -> str:
-    """The reason why a target may lack the state without harm; "" if there is no such reason.
+    """The reason why a checkpoint may lack this state without harm; "" if there is none.
 
-    The reasons: the state is None, or the optimizer recomputes it before use.
+    The state is None, or the optimizer recomputes it before it uses it.
     """
     if state.form == "none":
         return "it is None"
@@ -214,12 +212,11 @@ def harmless(state: State, manifest: Manifest) -> str:
 
 
 def missing_in(source: Manifest, target: Manifest) -> list[State]:
-    """The states of `source` that `target` lacks, each with the parameters concerned.
+    """The optimizer states of `source` that `target` lacks, each with the parameters concerned.
 
-    A parameter of `source` may have another name in `target`, or be a part of another parameter. In
-    that case a state of the parameter counts as missing only if no parameter of `target` has this
-    state. If the model ranks have the same parameters in both manifests, they are compared rank by
-    rank.
+    A parameter may have another name in `target`, or be a part of another parameter. Its state then
+    counts as missing only if no parameter of `target` has this state. If both manifests have the
+    same model ranks, which are not merged, they are compared rank by rank.
     """
     ours, theirs = ([own.parameters.keys() for own in side.ranks] for side in (source, target))
     if ours and ours == theirs:
@@ -248,10 +245,10 @@ def missing_in(source: Manifest, target: Manifest) -> list[State]:
 
 
 def of_vectors(source: Manifest, target: Manifest) -> list[State]:
-    """Finds states of flat buffers that a target with matrices cannot use.
+    """Finds states of vectors that are useless to a target whose optimizer sees matrices.
 
-    In a flat buffer, an optimizer that factors matrices (Adafactor) sees only vectors, and keeps
-    other states for vectors than for matrices. Empty if `target` has flat buffers too.
+    Adafactor keeps other states for matrices than for vectors, and in a flat buffer every parameter
+    is a vector. Empty if `target` has flat buffers too.
     """
     if not _is_flat(source) or _is_flat(target):
         return []
@@ -272,7 +269,7 @@ def of_vectors(source: Manifest, target: Manifest) -> list[State]:
 
 
 def with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
-    """The manifest with these parameters marked as frozen: not trainable, and in no group."""
+    """Returns the manifest with these parameters frozen: not trainable, and in no param group."""
     if not names:
         return manifest
     parameters = {
@@ -283,11 +280,11 @@ def with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
 
 
 def of_numbers(source: Manifest, target: Manifest) -> list[State]:
-    """States with dictionaries whose keys are texts now, but may have been numbers.
+    """Finds states with dictionaries whose keys may have been numbers before they became texts.
 
-    torch.distributed.checkpoint turns all keys into texts, so a target that keeps the types of keys
-    cannot get the original keys. Empty unless all keys of `source` are texts, and those of `target`
-    need not be.
+    torch.distributed.checkpoint turns all keys into texts, so a target that needs the original
+    types cannot get them. Empty unless all keys of `source` are texts, and those of `target` need
+    not be.
     """
     if not has_texts_alone(source) or has_texts_alone(target):
         return []
@@ -298,7 +295,6 @@ def of_numbers(source: Manifest, target: Manifest) -> list[State]:
 
 
 def _is_flat(manifest: Manifest) -> bool:
-    """Whether the optimizer updates flat buffers instead of the parameters themselves."""
     return isinstance(manifest.run.engine, FlatBufferEngine) and bool(
         manifest.run.origin.zero_stage
     )
@@ -308,7 +304,7 @@ def _is_flat(manifest: Manifest) -> bool:
 
 
 def without(manifest: Manifest, keys: Collection[str]) -> Manifest:
-    """The manifest without the states of these keys; keys that it does not have are ignored."""
+    """Returns the manifest without the optimizer states of these keys; unknown keys are ignored."""
     if not keys:
         return manifest
     gone = {*keys}
@@ -329,7 +325,7 @@ def without(manifest: Manifest, keys: Collection[str]) -> Manifest:
 
 
 def require_known(keys: Collection[str], manifests: Sequence[Manifest]) -> None:
-    """Raises WrongOption for a key of which no manifest has a state."""
+    """Raises WrongOption if no manifest has an optimizer state with one of these keys."""
     if not keys:
         return
     all_keys = list(dict.fromkeys(key for manifest in manifests for key in states_of(manifest)))
@@ -343,10 +339,10 @@ def require_known(keys: Collection[str], manifests: Sequence[Manifest]) -> None:
 
 
 def as_unsupported(manifest: Manifest, reason: str) -> Manifest:
-    """Turns some states into unsupported ones, which are only compared.
+    """Turns the optimizer states that zckpt cannot write into states that it only compares.
 
-    These are all states that are neither numbers nor tensors of a parameter's shape. `reason` says
-    why no target gets them. Their tensors are removed from the entries.
+    These are all states except numbers and tensors of a parameter's shape. Their tensors are
+    removed from the manifest's entries. `reason` says why no target gets them.
     """
     apart = manifest.states.of_form("other", "partition")
     if not apart:
@@ -393,7 +389,7 @@ def weights_alone(manifest: Manifest) -> Manifest:
 
 
 class Selection(Struct, frozen=True):
-    """What a command compares: tensors matching a glob, weights only, or all but some states."""
+    """What a command compares: tensors that match a glob, only weights, or all but some states."""
 
     tensors: str | None = None
     weights_only: bool = False
@@ -408,7 +404,7 @@ class Selection(Struct, frozen=True):
             )
 
     def of(self, a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
-        """Reduces both manifests to what is compared; raises WrongOption for an unknown state."""
+        """Removes from both manifests what is not compared; an unknown state raises WrongOption."""
         if self.weights_only:
             return weights_alone(a), weights_alone(b)
         require_known(self.drop_state, (a, b))
@@ -416,7 +412,7 @@ class Selection(Struct, frozen=True):
 
     @property
     def flags(self) -> list[str]:
-        """The options of the command line that make this selection."""
+        """The command-line options that make this selection, such as `--weights-only`."""
         tensors = [] if self.tensors is None else [f"--tensors {shlex.quote(self.tensors)}"]
         weights = ["--weights-only"] if self.weights_only else []
         return [*tensors, *weights, *(f"--drop-state {shlex.quote(k)}" for k in self.drop_state)]
@@ -426,6 +422,6 @@ EVERYTHING = Selection()
 
 
 def in_words(states: Iterable[State]) -> str:
-    """Lists states with their parameters for messages: `GG and Q of fc1.weight, fc2.weight`."""
+    """Lists states and their parameters for a message: `GG and Q of fc1.weight, fc2.weight`."""
     keys = by_key((listed(state.parameters, 4), state.key) for state in states)
     return "; ".join(f"{joined(own)} of {names}" for names, own in keys.items())

@@ -20,9 +20,9 @@ LOST = (
 
 
 def unlisted(manifest: Manifest) -> list[Notice]:
-    """A list of one warning that names the weights which no optimizer lists.
+    """Warns about weights that are in no param group: a list of one warning with their names.
 
-    Empty if there is no optimizer, or if the files themselves state which weights are frozen.
+    The list is empty if there is no optimizer, or if the files state which weights are frozen.
     """
     ranks, engine = manifest.rank_manifests, manifest.run.engine
     # DeepSpeed states which parameters are frozen (0.19.8)
@@ -52,10 +52,10 @@ def unlisted(manifest: Manifest) -> list[Notice]:
 
 
 def _may_be_share(manifest: Manifest) -> bool:
-    """Whether a file may hold only one rank's share of the optimizer without stating so.
+    """Whether a file may hold the optimizer states of one rank only, without stating so.
 
-    This is possible if three things are true: the file is one file of torch.save for the complete
-    model, it states no more than one rank, and its optimizer identifies parameters by number.
+    This is possible for one torch.save file of the complete model, which states at most one rank,
+    and whose optimizer identifies parameters by number.
     """
     engine = manifest.run.engine
     is_whole = isinstance(engine, StateDictEngine) and engine.whole
@@ -63,7 +63,7 @@ def _may_be_share(manifest: Manifest) -> bool:
 
 
 def refuse_share(manifest: Manifest) -> None:
-    """Raises IncompleteCheckpoint if the files hold one rank's share of the optimizer's states.
+    """Raises IncompleteCheckpoint if the files have the optimizer states of only one rank.
 
     It is called for targets that continue the training.
     """

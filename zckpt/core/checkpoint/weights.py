@@ -1,6 +1,6 @@
 """Chooses the tensor that supplies the values of a weight.
 
-A weight has up to two entries: `param`, as the module stores it, and `master`, the fp32 value that
+A weight has up to two tensors: `param`, as the module stores it, and `master`, the fp32 value that
 the optimizer updates.
 
     wanted                    first choice       second     third
@@ -8,7 +8,7 @@ the optimizer updates.
     param, from the masters   master             param
     master                    master             param
 
-An entry of the wanted type is copied. A master of fp32 or fp64 is rounded to the type of a `param`;
+A tensor of the wanted type is copied. A master of fp32 or fp64 is rounded to the type of a `param`;
 a `param` of fewer bits is widened to a master. Only this module makes this choice. A format states
 which slots and types its files have; it does not state where the values come from.
 """
@@ -34,12 +34,12 @@ FP64 = ("param", "F64")
 
 
 def is_optimizers(slot: str) -> bool:
-    """Whether a slot is a state of the optimizer, such as `exp_avg`."""
+    """Whether a tensor of this slot is an optimizer state, such as `exp_avg`, and not a weight."""
     return slot not in WEIGHTS and slot != "state"
 
 
 def is_rounded(wide: str, narrow: str) -> bool:
-    """Whether numbers of type `narrow` may be rounded from masters of type `wide`.
+    """Whether weights of type `narrow` may come from rounding masters of type `wide`.
 
     False for 8-bit floats: they are scaled by numbers that are stored elsewhere.
     """
@@ -47,17 +47,17 @@ def is_rounded(wide: str, narrow: str) -> bool:
 
 
 def is_widened(narrow: str, wide: str | None) -> bool:
-    """Whether `narrow` has 16 bits or fewer, and `wide` is a type of masters.
+    """Whether masters of type `wide` would be made from a type of 16 bits or fewer (`narrow`).
 
-    Numbers that are converted from `narrow` to `wide` keep the precision of `narrow`.
+    Such masters have only the precision of `narrow`.
     """
     return narrow in FLOATS and narrow not in WIDE and wide in WIDE
 
 
 class Weight(Struct, frozen=True):
-    """The `param` and the `master` of one weight; the methods choose between these two entries.
+    """One weight: its `param`, as the module stores it, and its fp32 `master`; one may be None.
 
-    The methods raise MissingData if the weight has neither.
+    The methods choose between these two tensors, and raise MissingData if there is neither.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Weight(Struct, frozen=True):
     master: Entry | None
 
     def supply(self, slot: str, dtype: str, from_masters: bool = False) -> Entry:
-        """The entry that supplies the values of a target's `param` or `master` of type `dtype`."""
+        """The tensor that supplies a target's `param` or `master` (the `slot`) of type `dtype`."""
         if slot == "param" and not from_masters and self.param and self.param.dtype == dtype:
             return self.param
         return self.trained
@@ -77,7 +77,7 @@ class Weight(Struct, frozen=True):
 
     @property
     def stored(self) -> Entry:
-        """The entry with the type and shape of the module's weight: `param`, else the master."""
+        """The tensor with the type and shape of the module's weight: `param`, else the master."""
         return self._known(self.param or self.master)
 
     def _known(self, entry: Entry | None) -> Entry:
@@ -87,7 +87,7 @@ class Weight(Struct, frozen=True):
 
 
 def weight_of(entries: Mapping[Key, Entry], name: str) -> Weight:
-    """The entries of the weight `name`; a missing one is None."""
+    """Looks up the `param` and the `master` of the weight `name`; a missing one is None."""
     return Weight(name, entries.get((name, "param")), entries.get((name, "master")))
 
 
@@ -98,9 +98,10 @@ def states_by_weight(entries: Iterable[Entry]) -> dict[str, set[str]]:
 
 
 def agreement(master: Entry, weight: Entry) -> str | None:
-    """How to compare a master with its weight: `bits`, or `rounded`, which rounds the master first.
+    """How to compare an fp32 master with its weight: `bits`, or `rounded`.
 
-    None if their types or shapes cannot belong to one weight.
+    With `rounded`, the master is rounded to the type of the weight before they are compared. None
+    if their types or shapes cannot belong to one weight.
     """
     if weight.shape != master.shape:
         return None
@@ -110,12 +111,11 @@ def agreement(master: Entry, weight: Entry) -> str | None:
 
 
 def counterpart(entry: Entry, other_weight: Weight, weight: Weight) -> tuple[Entry, str] | None:
-    """The tensor of another checkpoint that must equal `entry`, and how to compare the two.
+    """Finds the tensor of another checkpoint that must equal `entry`, and how to compare the two.
 
-    It is called if the other checkpoint has no entry of the same slot and type. `weight` is the
-    weight to which `entry` belongs, and `other_weight` is the same weight in the other checkpoint.
-    The comparison is `bits` or `rounded`, as in `agreement`. The candidates, by the kind of
-    `entry`:
+    It is called if the other checkpoint has no tensor of the same slot and type. `weight` is the
+    weight to which `entry` belongs, `other_weight` the same weight in the other checkpoint. The
+    comparison is `bits` or `rounded`, as in `agreement`. The candidates, by the kind of `entry`:
 
         a `param`                     the other `master` or `param`: equal, or rounded to `entry`
         a `master`                    the other `param`: equal, or of fp64 and rounded to `entry`

@@ -16,10 +16,10 @@ from .manifest import Manifest
 
 
 def wrapped(manifest: Manifest) -> dict[str, Any]:
-    """The values that lie around the optimizer's state dict and contain tensors.
+    """The values beside the optimizer's state dict that contain tensors, such as Lookahead's.
 
-    The prefix `around.` is put before the name of each value, as in `around.slow`, because no state
-    of a parameter has such a key. Random states are left out: they belong to the program.
+    A key is `around.` and the value's name, as in `around.slow`, since no state of a parameter has
+    such a key. Random states are left out: they belong to the program.
     """
     values = _find(manifest)[1]
     return {
@@ -30,7 +30,10 @@ def wrapped(manifest: Manifest) -> dict[str, Any]:
 
 
 def without_wrapped(manifest: Manifest, gone: Collection[str]) -> dict[str, Any]:
-    """The manifest's state, without those values around the optimizer whose keys are in `gone`."""
+    """The manifest's state without the values around the optimizer whose keys are in `gone`.
+
+    A key is `around.` and the value's name, as in `around.slow`.
+    """
     path, values = _find(manifest)
     rest = {key: value for key, value in values.items() if _name(key) not in gone}
     if len(rest) == len(values):
@@ -43,7 +46,6 @@ def _name(key: Any) -> str:
 
 
 def _holds_tensor(value: Any) -> bool:
-    """Whether a value is a tensor or contains one. Tensors of one number are `Scalar`s."""
     if isinstance(value, Mapping):
         return any(map(_holds_tensor, value.values()))
     if isinstance(value, (list, tuple)):
@@ -52,15 +54,15 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _is_random(key: Any) -> bool:
-    """Whether a key names a random state: `rng`, `torch_rng_state`."""
     return "rng" in str(key).lower().split("_")
 
 
 def _find(manifest: Manifest) -> tuple[tuple[Any, ...], dict[Any, Any]]:
-    """Finds the dictionary around the optimizer's state dict: its path, and the other values in it.
+    """Finds the dictionary that contains the optimizer's state dict, and other values beside it.
 
-    Both are empty if the dictionary belongs to the program: that is, if no key of the path names an
-    optimizer, or if the dictionary contains the model too.
+    Returns the path of the dictionary, and its other values. Both are empty if the dictionary
+    belongs to the program: no key of the path names an optimizer, or the dictionary contains the
+    model too.
     """
     engine = manifest.run.engine
     if not isinstance(engine, StateDictEngine) or not engine.optimizer:
@@ -80,7 +82,7 @@ def _find(manifest: Manifest) -> tuple[tuple[Any, ...], dict[Any, Any]]:
 
 
 def _with(value: Any, path: tuple[Any, ...], rest: Any) -> Any:
-    """Copies nested dictionaries and lists; the value at `path` becomes `rest`."""
+    """Copies nested dictionaries and lists, with `rest` as the value at `path`."""
     if not path:
         return rest
     inner = _with(value[path[0]], path[1:], rest)

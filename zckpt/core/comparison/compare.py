@@ -37,7 +37,8 @@ FEW = 1 << 17  # elements; up to this number, masters are rounded without numpy
 class Result(Struct, frozen=True):
     """The result of comparing one pair of tensors.
 
-    A digest is the CRC-32 of a tensor's row-major bytes; None if the tensor was not read.
+    The digests are the CRC-32s of both tensors' row-major bytes; None for a tensor that was not
+    read.
     """
 
     match: Match
@@ -51,11 +52,13 @@ class Result(Struct, frozen=True):
 
 
 class ComparisonOutcome(Struct, eq=False):
-    """The results of a comparison.
+    """The results of comparing two checkpoints.
 
-    `results` are in the order of the compared pairs. `damage` lists the damaged records (such as
-    zip members). `beside` lists padding that is not zero. `records` counts the records of both
-    checkpoints. `bytes` is the number of bytes that were read.
+    results    one for each pair of tensors, in the order of the pairs
+    damage     byte ranges (such as zip members) whose CRC-32 is wrong
+    beside     padding that is not zero
+    records    how many byte ranges with a stated CRC-32 were checked, in both checkpoints
+    bytes      how many bytes were read
     """
 
     results: list[Result] = field(default_factory=list)
@@ -66,9 +69,9 @@ class ComparisonOutcome(Struct, eq=False):
 
 
 class _MatchPart(Struct, frozen=True):
-    """Elements [start, stop) of the pair of tensors `number`, to be read and compared in one piece.
+    """Elements [start, stop) of the pair of tensors `number`, which are compared in one step.
 
-    In the buffers of both sides, these elements begin at element `first`.
+    They begin at element `first` of the buffers, one for each checkpoint.
     """
 
     number: int
@@ -83,14 +86,14 @@ class _MatchPart(Struct, frozen=True):
 
 
 class _Side(Struct, frozen=True):
-    """The requests for one checkpoint's elements, and the buffer into which they were read."""
+    """The elements that were read from one of the two checkpoints: the requests and the buffer."""
 
     view: memoryview
     requests: Sequence[ReadRequest]
 
 
 class _Comparison(Struct, eq=False, dict=True):
-    """One comparison in progress, which the threads of this process share."""
+    """A comparison of two checkpoints in progress, which the threads of this process share."""
 
     matches: Sequence[Match]
     manifests: tuple[Manifest, Manifest]
@@ -120,7 +123,7 @@ class _Comparison(Struct, eq=False, dict=True):
         self.lock = Lock()
 
     def run(self, claim: Claim) -> None:
-        """Carries out those blocks of tasks that `claim` assigns to this process."""
+        """Runs the tasks that `claim` assigns to this process."""
         tasks = claimed(self.tasks(), _bytes_of, claim, self.progress)
         stream(tasks, self.jobs, self.checkers, self.chunk, self.start)
 
@@ -133,9 +136,10 @@ class _Comparison(Struct, eq=False, dict=True):
         ]
 
     def findings(self) -> Any:
-        """The CRC-32s of tensors and of records (zip members etc.), in the same order everywhere.
+        """The results of this process as JSON, to send to the other processes.
 
-        All processes use this order, so they can exchange the CRC-32s.
+        They list the CRC-32s of tensors and of records (zip members etc.) in the same order
+        everywhere.
         """
         return {
             "tensors": [cover.parts() for cover in self.covers.values()],
@@ -156,9 +160,9 @@ class _Comparison(Struct, eq=False, dict=True):
         self.bytes += report["bytes"]
 
     def tasks(self) -> Iterator[list[_MatchPart]]:
-        """Yields tasks: lists of parts of tensor pairs that together fit into the buffers.
+        """Divides the comparison into tasks: lists of parts of tensor pairs that fit into buffers.
 
-        All parts of a task have the same dtypes, and are placed one after the other.
+        All parts of a task have the same dtypes. They are adjacent in the buffers.
         """
         parts: list[_MatchPart] = []
         end, kind = 0, None
@@ -210,7 +214,7 @@ class _Comparison(Struct, eq=False, dict=True):
     def _read(
         self, parts: Sequence[_MatchPart], side: str, reader: ElementReader, buffer: memoryview
     ) -> _Side:
-        """Reads the elements of all parts from one side (checkpoint `a` or `b`), row-major."""
+        """Reads the elements of all parts from checkpoint `a` or `b` (`side`) into `buffer`."""
         requests = []
         for part in parts:
             entry: Entry = getattr(part.match, side)
@@ -222,11 +226,10 @@ class _Comparison(Struct, eq=False, dict=True):
         return _Side(view, requests)
 
     def _hash(self, side: _Side, crcs_of_equal: Mapping[int, int]) -> dict[int, int]:
-        """Adds the CRC-32s of the parts read from one side to the CRC-32s of their tensors.
+        """Computes the CRC-32s of the parts, and adds them to the CRC-32s of their tensors.
 
-        Returns the CRC-32 of each part, by the element of the buffer at which the part begins. If
-        the bytes of both sides are equal, `crcs_of_equal` is what this method returned for the
-        other side, and these CRC-32s are not computed again.
+        Returns them by the part's first element in the buffer. If both checkpoints have the same
+        bytes, `crcs_of_equal` is the result for the other one, and nothing is computed again.
         """
         crcs: dict[int, int] = {}
         for item in side.requests:
@@ -244,9 +247,9 @@ class _Comparison(Struct, eq=False, dict=True):
     def _compare(
         self, parts: Sequence[_MatchPart], a: memoryview, b: memoryview, buffers: Buffers
     ) -> bool:
-        """Compares the elements of all parts in both buffers, and measures the differences.
+        """Compares the elements in both buffers, and measures the differences.
 
-        Returns True only if the bytes of all parts are equal, so that nothing was measured.
+        Returns True if all bytes are equal, so that nothing had to be measured.
         """
         match = parts[0].match
         a, a_dtype, b, b_dtype = buffers.alike(match, a, b)
@@ -270,7 +273,7 @@ class _Comparison(Struct, eq=False, dict=True):
         return match.how == "values" or self.measure == "all"
 
     def finish(self, everything: bool) -> ComparisonOutcome:
-        """Checks records (zip members etc.) that were only partly read; returns the outcome."""
+        """Checks records (zip members etc.) of which only a part was read; returns the outcome."""
         outcome = ComparisonOutcome(bytes=self.bytes)
 
         def beside(record: Record, extent: Extent, data: memoryview) -> None:
@@ -290,10 +293,9 @@ class _Comparison(Struct, eq=False, dict=True):
 
 
 class Buffers:
-    """One thread's buffers: one for each checkpoint, and one for rounded elements.
+    """The buffers of one thread: one for each checkpoint, and one for rounded elements.
 
-    With `are_few`, elements are rounded without numpy, whose import costs time and 14 MiB of
-    memory.
+    If `are_few` is true, elements are rounded without numpy, whose import costs time and 14 MiB.
     """
 
     def __init__(self, size: int, are_few: bool) -> None:
@@ -303,10 +305,10 @@ class Buffers:
     def alike(
         self, match: Match, a: memoryview, b: memoryview
     ) -> tuple[memoryview, str, memoryview, str]:
-        """The elements of both checkpoints, each with its dtype, ready to be compared.
+        """Returns the elements of both checkpoints with their dtypes, ready to be compared.
 
-        If the pair is compared `rounded`, the elements of the wider dtype are rounded to the other
-        dtype.
+        If the pair is compared as `rounded`, the elements of the wider dtype are rounded first. The
+        result is (elements of a, dtype, elements of b, dtype).
         """
         assert match.b is not None
         a_dtype, b_dtype = match.a.dtype, match.b.dtype
@@ -317,7 +319,7 @@ class Buffers:
         return a, a_dtype, b, b_dtype
 
     def rounded(self, wide: memoryview, wide_dtype: str, narrow_dtype: str) -> memoryview:
-        """Rounds all numbers to `narrow_dtype`; the result is valid until the next call."""
+        """Rounds all numbers to `narrow_dtype`; the next call overwrites the result."""
         result = self._rounded[: len(wide) // SIZES[wide_dtype] * SIZES[narrow_dtype]]
         few = rounded(bytes(wide), narrow_dtype) if self.are_few and wide_dtype == "F32" else None
         if few is None:
@@ -339,16 +341,16 @@ def compare(
 ) -> ComparisonOutcome:
     """Reads and compares all pairs of tensors; `b` may be the same manifest as `a`.
 
-    With `everything`, records (such as zip members) that hold no tensor are read too. `measure`
-    says which elements are compared as numbers:
+    `everything` also reads records (such as zip members) that hold no tensor. `measure` says which
+    elements are compared as numbers:
 
         first       the elements in the first part of each tensor that differs
         differing   the elements in all parts that differ
         all         all elements, which exact cosines need
 
-    `begin` is called with the number of bytes to read, and returns the function to call with the
-    number of bytes that were read. Damage is listed in the outcome, not raised. The processes of
-    `copying.pool` share the reading.
+    `begin` is called with the number of bytes to read. It returns a function, which is called with
+    the number of bytes whenever some were read. Damage is listed in the outcome, not raised. The
+    processes of `copying.pool` share the reading.
     """
     # up to five buffers a thread
     chunk = chunk_size(max(a.dp, b.dp), copying.jobs, copying.memory * 2 // 5)
@@ -374,7 +376,7 @@ def _bytes_of(parts: Sequence[_MatchPart]) -> int:
 
 
 def _by_slot(matches: Sequence[Match]) -> list[int]:
-    """The indices of all pairs, sorted by slot: tensors of one slot are neighbors in the files."""
+    """The indices of the pairs sorted by slot, since tensors of one slot are neighbors in files."""
     slots: dict[str, int] = {}
     for item in matches:
         slots.setdefault(item.a.slot, len(slots))

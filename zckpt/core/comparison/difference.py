@@ -19,16 +19,21 @@ ULPS = ("0", "1", "2", *(f"{2**n + 1}-{2 ** (n + 1)}" for n in range(1, 10)), ">
 
 
 class Difference(Struct, eq=False):
-    """The number of elements that differ, the first one, and the largest differences.
+    """By how much two tensors differ.
 
-    `first` is a row-major element number; `a` and `b` are the values there. `max_ulp` counts units
-    in the last place, for equal types. `max_abs` and `max_ulp` are None if the elements are not
-    numbers. The distance of a NaN from any number is infinite. `dot`, `aa` and `bb` are sums over
-    all elements that were compared as numbers.
+        first, a, b         the row-major number of the first differing element, and its two values
+        max_abs             the largest distance; None if the elements are not numbers
+        max_ulp             the same in units in the last place; None for two different types
+        dot, aa, bb         sums over all elements that were compared as numbers
 
-    The other fields cover only elements that differ. `squares` is the sum of squared distances.
-    `changes` counts distances by power of two. `ulps` counts distances in units in the last place,
-    in the bins of ULPS. `nans` counts the NaNs in `a` and in `b`.
+    The other fields cover only elements that differ:
+
+        squares             the sum of squared distances
+        changes             the number of distances by power of two
+        ulps                the number of distances in units in the last place, in the bins of ULPS
+        nans                the number of NaNs in `a` and in `b`
+
+    The distance of a NaN from any number is infinite.
     """
 
     count: int = 0
@@ -46,7 +51,7 @@ class Difference(Struct, eq=False):
     nans: tuple[int, int] = (0, 0)
 
     def add(self, other: "Difference") -> None:
-        """Adds the difference of further elements of the same tensors."""
+        """Adds the difference of further elements of the same two tensors."""
         self.count += other.count
         if other.first is not None and (self.first is None or other.first < self.first):
             self.first, self.a, self.b = other.first, other.a, other.b
@@ -81,7 +86,7 @@ _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def same(a: memoryview, b: memoryview) -> bool:
-    """Whether all bytes are equal; twelve times faster than `==` of memoryviews."""
+    """Whether all bytes are equal, by memcmp; twelve times faster than `==` of memoryviews."""
     if a.nbytes != b.nbytes or not a.nbytes:  # the length of a view counts its elements
         return a.nbytes == b.nbytes
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (a, b)]
@@ -160,9 +165,9 @@ def _measure(
 
 
 def _extremes(a: Any, b: Any) -> Iterator[tuple[int, int]]:
-    """The two pairs of elements with the smallest and the largest a - b, as Python integers.
+    """The pairs of elements with the smallest and the largest a - b, as Python integers.
 
-    The difference of two 64-bit integers may not fit into 64 bits.
+    numpy cannot subtract exactly: the difference of two 64-bit integers may not fit into 64 bits.
     """
     distance = a.astype("f8") - b.astype("f8")
     for place in {int(distance.argmin()), int(distance.argmax())}:

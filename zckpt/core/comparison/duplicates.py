@@ -71,12 +71,12 @@ def check_duplicates(manifest: Manifest) -> list[Notice]:
 
 
 def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) -> list[Notice]:
-    """Warns about two equal files of one tensor each, if these tensors should differ.
+    """Warns about equal files of one tensor each, if their tensors should differ.
 
-    They should differ if they are values of two kinds (a weight and a moment), or if they are the
-    same state of two parameters whose other states differ. There is no warning for constant
-    weights, such as those of norms, for rounded weights, and for moments that are zero. `pairs` are
-    files that are equal in all zip members, including the padding after a tensor of one element.
+    They should differ if one is a weight and the other a moment, or if they are the same state of
+    two parameters whose other states differ. There is no warning for constant weights such as those
+    of norms, for rounded weights, and for moments that are zero. `pairs` are files with equal zip
+    members, including the padding after a tensor of one element.
     """
     tensors = by_key(
         (file, entry)
@@ -122,7 +122,7 @@ def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) ->
 
 
 def _pairs(manifest: Manifest) -> list[tuple[str, str]]:
-    """Pairs of files whose records (zip members etc.) have equal offsets, lengths and CRC-32s."""
+    """Pairs of files that state the same offsets, lengths and CRC-32s of their zip members."""
     records = by_key(
         (record.extent.file, (record.extent.offset, record.extent.length, record.crc))
         for record in manifest.files.records
@@ -137,10 +137,9 @@ def _pairs(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _values(manifest: Manifest, files: Collection[str]) -> dict[str, set[tuple[str, str]]]:
-    """Maps each file to the weights and optimizer states in it, as pairs of a parameter and a kind.
+    """Maps each file to the tensors in it, as pairs: (`fc1.weight`, `weight` or `state`).
 
-    The kind is `weight` or `state`. Constant tensors are left out, because equal constants prove
-    nothing.
+    Constant tensors are left out, because equal constants prove nothing.
     """
     values: dict[str, set[tuple[str, str]]] = {}
     for entry in chain.from_iterable(own.entries.values() for own in manifest.rank_manifests):
@@ -155,7 +154,7 @@ def _values(manifest: Manifest, files: Collection[str]) -> dict[str, set[tuple[s
 
 
 def is_varied(extent: Extent, size: int) -> bool:
-    """Whether the first elements in a byte range, of `size` bytes each, are not all equal.
+    """Whether the first elements of a tensor are not all equal; `size` is bytes per element.
 
     Two files may have the same constants without being copies.
     """
@@ -164,6 +163,5 @@ def is_varied(extent: Extent, size: int) -> bool:
 
 
 def _sample(extent: Extent) -> bytes:
-    """Reads the first bytes of an extent, at most SAMPLE."""
     with sources.opened(extent.file) as file:
         return sources.pread(file.fileno(), min(extent.length, SAMPLE), extent.offset)

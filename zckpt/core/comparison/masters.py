@@ -47,7 +47,7 @@ USUAL_HINT = (
 
 
 def with_masters(entries: Mapping[Key, Entry]) -> Iterator[Match]:
-    """Matches every master with its weight, if their dtypes and shapes can belong to one weight."""
+    """Pairs every fp32 master with its weight, if their dtypes and shapes can belong together."""
     for entry in entries.values():
         weight = entries.get((entry.parameter, "param"))
         if entry.slot == "master" and weight is not None:
@@ -55,22 +55,22 @@ def with_masters(entries: Mapping[Key, Entry]) -> Iterator[Match]:
 
 
 def check(manifest: Manifest, elements: str, hint: str, accepted: bool) -> list[Notice]:
-    """Compares masters with weights; warns about differing ones if the user has `accepted` them.
+    """Checks that fp32 masters round to their weights; returns warnings.
 
-    `elements` is BEGINNINGS (the first elements of each fragment) or ALL. If differences are not
-    accepted, raises InconsistentCheckpoint with the `hint`, or CorruptCheckpoint if a damaged file
-    is the cause.
+    `elements` is BEGINNINGS (the first elements of each fragment) or ALL. A difference is a warning
+    if the user has `accepted` differences. Otherwise it raises InconsistentCheckpoint with the
+    `hint`, or CorruptCheckpoint if a damaged file is the cause.
     """
-    return _told(manifest, unlike(manifest, elements), hint, accepted)
+    return _report_differing(manifest, unlike(manifest, elements), hint, accepted)
 
 
-def _told(
+def _report_differing(
     manifest: Manifest, wrong: Sequence[tuple[Manifest, Result]], hint: str, accepted: bool
 ) -> list[Notice]:
-    """A warning about masters that do not round to their weights; no warning if `wrong` is empty.
+    """Reports masters that do not round to their weights, as a list of one warning or an error.
 
-    If the user has not `accepted` the differences, raises InconsistentCheckpoint instead, or
-    CorruptCheckpoint if the bytes of a master are damaged.
+    Without `accepted` (differences), it raises InconsistentCheckpoint, or CorruptCheckpoint if the
+    bytes of a master are damaged. The list is empty if `wrong` is empty.
     """
     if not wrong:
         return []
@@ -90,10 +90,10 @@ def _told(
 
 
 def unlike(manifest: Manifest, elements: str) -> list[tuple[Manifest, Result]]:
-    """The masters that do not round to their weights, each with the first element that differs.
+    """Finds masters that do not round to their weights, each with the first differing element.
 
-    Each result comes with the manifest that holds the master: the manifest of a model rank, if
-    ranks are kept separate.
+    Each result comes with the manifest that holds the master. It is the manifest of a model rank if
+    model ranks are not merged.
     """
     compared = [*_compared(manifest, elements)]
     results = results_of(manifest, [each.match for each in compared])
@@ -105,10 +105,10 @@ def unlike(manifest: Manifest, elements: str) -> list[tuple[Manifest, Result]]:
 
 
 class _Compared(Struct, frozen=True):
-    """A master, and the weights that it is compared with: it must round to at least one of them.
+    """An fp32 master and the weights that may have been rounded from it; one of them must match.
 
-    `rank` is the manifest that holds the master. `match` pairs the master with the first weight,
-    `other_matches` with the further ones. `whole` is True if all elements are compared.
+    `match` pairs the master with the first weight, `other_matches` with further ones. `rank` is the
+    manifest that holds the master. `whole` is True if all elements are compared.
     """
 
     rank: Manifest
@@ -117,7 +117,6 @@ class _Compared(Struct, frozen=True):
     whole: bool
 
     def has_no_other(self, manifest: Manifest) -> bool:
-        """Whether the master also differs from all weights in `other_matches`."""
         return all(other.differs for other in results_of(manifest, self.other_matches))
 
 
@@ -133,7 +132,7 @@ def _compared(manifest: Manifest, elements: str) -> Iterator[_Compared]:
 
 
 class Rounding:
-    """Compares all elements of masters with weights while a conversion copies: a `FullCheck`.
+    """Checks, while a conversion copies, that all elements of masters round to their weights.
 
     `matches` pairs each master with a weight.
     """
@@ -149,28 +148,30 @@ class Rounding:
         self.matches: Sequence[Match] = [each.match for each in self._wholes]
 
     def compare_all(self) -> list[Notice]:
-        """Compares all masters in this process; returns warnings, or raises as `check` does."""
+        """Compares all elements in this process; returns warnings, or raises as `check` does."""
         return check(self._manifest, ALL, *self._about)
 
     def begin(self) -> None:
         """Compares the first elements of masters with their weights, before a byte is written.
 
-        A master is rounded to the weight's type for this. Raises errors as `check` does, but
-        nothing is compared if the user has accepted differences.
+        Does nothing if the user has accepted differences. Raises errors as `check` does.
         """
         hint, accepted = self._about
         if not accepted:
             check(self._manifest, BEGINNINGS, hint, accepted)
 
     def refuse(self, differing: Mapping[int, Differing]) -> None:
-        """Raises the errors of `check` for differing masters, unless differences are accepted."""
+        """Raises an error if masters differ from their weights, unless the user accepts this.
+
+        The errors are those of `check`.
+        """
         hint, accepted = self._about
         if differing and not accepted:
-            _told(self._manifest, self._wrong(differing), hint, accepted)
+            _report_differing(self._manifest, self._wrong(differing), hint, accepted)
 
     def conclude(self, differing: Mapping[int, Differing]) -> list[Notice]:
         """Returns warnings about all masters that differ, or raises errors as `check` does."""
-        return _told(self._manifest, self._wrong(differing, copies=True), *self._about)
+        return _report_differing(self._manifest, self._wrong(differing, copies=True), *self._about)
 
     def _wrong(
         self, differing: Mapping[int, Differing], copies: bool = False
@@ -210,12 +211,10 @@ def _masters(manifest: Manifest) -> Iterator[tuple[Entry, list[Entry]]]:
 
 
 def _of_slot(slot: str, tensors: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """Groups the tensors of one slot, such as `master`, by parameter."""
     return by_key((entry.parameter, entry) for entry in tensors if entry.slot == slot)
 
 
 def _matches(master: Entry, weights: Iterable[Entry]) -> list[Match]:
-    """Matches a master with each of these weights that has a fitting dtype and shape."""
     pairs = ((weight, agreement(master, weight)) for weight in weights)
     return [Match(master, weight, how) for weight, how in pairs if how is not None]
 
@@ -241,14 +240,14 @@ def results_of(manifest: Manifest, matches: Sequence[Match]) -> list[Result]:
 
 
 def beginning(match: Match) -> Match:
-    """Reduces a match to the first elements of each fragment, of both tensors of the match."""
+    """Shortens a pair of tensors to the first elements of each fragment of both tensors."""
     assert match.b is not None
     ranges = sorted({*_heads(match.a.fragments), *_heads(match.b.fragments)})
     return Match(part_of(match.a, ranges), part_of(match.b, ranges), match.how, match.copy)
 
 
 def _heads(fragments: Fragments) -> Iterator[tuple[int, int]]:
-    """Yields the first FEW elements of each fragment (or box), as element ranges [start, stop)."""
+    """Yields the first FEW elements of each fragment, as element ranges [start, stop)."""
     parts = boxes_of(fragments)
     if not parts:
         for fragment in fragments:
@@ -264,7 +263,7 @@ def _heads(fragments: Fragments) -> Iterator[tuple[int, int]]:
 
 
 def part_of(entry: Entry, ranges: Iterable[tuple[int, int]]) -> Entry:
-    """An entry that has only these ranges of another entry's elements, one after the other."""
+    """Returns a tensor that consists of some element ranges of another one, in their order."""
     fragments, size = entry.fragments, SIZES[entry.dtype]
     parts: list[Fragment] = []
     first = 0
@@ -279,7 +278,7 @@ def part_of(entry: Entry, ranges: Iterable[tuple[int, int]]) -> Entry:
 
 
 def first_difference(result: Result) -> list[Extent]:
-    """The byte range of the fragment that holds the first differing element, for each tensor."""
+    """For both tensors of a pair: the bytes of the fragment with the first differing element."""
     first = (result.difference and result.difference.first) or 0
     entries = (entry for entry in (result.match.a, result.match.b) if entry is not None)
     parts = (entry.fragments.overlapping(first, first + 1) for entry in entries)
@@ -287,15 +286,14 @@ def first_difference(result: Result) -> list[Extent]:
 
 
 def _files(root: str, extents: Iterable[Extent]) -> str:
-    """The file names of extents, listed for a message."""
     paths = dict.fromkeys(extent.file.removeprefix(f"{root}/") for extent in extents)
     return listed(list(paths), 3)
 
 
 def refuse_damage(manifest: Manifest, places: Sequence[Extent]) -> None:
-    """Raises CorruptCheckpoint if one of these byte ranges begins in a damaged record.
+    """Raises CorruptCheckpoint if one of these byte ranges begins in a damaged part of a file.
 
-    A record is a byte range with a stated CRC-32, such as a zip member.
+    A part is damaged if its bytes do not have the CRC-32 that the file states, as for a zip member.
     """
     around = [
         record

@@ -46,10 +46,11 @@ OWN = "own"
 
 
 class Ranks(Struct, frozen=True):
-    """How messages name the ranks of an axis, and the rank whose replica is used (`taken`).
+    """What may be done if replicas differ along one parallel axis, such as the tensor ranks.
 
-    `drift` is True if the engine lets replicas differ along this axis. If replicas do differ, the
-    replica of `taken` is used, and a warning reports the difference.
+    `words` is what messages call the ranks, and `taken` the rank whose replica is used. `drift` is
+    True if the engine lets replicas differ along this axis. Differences are then reported as a
+    warning.
     """
 
     words: str
@@ -79,7 +80,7 @@ Judge = Callable[[Sequence[Result]], list[Notice]]
 
 
 class Replicas:
-    """Compares replicas with the tensors that are used, while a conversion copies (a `FullCheck`).
+    """Compares replicas with the tensors that are used instead, while a conversion copies.
 
     `judge` gets the results of the replicas that differ, in the order of `matches`. It returns
     warnings, or raises InconsistentCheckpoint.
@@ -103,7 +104,7 @@ class Replicas:
         self._refuse({n: result for n, result in enumerate(results) if result.differs})
 
     def refuse(self, differing: Mapping[int, Differing]) -> None:
-        """Raises the errors of `judge` if a replica may not differ."""
+        """Raises InconsistentCheckpoint if a replica that differs is not allowed to."""
         self._refuse(self._results(differing))
 
     def conclude(self, differing: Mapping[int, Differing]) -> list[Notice]:
@@ -113,8 +114,8 @@ class Replicas:
     def _refuse(self, results: Mapping[int, Result]) -> None:
         """Raises the errors of `judge` if a replica may not differ.
 
-        Before that, all elements of the parameter that the error names are compared, because
-        `results` may cover only a part of them.
+        `results` may cover only a part of the elements. So all elements of the parameter that the
+        error names are compared first.
         """
         try:
             self._judge([*results.values()])
@@ -140,11 +141,11 @@ class Replicas:
 
 
 def replicas_of(manifest: Manifest, chosen: str | None, hints: Hints) -> Replicas:
-    """Prepares the comparison of every replica with the tensor that is used instead of it.
+    """Pairs every replica with the tensor that is used instead of it, to compare them later.
 
-    `chosen` says which value is used if replicas differ: RANK0, MEAN or OWN. With OWN, replicas on
-    axes whose ranks may drift are not compared; they may be large. If replicas that should be equal
-    differ, and `chosen` is None, the comparison raises InconsistentCheckpoint.
+    `chosen` is what the user wants if replicas differ: RANK0, MEAN or OWN. With None, replicas that
+    differ raise InconsistentCheckpoint, unless their axis allows drift. With OWN, replicas on such
+    axes are not compared; they may be large.
     """
     axes = {axis: ranks for axis, ranks in AXES.items() if chosen != OWN or not ranks.drift}
     matches = [match for match in copies_of(manifest) if _axis(match.a) in axes]
@@ -195,7 +196,7 @@ def _judged(
 
 
 def not_compared(manifest: Manifest) -> list[Notice]:
-    """The warning about replicas that were not compared, because the command reads no tensor."""
+    """A list of one warning: replicas were not compared, because the command reads no tensor."""
     if not manifest.notices.uncompared:
         return []
     tensors = counted(manifest.notices.uncompared, "tensor")
@@ -207,19 +208,19 @@ def not_compared(manifest: Manifest) -> list[Notice]:
 
 
 def check_joined(manifest: Manifest) -> None:
-    """Checks that the ranks of a joined model hold slices, not summands.
+    """Checks that tensor-parallel ranks hold slices of the parameters that the rules cut.
 
-    Raises as `check_slices`, and UnsupportedCheckpoint if a parameter is the sum of the ranks'
-    tensors.
+    Raises the errors of `check_slices`. Raises UnsupportedCheckpoint if a parameter is the sum of
+    the ranks' tensors.
     """
     _refuse_sums(manifest)
     check_slices(manifest)
 
 
 def copies_of(manifest: Manifest) -> Iterator[Match]:
-    """Pairs every replica with the entry of the same name, which a conversion uses instead of it.
+    """Pairs every replica with the tensor of the same name that a conversion uses.
 
-    Tensors of the program's state are left out.
+    Tensors of the program's state, such as random states, are left out.
     """
     for copy in manifest.replicas:
         if copy.slot != "state" and copy.key in manifest.entries:
@@ -227,11 +228,11 @@ def copies_of(manifest: Manifest) -> Iterator[Match]:
 
 
 def compare_apart(manifest: Manifest) -> list[Notice]:
-    """Warns if replicas of a master differ on an axis where the engine lets replicas drift.
+    """Warns if replicas of an fp32 master have drifted, in a checkpoint whose ranks stay separate.
 
-    Only the first elements of each fragment are compared. The ranks of `manifest` are kept
-    separate. A pipeline stage that uses a tied layer through a function saves no weight with which
-    the stage's master could be compared.
+    Only axes on which the engine allows drift are compared, and only the first elements of each
+    fragment. A pipeline stage that uses a tied layer through a function saves no weight with which
+    its master could be compared.
     """
     matches = [
         match
@@ -254,9 +255,9 @@ def compare_apart(manifest: Manifest) -> list[Notice]:
 
 
 def averaged(manifest: Manifest) -> Manifest:
-    """For --replicas mean: makes each tensor of a parameter the mean of the tensor ranks' replicas.
+    """Replaces tensors by the mean of the tensor-parallel ranks' replicas (--replicas mean).
 
-    A weight becomes the rounded mean of the masters, since the mean of rounded weights is another
+    A weight becomes the rounded mean of its masters, since the mean of rounded weights is another
     number. Buffers are those of rank 0. Replicas that engines let drift are not averaged.
     """
     if (manifest.run.origin.tp or 1) < 2 or manifest.ranks:  # each rank keeps its copy
@@ -292,10 +293,11 @@ def _line(result: Result) -> str:
 
 
 def check_slices(manifest: Manifest) -> None:
-    """Raises InconsistentCheckpoint if a parameter is cut by a rule, but its slices are all equal.
+    """Raises InconsistentCheckpoint if all slices of a cut parameter are equal.
 
-    The slices of second moments are compared. Moments that are all zero prove nothing, since the
-    weight was never trained.
+    Then the ranks hold replicas, and the rule that cuts the parameter is wrong. The slices of
+    second moments are compared. If they are all zero, the weight was never trained, and they prove
+    nothing.
     """
     if len(manifest.models) < 2:
         return
@@ -316,7 +318,6 @@ def check_slices(manifest: Manifest) -> None:
 
 
 def _refuse_sums(manifest: Manifest) -> None:
-    """Raises UnsupportedCheckpoint if a complete parameter is the sum of the ranks' tensors."""
     if sums := [name for name, own in _placements(manifest).items() if own.is_sum]:
         raise UnsupportedCheckpoint(
             "grid-unsupported",
@@ -329,12 +330,11 @@ def _refuse_sums(manifest: Manifest) -> None:
 
 
 def _placements(manifest: Manifest) -> Mapping[str, Placement]:
-    """Maps each parameter to its placement over the ranks; empty if no slices were joined."""
     return (manifest.run.tensor_parallel or UNCUT).placements
 
 
 def _moments(ranks: Sequence[Manifest]) -> dict[str, list[list[Entry]]]:
-    """Maps each parameter to its optimizer states, each as a list of all ranks' tensors.
+    """Maps each parameter to its optimizer states; a state is the list of all ranks' tensors.
 
     Only states that every rank has in the same shape are included.
     """
@@ -348,6 +348,5 @@ def _moments(ranks: Sequence[Manifest]) -> dict[str, list[list[Entry]]]:
 
 
 def _are_equal(slices: Sequence[Entry]) -> bool:
-    """Whether the first SAMPLE elements of all slices are equal, and not all zero."""
     first, *rest = (head(entry, SAMPLE) for entry in slices)
     return any(first) and all(first == other for other in rest)

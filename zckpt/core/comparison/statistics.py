@@ -34,12 +34,12 @@ NORMAL = {"F64": 2.0**-1022, "F32": 2.0**-126, "BF16": 2.0**-126, "F16": 2.0**-1
 
 
 class Statistics(Struct, eq=False):
-    """Counts of numbers, and statistics of the finite ones.
+    """Counts of a tensor's numbers, and statistics of the finite ones.
 
-    `denormal` counts nonzero floats below the smallest normal number of their type. `spread` is the
-    square root of the summed squared distances from the mean. `norm` is the square root of the
-    summed squares. `histogram[e]` counts magnitudes whose (biased) float64 exponent is e; None if
-    not requested.
+    denormal     how many nonzero floats are below the smallest normal number of their type
+    spread       the square root of the summed squared distances from the mean
+    norm         the square root of the summed squares
+    histogram    item e counts magnitudes whose (biased) float64 exponent is e; None if not wanted
     """
 
     finite: int = 0
@@ -115,7 +115,7 @@ class Statistics(Struct, eq=False):
 
 
 def exponents(histogram: Any) -> dict[int, int]:
-    """Converts a histogram to a dictionary from powers of two to counts, without zero counts."""
+    """Converts a histogram to a dictionary {power of two: count}, without zero counts."""
     import numpy as np
 
     return {int(place) - BIAS: int(histogram[place]) for place in np.flatnonzero(histogram)}
@@ -124,7 +124,7 @@ def exponents(histogram: Any) -> dict[int, int]:
 def magnitudes(counts: Mapping[int, int]) -> dict[str, Any] | None:
     """The histogram as JSON: `counts[i]` magnitudes are in [2**(first + i), 2**(first + i + 1)).
 
-    The argument maps powers of two to counts. Zeros are not counted. None if all counts are zero.
+    `counts` maps powers of two to counts; zeros are not counted. None if it has no counts.
     """
     used = [power for power, count in counts.items() if count]
     if not used:
@@ -138,7 +138,7 @@ COUNTS = Statistics.__struct_fields__[:8]
 
 
 def json_number(number: float | None) -> Any:
-    """Makes a number valid JSON: "nan", "inf" and "-inf" become text."""
+    """Converts a number to valid JSON: NaN and infinities become "nan", "inf" and "-inf"."""
     return number if number is None or math.isfinite(number) else str(number)
 
 

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, as the JSON that `zckpt inspect` prints. Reads no tensor."""
+"""Describes the contents of a checkpoint as JSON, for `zckpt inspect`. Reads no tensor."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ T = TypeVar("T", bound="Entry | Match")
 
 
 def line_of(notice: Notice, **more: Any) -> Report:
-    """Converts a notice to a JSON object for a report, with the keywords `more` as further keys."""
+    """Converts a notice (warning or error) to JSON for a report; `more` are further keys."""
     return {**to_builtins(notice), **more}
 
 
 def said(notices: Iterable[Notice]) -> list[Report]:
-    """Converts notices to a list of JSON objects, without duplicates."""
+    """Converts notices (warnings and errors) to JSON objects for a report, without duplicates."""
     lines: list[Report] = to_builtins([*dict.fromkeys(notices)])
     return lines
 
@@ -122,10 +122,10 @@ FORMS = {
 
 
 def advice(manifest: Manifest, bare: int) -> Report:
-    """The key `advice` of a report: says that records lack checksums, and what to do.
+    """Explains that some bytes were not checked, because their file states no checksum.
 
-    A record is a byte range such as a zip member. `bare` is the number of records without checksums
-    that were read. If it is 0, an empty dictionary is returned.
+    It also says what to do. The result is the key `advice` of a report. `bare` is the number of
+    records (such as zip members) without checksums that were read. If it is 0, the result is empty.
     """
     if not bare:
         return {}
@@ -144,17 +144,17 @@ def advice(manifest: Manifest, bare: int) -> Report:
 
 
 def unopened(manifest: Manifest) -> Report:
-    """The key `unopened` of a report: the number of unopened items of torch.distributed.checkpoint.
+    """The number of items of torch.distributed.checkpoint that were not opened, as a report's key.
 
-    The reader leaves an item unopened if it opened similar items, from which it computed where the
-    item's data lie. If all items were opened, an empty dictionary is returned.
+    The reader need not open an item if similar ones show where its data lie. The result is an empty
+    dictionary if all items were opened.
     """
     count = sum(record.is_unopened for record in manifest.files.records)
     return {"unopened": count} if count else {}
 
 
 def matching(tensors: Iterable[T], pattern: str) -> list[T]:
-    """The entries whose name (`parameter/slot`) matches a glob such as '*/exp_avg'.
+    """Selects the tensors whose name (`parameter/slot`) matches a glob such as '*/exp_avg'.
 
     Raises WrongOption if no name matches.
     """
@@ -186,9 +186,9 @@ def _near(pattern: str, names: Sequence[str]) -> str:
 
 
 def tensors(manifest: Manifest, pattern: str, fragments: bool = False) -> list[Report]:
-    """One report for each tensor whose name (`parameter/slot`) matches the glob.
+    """Describes, as JSON, each tensor whose name (`parameter/slot`) matches the glob.
 
-    With `fragments`, it includes the byte ranges in files. Raises WrongOption if no name matches.
+    With `fragments`, the byte ranges in files are included. Raises WrongOption if no name matches.
     """
     return [_tensor(entry, fragments) for entry in matching(manifest.entries.values(), pattern)]
 

@@ -1,12 +1,13 @@
-"""The interface of a comparison of complete tensors that a conversion makes while it copies.
+"""The interface of a check that compares complete tensors while a conversion copies.
 
     begin       before the first byte is written: compares the first elements of each tensor, so
                 that what is plainly wrong fails immediately
     refuse      after each region of the target: raises an error if a difference is not allowed
     conclude    after all processes have compared all elements: returns warnings
 
-`comparison` has the checks: masters with their weights, and replicas of ranks. `copying` divides
-the elements among processes. It passes the differences on to the check, which judges them.
+The package `comparison` has the checks: masters with their weights, and replicas of ranks. The
+package `copying` divides the elements among processes. It passes the differences to the check,
+which judges them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class Differing(Struct, frozen=True):
 
 
 class FullCheck(Protocol):
-    """A check of pairs of tensors (`matches`), which all processes list in the same order."""
+    """A check that compares pairs of tensors while a conversion copies.
+
+    All processes must list the pairs (`matches`) in the same order.
+    """
 
     name: str
     """The check's name in the journal; several checks of a conversion may have the same."""
@@ -58,11 +62,11 @@ class FullCheck(Protocol):
     matches: Sequence[Match]
 
     def compare_all(self) -> list[Notice]:
-        """Compares all elements in this process alone; returns warnings, or raises as `refuse`."""
+        """Compares all elements in this process alone; returns warnings or raises like `refuse`."""
         ...
 
     def begin(self) -> None:
-        """Compares the first elements of each tensor; raises as `refuse`."""
+        """Compares the first elements of each tensor; raises like `refuse`."""
         ...
 
     def refuse(self, differing: Mapping[int, Differing]) -> None:
@@ -74,11 +78,14 @@ class FullCheck(Protocol):
         ...
 
     def conclude(self, differing: Mapping[int, Differing]) -> list[Notice]:
-        """Returns warnings about all differences, by index of the match; raises as `refuse`."""
+        """Returns warnings about all differences, or raises like `refuse`.
+
+        `differing` maps the index of a match to its difference.
+        """
         ...
 
 
 def length_of(checks: Sequence[FullCheck]) -> int:
-    """The bytes that all checks together compare."""
+    """The number of bytes that all checks together must read and compare."""
     matches = (match for check in checks for match in check.matches)
     return sum(entry.length for match in matches for entry in (match.a, match.b) if entry)

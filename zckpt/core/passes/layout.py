@@ -26,7 +26,7 @@ class Shell(Struct, frozen=True):
 
     @classmethod
     def of(cls, name: str, data: bytes) -> Shell:
-        """A target file that has no tensors, with the contents `data`."""
+        """Makes a target file with the contents `data` and no tensors."""
         return cls(name, len(data), ((0, data),))
 
 
@@ -70,13 +70,14 @@ class Layout(Struct, frozen=True):
 class CopyOutcome(Struct, eq=False):
     """The results of a copy.
 
-    `digests` maps the position of a model rank to a dictionary from the keys of the target's
-    entries to their CRC-32s, as far as these were requested. `files` maps paths to sizes and
-    CRC-32s. `records` maps byte ranges in the target's files that state checksums (zip members) to
-    their CRC-32s. `differing` has the differences that each check has found, in the order of the
-    checks, by index of the match. `tensors` is the number of all tensors. `counts` says how many
-    records of the source were checked. A record stays unchecked if it was saved without a CRC, or
-    if only a small part of it was read.
+    digests      for each model rank (by position), the CRC-32s of its tensors, if requested
+    files        maps paths to sizes and CRC-32s
+    records      maps byte ranges in the target's files that state checksums, such as zip members,
+                 to their CRC-32s
+    differing    for each check, the differences that it found, by the index of the match
+    tensors      the number of all tensors
+    counts       how many records of the source were checked; a record stays unchecked if it was
+                 saved without a CRC, or if only a small part of it was read
     """
 
     digests: dict[int, dict[Key, int]] = field(default_factory=dict)

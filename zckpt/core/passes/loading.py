@@ -33,7 +33,7 @@ SCRATCH = 8 << 20  # bytes of working memory for small pieces of many ranks
 
 
 def entry_of(manifest: Manifest, name: str) -> Entry:
-    """The entry of the tensor `parameter/slot`; a tied weight may be given by any of its names.
+    """Looks up the tensor named `parameter/slot`; a tied weight may have any of its names.
 
     Raises WrongOption, whose hint lists similar names.
     """
@@ -55,7 +55,7 @@ def entry_of(manifest: Manifest, name: str) -> Entry:
 
 
 def fill(entry: Entry, view: memoryview, records: Sequence[Record]) -> None:
-    """Reads all elements of an entry, row-major, into `view`.
+    """Reads a complete tensor, row-major, into `view`.
 
     Raises CorruptCheckpoint if the bytes do not have the CRC-32 that their file states.
     """
@@ -72,7 +72,7 @@ def fill(entry: Entry, view: memoryview, records: Sequence[Record]) -> None:
 
 
 def head(entry: Entry, count: int) -> bytes:
-    """The bytes of the first elements, at most `count` of them."""
+    """Reads the bytes of a tensor's first elements, at most `count` elements."""
     count = min(count, entry.numel)
     data = bytearray(count * SIZES[entry.dtype])
     with reading([RecordChecker(())], SCRATCH) as (element_reader,):

@@ -22,7 +22,7 @@ FIRST, EVERY = 10.0, 60.0  # seconds
 
 
 class Line(Struct, frozen=True):
-    """The content of a progress line; the first line's `event` is `begin`.
+    """One line of progress; the `event` of the first line is `begin`.
 
     Times are in seconds, sizes in bytes. `total` is the number of bytes to process; None until this
     number is known. `seconds_left` is None as long as no bytes were processed.
@@ -74,9 +74,9 @@ class Pace:
         self._begun = self._last = self._started
 
     def begin(self, total: int) -> Pace:
-        """Begins a pass over `total` bytes; returns a function to call with each number of bytes.
+        """Begins a pass over `total` bytes; returns the object to call with each number of bytes.
 
-        The caller calls it whenever bytes were processed, with their number.
+        The caller calls it whenever some bytes were processed.
         """
         with self._lock:
             self._done, self._total, self._doing, self._before = 0, total, "", 0
@@ -91,7 +91,7 @@ class Pace:
         self._doing = text
 
     def line(self, event: str = "progress") -> Line:
-        """The progress line for this moment; its rate covers the time since the previous line."""
+        """Makes the progress line for this moment; its rate covers the time since the last line."""
         with self._lock:
             now = time.monotonic()
             rate = (self._done - self._before) / max(now - self._last, 1e-9)
@@ -114,10 +114,10 @@ class Pace:
 
 @contextmanager
 def telling(about: str, say: Callable[[Line], None], at_once: bool = False) -> Iterator[Pace]:
-    """Inside the block, reports what the command does (`about`), and every minute its progress.
+    """Inside the block, prints one line of progress a minute by calling `say`.
 
-    With `at_once`, the first line comes immediately, otherwise after FIRST seconds. `say` prints a
-    line.
+    `about` is the text of what the command does. The first line comes after FIRST seconds, or
+    immediately with `at_once`.
     """
     pace = Pace(about)
     ended = threading.Event()

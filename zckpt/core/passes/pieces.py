@@ -24,12 +24,12 @@ SHORT = 4 << 10  # bytes; runs of a strided tensor below this are read together
 
 
 class ReadRequest(Struct, frozen=True):
-    """A request for elements [start, stop) of an entry, to be put at byte `at` of a buffer.
+    """A request to read elements [start, stop) of a tensor to byte `at` of a buffer.
 
-    With `check`, the bytes are hashed, to check the CRC-32 of the zip member (or other record) that
-    contains them; bytes that are hashed twice count once. `is_cut` is True if the chunk of the
-    target file holds only a part of the tensor. A small slice that is not cut can be read together
-    with its neighbors.
+    check     hash the bytes, to check the CRC-32 of the zip member (or other record) around them;
+              bytes that are hashed twice count once
+    is_cut    the chunk of the target file holds only a part of the tensor; small slices that are
+              not cut can be read together with their neighbors
     """
 
     entry: Entry
@@ -41,7 +41,7 @@ class ReadRequest(Struct, frozen=True):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the request is for all elements of the entry."""
+        """Whether the request is for all elements of the tensor."""
         return not self.start and self.stop == self.entry.numel
 
     @property
@@ -50,10 +50,10 @@ class ReadRequest(Struct, frozen=True):
 
 
 class ElementReader(Struct, eq=False, dict=True):
-    """Reads elements of entries into buffers, for one thread.
+    """Reads elements of tensors from files into buffers, for one thread.
 
-    A record is a byte range with a checksum. If `passed` is a list, every read appends to it which
-    parts of records were read.
+    If `passed` is a list, each read appends to it which parts of records it has read. A record is a
+    byte range with a stated checksum, such as a zip member.
     """
 
     reader: Reader
@@ -69,7 +69,7 @@ class ElementReader(Struct, eq=False, dict=True):
         """Working memory."""
 
     def _read(self, extent: Extent, into: memoryview, check: bool) -> int | None:
-        """Reads a byte range; returns the CRC-32 of its bytes, or None if it was not computed."""
+        """Reads a byte range into `into`; returns its CRC-32 if it was computed for a check."""
         self.reader.read(extent, into)
         if not check:
             return None
@@ -78,9 +78,9 @@ class ElementReader(Struct, eq=False, dict=True):
     def read(
         self, requests: Sequence[ReadRequest], view: memoryview
     ) -> Mapping[tuple[int, int], int]:
-        """Puts the elements of every request at its place in `view`.
+        """Reads the elements of every request to its place in `view`.
 
-        Returns the CRC-32s that were computed while reading, by bytes [begin, end) of `view`.
+        Returns the CRC-32s that were computed while reading, by bytes (begin, end) of `view`.
         """
         crcs = {}
         for extent, begin, check in self._reads(requests, view):
@@ -95,8 +95,7 @@ class ElementReader(Struct, eq=False, dict=True):
     ) -> Iterator[tuple[Extent, int, bool]]:
         """Yields the reads to make: a byte range, its position in `view`, and whether to hash it.
 
-        Small slices, and short runs of consecutive elements of strided tensors, are not yielded:
-        this function reads them itself, and copies them to their places.
+        Small slices and short strided runs are read here, and not yielded.
         """
         pending: tuple[Extent, int, bool] | None = None  # the next read may still extend it
         small: dict[int, list[ReadRequest]] = {}  # by their flat buffers, since files may mix slots
@@ -140,11 +139,11 @@ class ElementReader(Struct, eq=False, dict=True):
         passed: Callable[[int, int, memoryview], None] | None = None,
         bounded: bool = False,
     ) -> None:
-        """Puts the elements, cast to `dtype`, at byte `request.at` of `view`, block by block.
+        """Reads elements, converts them to `dtype`, and puts them at byte `request.at` of `view`.
 
-        `passed` is called with a block's first element, its end, and its bytes before the cast.
-        Raises UnsupportedCheckpoint for types that are not floats; with `bounded`, also if a finite
-        number becomes infinite.
+        It works block by block. `passed` is called with a block's first element, its end, and its
+        bytes before the conversion. Raises UnsupportedCheckpoint for types that are not floats.
+        With `bounded`, it also raises this error if a finite number becomes infinite.
         """
         if dtype == request.entry.dtype and passed is None:
             self.read([request], view)
@@ -166,8 +165,7 @@ class ElementReader(Struct, eq=False, dict=True):
     def _long(self, item: ReadRequest, view: memoryview) -> Iterator[tuple[int, Extent]]:
         """Yields each long byte range of a request, with the byte in `view` where it belongs.
 
-        A strided tensor may lie in many short ranges. These are not yielded: this function reads
-        them itself, and copies them to their places.
+        Short ranges, as in a strided tensor, are read here and not yielded.
         """
         size = SIZES[item.entry.dtype]
         for fragment in item.entry.fragments.overlapping(item.start, item.stop):
@@ -181,12 +179,12 @@ class ElementReader(Struct, eq=False, dict=True):
                 yield item.at + (start - item.start) * size, extent
 
     def _batch(self, requests: Sequence[ReadRequest], place: int) -> Sequence[ReadRequest]:
-        """Selects requests, from number `place` on, that can be served by one read per rank.
+        """Selects consecutive requests for ZeRO-3 slices that one read per rank can serve.
 
-        They are requests for small slices that are neighbors in every rank's flat buffer. The batch
-        ends before a tensor that is cut by the edge of a target file's chunk, because its slices
-        would be read twice. Batches end at the same tensors for every target file. So if the files
-        of two ranks need elements of the same slice, both read the same range of bytes.
+        Their slices are neighbors in every rank's flat buffer. The batch begins with request number
+        `place`. It ends before a tensor that is cut by the edge of a chunk, because its slices
+        would be read twice. For every target file, batches end at the same tensors. So two ranks'
+        files that need elements of the same slice read the same range of bytes.
         """
         first = _slices(requests[place])
         room = self.memory // (first.size * len(first.flats))  # elements of each flat buffer
@@ -232,7 +230,7 @@ class ElementReader(Struct, eq=False, dict=True):
     def _read_runs(self, item: ReadRequest, fragment: Fragment, view: memoryview) -> None:
         """Reads the requested part of a strided fragment, and copies its elements to their places.
 
-        The part is first read into the working memory (`scratch`).
+        The bytes go through the working memory `scratch`.
         """
         import numpy as np
 
@@ -254,7 +252,6 @@ class ElementReader(Struct, eq=False, dict=True):
 
 
 def _ranks(item: ReadRequest) -> range:
-    """The ranks whose slices contain the requested elements."""
     return _slices(item).ranks(item.start, item.stop)
 
 

@@ -24,9 +24,9 @@ from ..storage.fragments import Fragment, Slices
 
 
 class Pair(Struct, frozen=True):
-    """An entry of the target, and the entry of the source that supplies its elements.
+    """A tensor of the target, and the tensor of the source that supplies its elements.
 
-    `rank` is the position of the model rank, if the model ranks are kept separate.
+    `rank` is the position of the model rank if model ranks are not merged.
     """
 
     source: Entry
@@ -35,12 +35,11 @@ class Pair(Struct, frozen=True):
 
 
 class TargetPiece(Struct, frozen=True):
-    """A piece of a target file: elements [start, stop) of a pair of tensors, at byte `offset`.
+    """Consecutive bytes of a target file, from byte `offset`: elements [start, stop) of a tensor.
 
-    If `count` is above one, the piece consists of that many runs of equal length, which follow each
-    other in the file without gaps. Run i holds elements [start + i * stride, stop + i * stride).
-    `is_cut` is True if the edge of a chunk cuts the piece; another piece then has the other
-    elements.
+    count, stride    if `count` is above one, the bytes hold that many runs of equal length; run i
+                     has elements [start + i * stride, stop + i * stride)
+    is_cut           the edge of a chunk cuts the piece, and another piece has the other elements
     """
 
     offset: int
@@ -79,11 +78,11 @@ class Chunk(Struct, frozen=True):
 
 
 def join(source: Manifest, target: Manifest, from_masters: bool) -> list[Pair]:
-    """Pairs every entry and every replica of the target with an entry of the source.
+    """Pairs every tensor and replica of the target with the tensor of the source that supplies it.
 
-    Model ranks that are kept separate are paired in order. The module `weights` decides which entry
-    supplies a weight; with `from_masters`, all weights are cast from their masters. Raises
-    MissingData.
+    With `from_masters`, all weights are cast from their fp32 masters. The module `weights` decides
+    which tensor supplies a weight. Model ranks that are not merged are paired in order. Raises
+    MissingData if the source has no such tensor.
     """
     pairs = []
     for rank, (rank_manifest, its) in enumerate(
@@ -97,7 +96,7 @@ def join(source: Manifest, target: Manifest, from_masters: bool) -> list[Pair]:
 
 
 def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) -> Entry:
-    """The source's entry that supplies `entry`; `name` is the parameter's name in the source."""
+    """The source's tensor that supplies the target's `entry`; `name` is its parameter there."""
     origin: Entry | None
     if entry.slot in WEIGHTS:
         weight = weight_of(source.entries, name)
@@ -125,12 +124,12 @@ def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) ->
 
 
 class Match(Struct, frozen=True):
-    """A pair of entries that should hold the same elements; if `b` is None, `a` is only read.
+    """Two tensors that should hold the same elements; if `b` is None, `a` is only read.
 
-    `how` says how the entries are compared:
+    `how` says how they are compared:
 
         bits        as bytes
-        rounded     as bytes, after the entry of the wider type (a master weight) was rounded
+        rounded     as bytes, after the tensor of the wider type (a master weight) was rounded
         values      as numbers, since their types differ
         types       not at all, since one of the types is not a number
         shapes      not at all, since the shapes differ
@@ -157,22 +156,21 @@ class Match(Struct, frozen=True):
 
     @property
     def compared(self) -> Entry:
-        """The entry whose type is used to compare: the narrower one for `rounded`, else `a`."""
+        """The tensor whose type is used to compare: the narrower one for `rounded`, else `a`."""
         return self.b if self.rounds_a and self.b is not None else self.a
 
     @property
     def name(self) -> str:
-        """The name (`parameter/slot`) of the entry that `compared` returns."""
+        """The name (`parameter/slot`) of the tensor whose type is used to compare."""
         return self.compared.name
 
 
 def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], list[Key]]:
-    """Pairs the entries of two checkpoints, in the order of `a`.
+    """Pairs the tensors of two checkpoints, in the order of `a`.
 
-    Also returns the keys that only `a` has, and the keys that only `b` has. If an engine keeps no
-    masters, an F32 weight of its module is paired with the other side's master. A weight of fewer
-    bits is paired with the master that it was rounded from. The results use the names of tied
-    weights in `a`.
+    Also returns the keys that only `a` has, and the keys that only `b` has. An F32 weight of a
+    checkpoint without masters is paired with the master of the other one. A weight of fewer bits is
+    paired with the master from which it was rounded. Tied weights have their names in `a`.
     """
     names = _names_in(a, b)
     ours, theirs = a.entries, _renamed(b, a, names)
@@ -207,17 +205,13 @@ def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], list[Key]]:
 
 
 def of_copies(a: Entry, b: Entry) -> Match:
-    """The pair of two replicas: compared as bytes if their types and shapes are equal."""
+    """Pairs two replicas of a tensor; they are compared as bytes if types and shapes are equal."""
     alike = (a.dtype, a.shape) == (b.dtype, b.shape)
     return Match(a, b, "bits" if alike else "shapes", copy=True)
 
 
 def _names_in(a: Manifest, b: Manifest) -> dict[str, str]:
-    """Maps names of tied weights to the names under which `a` stores these weights.
-
-    The keys are the aliases in `a`. They are also the names under which `b` stores a tied weight,
-    if `a` stores it under another name.
-    """
+    """Maps the names of tied weights in `a` and `b` to the names under which `a` stores them."""
     second = {
         first: alias
         for alias, first in reversed(b.owners.items())
@@ -227,7 +221,7 @@ def _names_in(a: Manifest, b: Manifest) -> dict[str, str]:
 
 
 def _renamed(b: Manifest, a: Manifest, names: Mapping[str, str]) -> dict[Key, Entry]:
-    """The entries of `b`, with tied weights under the names that they have in `a`.
+    """The tensors of `b`, with tied weights under the names that they have in `a`.
 
     A weight keeps its name in `b` if `b` stores it under several names.
     """
@@ -242,10 +236,10 @@ def _renamed(b: Manifest, a: Manifest, names: Mapping[str, str]) -> dict[Key, En
 def _counterpart(
     entry: Entry, other_side: Mapping[Key, Entry], own_side: Mapping[Key, Entry]
 ) -> Match | None:
-    """Pairs `entry` with the same tensor of the other side; None if there is none.
+    """Pairs `entry` with the same tensor of the other checkpoint; None if there is none.
 
-    If the other side lacks a weight's tensor in this type, `entry` is paired with the `param` or
-    `master` that it was rounded from, or that was rounded from it.
+    If the other checkpoint lacks a weight in this type, its `param` or `master` is taken: the one
+    from which `entry` was rounded, or which was rounded from `entry`.
     """
     same = other_side.get(entry.key)
     if same is not None and same.dtype == entry.dtype:
@@ -332,7 +326,7 @@ _offset, _end = attrgetter("offset"), attrgetter("end")
 
 
 def _clipped(piece: TargetPiece, offset: int, end: int) -> Iterator[TargetPiece]:
-    """Yields the part of a piece that lies in bytes [offset, end) of its file, as pieces.
+    """Yields the pieces that are the part of `piece` within bytes [offset, end) of its file.
 
     A piece may have several runs of elements (`count`). A run that the range cuts becomes a
     separate piece.

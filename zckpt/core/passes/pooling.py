@@ -17,15 +17,18 @@ Claim = Callable[[], int]
 
 
 class Pass(Protocol):
-    """A pass over tensors, and its results in this process. Processes exchange them as JSON."""
+    """One pass over tensors, and its results in this process.
+
+    Several processes may share a pass. They exchange results as JSON.
+    """
 
     def run(self, claim: Claim) -> None:
-        """Carries out the blocks of tasks that `claim` assigns to this process."""
+        """Runs the tasks that `claim` assigns to this process."""
 
     def tasks_by_name(self) -> Any:
-        """Describes all tasks of the pass, as JSON.
+        """Describes all tasks of the pass as JSON, to compare them with those of other processes.
 
-        Processes compare their descriptions, to detect that they have not listed the same tasks.
+        All processes must have listed the same tasks.
         """
         ...
 
@@ -34,32 +37,33 @@ class Pass(Protocol):
         ...
 
     def take(self, found: Any) -> None:
-        """Adds the results that another process found."""
+        """Adds results that another process has sent (its `findings`)."""
 
 
 Running = TypeVar("Running", bound=Pass)
 
 
 class Pool:
-    """The processes that share passes; each process gets the results of all.
+    """The processes that share passes over tensors; each gets the results of all.
 
-    This class is for one process, which carries out everything. `processes/sharing.py` has the
-    class for several processes.
+    This class is for a single process, which does everything. `processes/sharing.py` has the class
+    for several processes.
     """
 
     rank = 0
 
     def carry_out(self, make: Callable[[int], Running], chunk: int) -> Running:
-        """Runs the pass that `make(chunk)` returns, and gives it the results of all processes.
+        """Runs a pass, shared with other processes, until it has the results of all; returns it.
 
-        `chunk` is the number of bytes that a task of the pass reads at a time. Returns the pass.
+        `make` creates the pass. Its argument `chunk` is the number of bytes that a task reads at a
+        time.
         """
         running = make(chunk)
         running.run(count().__next__)
         return running
 
     def agree_on_problem(self, message: str) -> None:
-        """Tells the other processes that this one cannot read a checkpoint and makes no pass."""
+        """Tells the other processes that this one cannot read a checkpoint, and makes no pass."""
 
 
 SINGLE = Pool()
@@ -71,10 +75,10 @@ def claimed(
     claim: Claim,
     progress: Callable[[int], None] | None,
 ) -> Iterator[Task]:
-    """Yields the tasks that this process must carry out: those in the blocks that it claims.
+    """Yields the tasks that this process must run: those in the blocks that it claims.
 
     `size_of` returns the number of bytes that a task reads. `progress` is called with this number
-    for each task that another process carries out.
+    for each task that another process runs.
     """
     mine, number, filled = claim(), 0, 0
     for task in tasks:

@@ -25,7 +25,7 @@ Tell = Callable[[Sequence[dict[str, Any]]], None]
 
 
 def describe(progress: Progress | None, text: str) -> None:
-    """Passes a description of the present work to `progress.describe`; `progress` may be None."""
+    """Shows what the command is doing at present, beside its progress; nothing if that is None."""
     show: Describe | None = getattr(progress, "describe", None)
     if show is not None:
         show(text)
@@ -98,7 +98,6 @@ def free_memory() -> int:
 
 
 def _text(path: str) -> str:
-    """The contents of a system file; empty if there is no such file."""
     try:
         with open(path, encoding="utf-8") as file:
             return file.read()
@@ -109,7 +108,7 @@ def _text(path: str) -> str:
 def own_rank() -> int:
     """The rank of this process, from torchrun's RANK and WORLD_SIZE; 0 unless both are set.
 
-    RANK alone proves nothing: in many clusters every shell has one.
+    RANK alone proves nothing: in many clusters it is set in every shell.
     """
     texts = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
     rank, size = (int(text) if text.isdecimal() else 0 for text in texts)

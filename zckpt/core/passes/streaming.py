@@ -4,8 +4,8 @@ The caller decides what a task is: a chunk of a target file (`copy`), ranges of 
 by side (`compare`), ranges to measure. Threads spend their time in system calls and in functions
 that release Python's lock.
 
-Callers that need only a few tensors, in any order, make no pass. They call only `reading`: to load
-one tensor for a program (`loading`), or the shards of one process (`dcp/regions.py`).
+Callers that need only a few tensors, in any order, make no pass. They call only `reading`:
+`loading` loads one tensor for a program, and `dcp/regions.py` the shards of one process.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ Worker = Callable[[], AbstractContextManager[Callable[[Task], None]]]
 def chunk_size(dp: int, jobs: int, memory: int) -> int:
     """The size of a chunk in bytes: larger at a large dp, where each chunk is read from every rank.
 
-    Every thread has two buffers of this size; `memory` limits the total.
+    Every thread has two buffers of this size. Together they fit into `memory` bytes.
     """
     size = CHUNK * max(1, dp // 8)
     return max(1 << 20, min(size, memory // (2 * jobs)) >> 20 << 20)
 
 
 def batches(groups: Iterable[Sequence[Entry]], chunk: int) -> Iterator[list[list[ReadRequest]]]:
-    """Cuts tensors into batches of requests, each of which fits into `chunk` bytes.
+    """Divides the reading of tensors into batches of requests that each fit into `chunk` bytes.
 
-    All tensors of a group have the same number of elements, and are read together: a batch has the
-    same range of elements of each tensor. A batch has a list for each slot, since tensors of one
-    slot are neighbors in their files. Groups with the same slots come one after the other.
+    All tensors of a group have the same number of elements, and a batch has the same range of
+    elements of each. A batch has a list for each slot, since tensors of one slot are neighbors in
+    their files. Groups with the same slots come one after the other.
     """
     kinds = by_key((tuple((entry.slot, entry.dtype) for entry in group), group) for group in groups)
     for kind, alike in kinds.items():
@@ -84,10 +84,10 @@ def stream(
     memory: int,
     start: Callable[[Sequence[ElementReader]], Callable[[Task], None]],
 ) -> None:
-    """Carries out all tasks on `jobs` threads, each of which opens its own files.
+    """Runs all tasks on `jobs` threads, each of which opens the files for itself.
 
     Each thread calls `start` once, with an ElementReader for each checker. `start` returns the
-    function that carries out a task. Each reader may use `memory` bytes of working memory.
+    function that runs a task. Each reader may use `memory` bytes of working memory.
     """
 
     @contextmanager
@@ -102,7 +102,7 @@ def stream(
 def reading(
     checkers: Sequence[RecordChecker], memory: int, jobs: int = 1
 ) -> Iterator[list[ElementReader]]:
-    """Yields one ElementReader for each checker, for one thread; closes their files at the end."""
+    """Yields readers for one thread, one for each checker; closes their files at the end."""
     with closing(Reader(files_per_thread(jobs), _fingerprints(checkers))) as reader:
         yield [ElementReader(reader, checker, memory) for checker in checkers]
 
@@ -124,14 +124,13 @@ def in_turns(groups: Iterator[Iterator[Task]], most: int) -> Iterator[Task]:
 
 
 def _fingerprints(checkers: Sequence[RecordChecker]) -> Fingerprints:
-    """Merges the fingerprints of all checkpoints that the checkers belong to, by path."""
     if len(checkers) == 1:
         return checkers[0].fingerprints
     return ChainMap(*(dict(checker.fingerprints) for checker in checkers))
 
 
 def share(tasks: Iterator[Task], jobs: int, worker: Worker[Task]) -> None:
-    """Carries out all tasks on `jobs` threads. The first error ends all threads and is raised."""
+    """Runs all tasks on `jobs` threads. The first error ends all threads and is raised."""
     lock = threading.Lock()
     errors: list[BaseException] = []
 
@@ -166,11 +165,11 @@ def share(tasks: Iterator[Task], jobs: int, worker: Worker[Task]) -> None:
 
 
 def carry_out_all(tasks: Sequence[Task], carry_out: Callable[[Task], None]) -> None:
-    """Carries out tasks that wait for the disk, up to 16 of them in parallel.
+    """Runs tasks that wait for the disk, up to 16 of them in parallel; raises the first error.
 
-    The first error is raised. A sync waits for the journal of the filesystem, and syncs in parallel
-    wait for the same write of the journal. 2,000 files of 10 kB took 3.6 s one after the other, and
-    0.13 s on 16 threads (ext4).
+    A sync waits for the journal of the filesystem, and parallel syncs wait for the same write of
+    the journal. 2,000 files of 10 kB took 3.6 s one after the other, and 0.13 s on 16 threads
+    (ext4).
     """
     share(iter(tasks), min(WAITING, len(tasks)), lambda: nullcontext(carry_out))
 
@@ -186,7 +185,7 @@ def finish(
     everything: bool = False,
     beside: Callable[[Record, Extent, memoryview], None] | None = None,
 ) -> RecordCounts:
-    """Reads the missing bytes of records after a pass, and checks their CRC-32s; returns counts.
+    """After a pass, reads the missing bytes of records and checks their CRC-32s; returns counts.
 
     A record is a byte range with a stated CRC-32, such as a zip member. `everything` and `beside`
     are explained at `RecordChecker.finish`.

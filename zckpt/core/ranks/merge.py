@@ -49,12 +49,11 @@ def merge(
     policy: str | None = None,
     beside: Manifest | None = None,
 ) -> Manifest:
-    """Merges the manifests of `ranks`, the ranks of one axis, into one.
+    """Merges the manifests of the ranks of one parallel axis into one manifest.
 
-    Parameters are in the order of their groups, entries in the order of the ranks. `beside` holds
-    tensors that belong to no single rank, such as those in files of layers; these come before all
-    other entries. Raises InconsistentCheckpoint if ranks contradict each other, or are of different
-    saves.
+    Parameters are in the order of their param groups, tensors in the order of the ranks. `beside`
+    has tensors that belong to no single rank, such as those in layer files; they come first. Raises
+    InconsistentCheckpoint if ranks contradict each other, or are of different saves.
     """
     whole = united(ranks)
     ranks, groups = numbered_alike(ranks)
@@ -86,7 +85,7 @@ def merge(
 
 
 def in_order(manifest: Manifest) -> Manifest:
-    """Sorts the entries of a manifest: in the order of its parameters and buffers, `state` last."""
+    """Sorts the tensors of a manifest in the order of its parameters and buffers, `state` last."""
     names = (*manifest.parameters, *manifest.buffers)
     place = {name: number for number, name in enumerate(names)}
     entries = sorted(
@@ -104,9 +103,9 @@ def _names(each: Iterable[Iterable[str]]) -> list[str]:
 
 
 def tensor(key: Key, held: Sequence[Sequence[Entry]], table: Table, root: str) -> list[Entry]:
-    """Joins one tensor's entries from all ranks: returns the complete tensor, then its replicas.
+    """Joins the parts of one tensor: returns the complete tensor, followed by its replicas.
 
-    `held[r]` lists the entries of rank r: first the entry that is used, then its replicas. Raises
+    `held[r]` lists what rank r has of the tensor: its part, then its replicas. Raises
     InconsistentCheckpoint if ranks have different dtypes or shapes, or if a rank lacks its slice.
     """
     name, (parameter, slot) = name_of(key), key
@@ -144,10 +143,10 @@ def tensor(key: Key, held: Sequence[Sequence[Entry]], table: Table, root: str) -
 
 
 def _held(every: Sequence[Manifest], first: Manifest) -> dict[Key, list[list[Entry]]]:
-    """Maps a tensor's key to a list with an item per rank: the rank's entry, then its replicas.
+    """Maps a tensor's key to what each rank has of it: a list of its part and its replicas.
 
-    A tensor of the program's state is included for a rank only if the first rank has a tensor with
-    the same key, type and shape.
+    A tensor of the program's state is listed for a rank only if the first rank has one with the
+    same key, type and shape.
     """
     held: dict[Key, list[list[Entry]]] = {}
     for number, rank in enumerate(every):
@@ -169,7 +168,7 @@ def _held(every: Sequence[Manifest], first: Manifest) -> dict[Key, list[list[Ent
 def _parameters(
     ranks: Sequence[Manifest], table: Table, root: str
 ) -> tuple[dict[str, Parameter], list[StateRow]]:
-    """The parameters of all ranks, merged, and their one-number optimizer states as rows.
+    """Merges the parameters of all ranks; also returns their one-number optimizer states.
 
     Trained parameters come first, in the order of their groups, then the frozen ones.
     """
@@ -201,13 +200,13 @@ def _parameters(
 
 
 def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
-    """Numbers the groups of all ranks alike; returns the changed manifests, and all groups.
+    """Gives a param group the same number in all ranks; returns the manifests, and all groups.
 
-    All groups are those of the rank that has most groups. A rank may have dropped groups of which
-    it has no parameter: then its groups are a subset of all groups, in the same order, and are
-    recognized by their hyper-parameters. Raises UnsupportedCheckpoint if several subsets fit, and
-    InconsistentCheckpoint if no subset fits. If some rank has no groups, nothing is changed, and
-    None is returned in place of the groups.
+    A rank may have dropped groups of which it has no parameter. Its groups are then a subset of
+    those of the rank with most groups, in the same order, and are recognized by their
+    hyper-parameters. Raises UnsupportedCheckpoint if several subsets fit, and
+    InconsistentCheckpoint if none fits. If some rank has no groups, nothing is changed, and None is
+    returned in place of the groups.
     """
     groups: list[dict[str, Any]] = max((list(m.groups or ()) for m in ranks), key=len)
     every = [to_json(group) for group in groups]
@@ -241,22 +240,18 @@ def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
 
 
 def _places(some: Sequence[Any], groups: Sequence[Any]) -> list[int]:
-    """For each group of `some`, the index of an equal group in `groups`; -1 if there is none.
-
-    The groups of `some` must be in the same order as in `groups`: each group is searched only after
-    the index of the previous one.
-    """
+    """Finds each group of `some` in `groups`, which has the same order: indices, -1 if missing."""
     rest = iter(enumerate(groups))
     return [next((place for place, group in rest if group == own), -1) for own in some]
 
 
 def agreed_steps(ranks: Sequence[Manifest], policy: str | None) -> dict[str, Step]:
-    """Maps each parameter that has a step to its step, on which all ranks must agree.
+    """Maps each parameter with a step to its step; all ranks must agree on it.
 
-    The groups of the ranks must be numbered alike. All parameters of a group must have the same
-    step, unless a rank states different steps within the group. Raises InconsistentCheckpoint if
-    ranks differ and `policy` does not decide. With the policy `keep`, ranks must agree on each
-    parameter's step, but parameters may differ.
+    All parameters of a param group must have one step, unless some rank states different steps
+    within the group. If ranks differ, `policy` (--step-policy) decides; otherwise
+    InconsistentCheckpoint is raised. With the policy `keep`, parameters of a group may differ, but
+    ranks must agree on each one. The ranks' groups must be numbered alike.
     """
     steps_by_key: dict[str | int | None, dict[Step, str]] = {}
     groups: dict[str, int | None] = {}
@@ -281,7 +276,7 @@ def agreed_steps(ranks: Sequence[Manifest], policy: str | None) -> dict[str, Ste
 
 
 def with_steps(manifest: Manifest, steps: Mapping[str, Step]) -> Manifest:
-    """Replaces steps: each parameter that has a step gets the step that `steps` has for it."""
+    """Replaces the steps of parameters by those in `steps`; parameters without a step keep none."""
     parameters = {
         name: item if item.step is None else replace(item, step=steps[name])
         for name, item in manifest.parameters.items()
@@ -293,12 +288,11 @@ def with_steps(manifest: Manifest, steps: Mapping[str, Step]) -> Manifest:
 
 
 def united(ranks: Sequence[Manifest]) -> Manifest:
-    """The first rank's manifest, with files, layout, steps and notices of all ranks.
+    """Merges everything but tensors and parameters, which remain those of the first rank.
 
-    Only tensors and parameters remain those of the first rank; everything else is merged. An
-    optimizer may keep a number that belongs to no parameter: if ranks differ in this number, it
-    becomes an unsupported state. Raises InconsistentCheckpoint if counters or loss scales differ,
-    as in mixed saves.
+    Files, layout, steps and notices are those of all ranks. If ranks differ in a number of the
+    optimizer that belongs to no parameter, the number becomes an unsupported state. Raises
+    InconsistentCheckpoint if counters or loss scales differ, as in mixed saves.
     """
     first = ranks[0]
     for other in ranks[1:]:
@@ -310,7 +304,7 @@ def united(ranks: Sequence[Manifest]) -> Manifest:
     of_ranks, omitted = _own_values(ranks)
     return first.replace(
         place=None,
-        states=_of_first(ranks),
+        states=_first_ranks_states(ranks),
         of_ranks=of_ranks,
         layout={name: values for each in ranks for name, values in each.files.layout.items()},
         paths=tuple(_names(each.files.paths for each in ranks)),
@@ -323,16 +317,15 @@ def united(ranks: Sequence[Manifest]) -> Manifest:
 
 
 def _together(of_each: Iterable[Iterable[T]]) -> tuple[T, ...]:
-    """Concatenates the items of all ranks, without duplicates."""
     return tuple(dict.fromkeys(chain.from_iterable(of_each)))
 
 
 def _states(ranks: Sequence[Manifest], word: str) -> list[StateRow]:
-    """Collects from all ranks the states of the forms `other` and `unsupported`, as rows.
+    """Collects the states of the forms `other` and `unsupported` from all ranks.
 
-    The forms are explained in optimizer_states.py. `word` is what messages call a rank. In an
-    unsupported state, tensors' names are prefixed with the rank, such as `tensor rank 1: NAME`,
-    because several ranks may have tensors of the same name.
+    The forms are explained in optimizer_states.py. `word` is what messages call a rank. Several
+    ranks may have tensors of the same name, so an unsupported state names them as `tensor rank 1:
+    NAME`.
     """
     values_by_name = {name: own for rank in ranks for name, own in rank.states.other_values.items()}
     rows = of_parameters("other", values_by_name)
@@ -353,10 +346,11 @@ def _counters(manifest: Manifest) -> object:
 
 
 def _of_optimizer(manifest: Manifest) -> object:
-    """The optimizer's state that must be equal on all ranks, such as the loss scale, as JSON.
+    """The part of the optimizer's state that must be equal on all ranks, such as the loss scale.
 
-    States of single parameters are left out, because pipeline stages have different parameters.
-    Numbers that belong to no parameter are left out too: `_of_first` compares them.
+    It is returned as JSON. States of single parameters are left out, because pipeline stages have
+    different parameters. Numbers that belong to no parameter are left out too:
+    `_first_ranks_states` compares them.
     """
     kept = manifest.states.of_form("partition", "estimate")
     state = with_states(manifest.state, States(tuple(kept)), len(manifest.groups or ()))
@@ -364,7 +358,7 @@ def _of_optimizer(manifest: Manifest) -> object:
     return to_json({key: value for key, value in optimizer.items() if key != "members"})
 
 
-def _of_first(ranks: Sequence[Manifest]) -> States:
+def _first_ranks_states(ranks: Sequence[Manifest]) -> States:
     """The first rank's optimizer states.
 
     If ranks differ in a number that belongs to no parameter, this number becomes an unsupported
@@ -388,11 +382,12 @@ def _file_of(manifest: Manifest) -> str:
 
 
 def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]], list[Notice]]:
-    """Maps the name of each rank's file to values of its state that differ from the first rank's.
+    """Finds the values of the program's state in which a rank differs from the first rank.
 
-    Also returns notices about values that are left out of the merged state. A tensor in the client
-    state of a rank after the first gets a notice even if it equals the first rank's, because it may
-    be a random state. It gets none if both ranks' states were read from the same file.
+    Returns them by the name of the rank's file, and notices about values that the merged state
+    leaves out. A tensor in a later rank's client state gets a notice even if it equals the first
+    rank's, because it may be a random state. There is no notice if both were read from the same
+    file.
     """
     differing = {name: values for each in ranks for name, values in each.files.of_ranks.items()}
     keys = (*ranks[0].files.rank_keys, *OF_RANKS)

@@ -1,8 +1,7 @@
 """Records by which a format describes how its engine partitions tensors over ranks.
 
-The function `partitions(path)` of a format makes these records by the engine's own rule, without
-the format's manifest. So `verify --gather` can check the fragments in the manifest against these
-records.
+The function `partitions(path)` of a format makes these records by the engine's own rule. It does
+not use the manifest. So `verify --gather` can check the manifest against these records.
 """
 
 from __future__ import annotations
@@ -54,12 +53,12 @@ class Partitioned(Struct, frozen=True):
         return self.ranks[rank].length // SIZES[self.dtype]
 
     def own_range(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """Limits the element range [start, stop) to the length of this rank's part."""
+        """Limits the element range [start, stop) to the elements in this rank's part."""
         return start, min(stop, self.length(rank))
 
 
 class Whole(Struct, frozen=True):
-    """A tensor that is complete in one file; `extent` ranges from its first element to its last.
+    """A tensor that is complete in one file, in the byte range `extent`.
 
     `strides` count elements; they are None if the tensor is row-major.
     """
@@ -72,12 +71,11 @@ class Whole(Struct, frozen=True):
 
 
 class BoxPart(Struct, frozen=True):
-    """One rank's block of a tensor: [offset, offset + size) along every axis.
+    """One rank's block of a tensor: elements [offset, offset + size) along every axis.
 
-    Without `strides`, the byte range `extent` holds elements of the block in row-major order,
-    starting with element `first` of the block; it may end before the block does. With `strides`,
-    which count elements, the block is not row-major: `extent` ranges from the block's first element
-    to its last, and holds all of them.
+    Without `strides`, the byte range `extent` has the block's elements in row-major order, from
+    number `first` on; it may end before the block does. With `strides`, which count elements, the
+    block has another order: `extent` reaches from its first to its last element in the file.
     """
 
     offsets: tuple[int, ...]
@@ -88,9 +86,9 @@ class BoxPart(Struct, frozen=True):
 
 
 class Joined(Struct, frozen=True):
-    """A tensor of which every rank holds one block, cut along any axes, in any sizes.
+    """A tensor of which every rank holds one block; the blocks may be cut along any axes.
 
-    The parts may be listed in any order. Together they hold every element once.
+    `parts` may be in any order. Together they have every element once.
     """
 
     key: Key
@@ -111,12 +109,12 @@ class Joined(Struct, frozen=True):
         return self.parts[rank].extent.length // SIZES[self.dtype]
 
     def own_range(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """Limits the element range [start, stop) to the length of this rank's part."""
+        """Limits the element range [start, stop) to the elements in this rank's block."""
         return start, min(stop, self.length(rank))
 
     @property
     def line(self) -> int:
-        """The smallest number of elements contiguous in both the tensor and a rank's block."""
+        """The smallest number of elements contiguous both in the tensor and in a rank's block."""
         filled = (part for part in self.parts if part.extent.length)
         return min((prod(part.sizes[self.inner(part) :]) for part in filled), default=0)
 
@@ -127,11 +125,11 @@ class Joined(Struct, frozen=True):
 
 
 class Nameless(Struct, frozen=True):
-    """A tensor for whose parameter no file states a name, only a number in the optimizer.
+    """A tensor of an optimizer that identifies parameters by number, so no file states its name.
 
-    `slot` is the kind of the tensor, such as `exp_avg`. `verify --gather` takes the tensor's name
-    from the format's reader: the name of the tensor with the same slot, dtype, shape and first
-    byte. So the engine's rule proves the tensor's elements, but not its name.
+    `slot` is the kind of the tensor, such as `exp_avg`. `verify --gather` takes the name from the
+    manifest's tensor with the same slot, dtype, shape and first byte. So it checks the elements of
+    such a tensor, but not its name.
     """
 
     slot: str

@@ -16,7 +16,7 @@ from ..storage.fragments import Runs
 
 
 def split(whole: Manifest, table: Table) -> list[Manifest]:
-    """A manifest for each rank (row) of the table, in order; each has all groups and the state."""
+    """Makes a manifest for each rank (row) of the table, with all param groups and the state."""
     return [part(whole, row) for row in table.rows]
 
 
@@ -27,10 +27,10 @@ def names_in(whole: Manifest) -> list[str]:
 
 
 def part(whole: Manifest, row: Row) -> Manifest:
-    """The manifest of one rank, with its parameters in the order of the row.
+    """Makes the manifest of one rank, with its parameters in the order of the row.
 
-    A parameter of which this rank has no elements stays in the module, but becomes frozen: the
-    rank's optimizer does not own it.
+    A parameter of which this rank has no elements stays, but becomes frozen, since the rank's
+    optimizer does not train it.
     """
     names, shapes = {*row.names}, row.shapes
     parameters = {

@@ -24,10 +24,13 @@ request.
 
 
 class ByteSource(Protocol):
-    """The bytes of one file, wherever they lie. Raises ZckptError or OSError with the path."""
+    """Reads the bytes of one file from wherever they lie, such as an object store.
+
+    Raises ZckptError or OSError with the path.
+    """
 
     def pread(self, length: int, offset: int) -> bytes:
-        """Reads bytes of metadata. The result is shorter only at the end of the file."""
+        """Reads bytes of headers or other metadata, fewer only at the end of the file."""
         ...
 
     def read_into(self, view: memoryview, offset: int) -> int:
@@ -59,19 +62,19 @@ _known: dict[Fingerprint, ByteSource] = {}
 
 
 def register(path: str, where: ByteSource) -> Fingerprint:
-    """Makes later reads of the file at `path` use `where` instead; returns its fingerprint."""
+    """Makes later reads of the file `path` use this byte source; returns its fingerprint."""
     fingerprint = Fingerprint.of(os.stat(path))
     _known[fingerprint] = where
     return fingerprint
 
 
 def restore(fingerprint: Fingerprint, where: ByteSource) -> None:
-    """Registers `where` as a file's byte source again, after `forget` or a later `register`."""
+    """Registers the byte source of a file again, after `forget` or a later `register`."""
     _known[fingerprint] = where
 
 
 def forget(fingerprint: Fingerprint) -> None:
-    """Unregisters a file before it is removed, since another file may get its inode."""
+    """Unregisters a file; call it before the file is removed, since another may get its inode."""
     _known.pop(fingerprint, None)
 
 

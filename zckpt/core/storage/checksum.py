@@ -27,16 +27,17 @@ def crc_of_zeros(length: int) -> int:
 
 
 def flipped_bit(stated_crc: int, actual: int, length: int) -> tuple[int, int] | None:
-    """The one flipped bit that explains a wrong CRC-32 of `length` bytes: its byte, and its bit.
+    """Finds the single flipped bit that explains a wrong CRC-32: returns its byte and its bit.
 
-    Bit 0 is the lowest. None if no single bit explains it, or if several do.
+    Bit 0 is the lowest. None if no single bit explains the CRC-32 of these `length` bytes, or if
+    several do.
     """
     bits = flipped_bits(stated_crc, actual, length)
     return bits[0] if len(bits) == 1 else None
 
 
 def flipped_bits(stated_crc: int, actual: int, length: int) -> list[tuple[int, int]]:
-    """All single bits that explain a wrong CRC-32 of `length` bytes, as (byte, bit), in order.
+    """All single bits whose flip explains a wrong CRC-32, as (byte, bit) in order.
 
     A CRC is linear. If one bit is flipped, the two CRCs differ by a power of x that gives the bit's
     distance from the end. The polynomial is primitive, so below 512 MiB all distances differ.
@@ -64,7 +65,7 @@ _LAST_BIT = 0xEDB88320
 
 
 class Cover(Struct, eq=False):
-    """Notes which of `length` bytes have been seen, and gives their CRC-32 once all have been.
+    """Computes the CRC-32 of `length` bytes whose pieces may arrive in any order, even twice.
 
     Neighboring pieces are merged as they arrive, so memory does not grow with the bytes.
     """
@@ -115,11 +116,11 @@ class Cover(Struct, eq=False):
 
 
 class Scattered(Struct, eq=False):
-    """Computes the CRC-32 of `length` bytes whose pieces arrive in any order, each of them once.
+    """Computes the CRC-32 of `length` bytes from pieces in any order, without storing the pieces.
 
-    A CRC is linear, so each piece adds its share independently. Unlike `Cover`, this class stores
-    nothing per piece: a matrix that lies in files by columns has millions of pieces without
-    neighbors. In return, a piece that arrives twice is not noticed.
+    A CRC is linear, so each piece adds its share independently. A matrix that lies in files by
+    columns has millions of pieces without neighbors, which `Cover` would store. In return, a piece
+    that arrives twice is not noticed.
     """
 
     length: int
@@ -131,7 +132,7 @@ class Scattered(Struct, eq=False):
         self.add_runs(stop - start, stop, crc)
 
     def add_runs(self, count: int, stop: int, crc: int) -> None:
-        """Adds several byte ranges in one call; `crc` is the result of `crc_of_runs` for them.
+        """Adds several byte ranges in one call; `crc` is what `crc_of_runs` returns for them.
 
         `count` is the number of bytes in all ranges, `stop` the byte at which the last range ends.
         """
@@ -139,9 +140,9 @@ class Scattered(Struct, eq=False):
         self._sum ^= combine(crc, 0, self.length - stop)
 
     def parts(self) -> list[tuple[int, int, int]]:
-        """Everything added so far, as one triple of arguments for `add` of another `Scattered`.
+        """All that was added so far, as one triple of arguments for `add` of another `Scattered`.
 
-        The third value is not the CRC-32 of these bytes, but the sum of the pieces' shares in the
+        The third value is not the CRC-32 of these bytes. It is the sum of their shares in the
         CRC-32 of all bytes.
         """
         return [(self.length - self.seen, self.length, self._sum)]
@@ -153,10 +154,10 @@ class Scattered(Struct, eq=False):
 
 
 def crc_of_runs(data: memoryview, length: int, stride: int) -> int:
-    """Computes what byte ranges at equal distances contribute to the CRC-32 of the complete bytes.
+    """What byte ranges at equal distances contribute to the CRC-32 of the bytes around them.
 
-    Each range has `length` bytes, and `data` holds only these ranges. In the complete bytes, a
-    range begins every `stride` bytes. `Scattered.add_runs` adds the result to the CRC of all bytes.
+    `data` holds the ranges, of `length` bytes each, one after the other. In the complete bytes, a
+    range begins every `stride` bytes. `Scattered.add_runs` takes the result.
     """
     crc = 0
     for start in range(0, len(data), length):

@@ -18,7 +18,10 @@ from .byte_sources import ByteSource
 
 
 class Correction(Struct, frozen=True):
-    """A change in what is read of `file`: the bytes `after` in place of `before`, at `offset`."""
+    """A change in what is read of `file`: at `offset`, the bytes `after` in place of `before`.
+
+    The file itself is not changed.
+    """
 
     file: str
     offset: int
@@ -27,18 +30,18 @@ class Correction(Struct, frozen=True):
 
     @classmethod
     def of_bit(cls, file: str, offset: int, bit: int, byte: int) -> Correction:
-        """The correction that flips one bit of the byte at `offset`; `byte` is its value now."""
+        """Makes the correction that flips one bit of the byte at `offset`; its value is `byte`."""
         return cls(file, offset, bytes([byte]), bytes([byte ^ 1 << bit]))
 
     @property
     def undone(self) -> Correction:
-        """The correction that undoes this one: it puts `before` in place of `after`."""
+        """The opposite correction, which replaces `after` by `before`."""
         return Correction(self.file, self.offset, self.after, self.before)
 
 
 @contextmanager
 def corrected(corrections: Iterable[Correction]) -> Iterator[None]:
-    """Inside the block, all reads see the files with `after` in place of `before`.
+    """Inside the block, everything that reads the files sees the corrected bytes.
 
     Such blocks may be nested. Raises the errors of `sources.open_file`.
     """
@@ -63,9 +66,9 @@ def _end(fingerprint: byte_sources.Fingerprint, below: ByteSource | None) -> Non
 
 
 class _Corrected:
-    """The bytes of an open file, in which some are replaced as its `Correction`s say.
+    """A byte source of a file, which replaces some bytes as the `Correction`s say.
 
-    `below` is the byte source that the file has without them; None if it is an ordinary file.
+    `below` is the byte source of the uncorrected file; None if that is an ordinary file.
     """
 
     def __init__(self, file: int, below: ByteSource | None, own: Sequence[Correction]) -> None:

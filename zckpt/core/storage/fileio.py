@@ -48,7 +48,7 @@ def align(size: int, alignment: int = ALIGNMENT) -> int:
 
 
 def in_pages(size: int) -> int:
-    """The number of bytes that `memory_of(size)` allocates."""
+    """The number of bytes that `memory_of(size)` allocates: `size`, rounded up to full pages."""
     return align(size, HUGE_PAGE) if size >= HUGE_PAGE else align(max(size, 1))
 
 
@@ -66,7 +66,7 @@ def memory_of(size: int) -> mmap.mmap:
 
 
 class Buffer:
-    """`size` bytes of page-aligned memory, as a writable memoryview."""
+    """Allocates `size` bytes of page-aligned memory; a writable memoryview."""
 
     def __init__(self, size: int) -> None:
         self._memory = memory_of(size)

@@ -12,12 +12,12 @@ COUNTED = re.compile(r"(?s)(.+)_(0|[1-9]\d*)", re.ASCII)
 
 
 def file_names(pattern: str) -> re.Pattern[str]:
-    """Compiles a pattern of file names. `(\\d+)` in it matches a number of ASCII digits only."""
+    r"""Compiles a pattern of file names, in which `(\d+)` matches only the digits 0 to 9."""
     return re.compile(pattern, re.ASCII)
 
 
 def counted(name: str, ending: str) -> tuple[str, int] | None:
-    """Splits a name such as `model_7.bin` into the text before `_7` and the number 7.
+    """Splits a name such as `model_7.bin` into the text `model` and the number 7.
 
     `ending` is `.bin` here. None for a name that does not end with `_`, a number and `ending`.
     """
@@ -26,7 +26,7 @@ def counted(name: str, ending: str) -> tuple[str, int] | None:
 
 
 def by_counting(names: Iterable[str]) -> list[str]:
-    """Sorts names by the numbers in them: `step-9` before `step-10`.
+    """Sorts names by the numbers in them, so that `step-9` comes before `step-10`.
 
     The order says nothing about time: see formats/order.py.
     """
@@ -52,7 +52,7 @@ def numbered(name: str, number: int) -> str:
 def number_of(name: str) -> int:
     """The number of a model in the name of its file or key: 1 for `model_1` and `optimizer_1.bin`.
 
-    0 for a name without a number, which is the name of the first model.
+    A name without a number belongs to the first model, so the result is 0.
     """
     stem_and_number = counted(name.partition(".")[0], "")
     return stem_and_number[1] if stem_and_number else 0
@@ -63,7 +63,7 @@ MOST_FOLDERS = 4
 
 
 def is_tag(tag: str) -> bool:
-    """Whether a tag can be a folder's path below a run: `global_step3`, or `epoch_1/step_3`."""
+    """Whether a tag is a relative path that stays inside a folder, such as `epoch_1/step_3`."""
     parts = tag.split("/")
     return len(parts) <= MOST_FOLDERS and all(
         part.strip(".") and {*part}.isdisjoint("\\\0") for part in parts

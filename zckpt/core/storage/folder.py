@@ -36,10 +36,10 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 def lock(file: int, kind: int = fcntl.LOCK_EX, where_there_are_none: bool = True) -> bool:
-    """Locks an open file or directory; returns False if another process has locked it.
+    """Locks an open file or directory with flock; False if another process has locked it.
 
-    The lock is flock's: it ends with the process, however the process ends. On a filesystem without
-    locks the result is `where_there_are_none`. Raises OSError if the system gives another error.
+    The lock ends with the process, however the process ends. On a filesystem without locks the
+    result is `where_there_are_none`. Raises OSError for other errors.
     """
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
@@ -53,10 +53,10 @@ def lock(file: int, kind: int = fcntl.LOCK_EX, where_there_are_none: bool = True
 
 
 def has_locks(folder: Folder) -> bool:
-    """Whether the filesystem of a folder has locks for files.
+    """Whether the filesystem of a folder supports locks for files.
 
-    To find out, it creates a file, locks it and removes it: some filesystems lock directories, but
-    not files.
+    This is tried with a new file, because some filesystems lock directories but not files. The file
+    is removed again.
     """
     path = os.path.join(folder.path, f".zckpt-{os.urandom(4).hex()}")
     file = folder.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -72,20 +72,20 @@ def has_locks(folder: Folder) -> bool:
 def mark_file(target: str) -> str:
     """The path of the file `.NAME.zckpt` beside a target, which proves that zckpt wrote the target.
 
-    The proof is called the mark of the target. It is in this file if the filesystem has no extended
-    attributes.
+    This proof is called the mark of the target. The file is used only if the filesystem has no
+    extended attributes.
     """
     above, name = os.path.split(target)
     return os.path.join(above, f".{name}.zckpt")
 
 
 class Folder(Struct, eq=False):
-    """An open directory, whose methods take paths below `path`.
+    """An open directory whose methods work on paths below it and follow no links.
 
-    OSErrors have complete paths. `owner` is the number of the user that everything below must
-    belong to; None if any user may own it. `top` is the path of the outermost folder opened by
-    `own_folder`. Raises TargetExists for a link or for a file of another owner, and
-    CorruptCheckpoint for a path that is not below the folder.
+    `owner` is the number of the user that everything below must belong to; None if any user may own
+    it. `top` is the path of the outermost folder opened by `own_folder`. OSErrors have complete
+    paths. Raises TargetExists for a link or for a file of another owner, and CorruptCheckpoint for
+    a path that is not below the folder.
     """
 
     path: str
@@ -95,16 +95,15 @@ class Folder(Struct, eq=False):
 
     @classmethod
     def at(cls, path: str) -> Folder:
-        """Opens a directory of any user, even an unlistable one; links in `path` are followed."""
+        """Opens a directory of any user, also an unlistable one; follows links in `path`."""
         flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
         return cls(path, os.open(path, flags))
 
     def own_folder(self, path: str) -> Folder:
         """Opens a directory below as a `Folder` that refuses files of other users.
 
-        The allowed owner is the user to whom new files in that directory belong. Raises
-        TargetExists if the directory itself belongs to another user, or if this process may not
-        write to it.
+        The allowed owner is the user that new files there get. Raises TargetExists if the directory
+        itself belongs to another user, or if this process may not write to it.
         """
         try:
             folder = self.inner(path)
@@ -177,12 +176,12 @@ class Folder(Struct, eq=False):
                 os.close(file)
 
     def itself(self) -> os.stat_result:
-        """The status (os.stat) of the open directory."""
+        """The status of this directory, as by os.stat."""
         with self._naming(self.path):
             return os.fstat(self.file)
 
     def status(self, path: str) -> os.stat_result | None:
-        """The status (os.stat) of a path, without following links; None if nothing is there."""
+        """The status of a path as by os.lstat, which follows no link; None if nothing is there."""
         try:
             with self._above(path) as (above, name), self._naming(path):
                 return os.stat(name, dir_fd=above, follow_symlinks=False)
@@ -196,7 +195,7 @@ class Folder(Struct, eq=False):
         return now.st_size
 
     def name_of(self, path: str) -> str:
-        """The path relative to this folder, with slashes between its folders."""
+        """The path relative to this folder, with slashes on every system."""
         return os.sep.join(self._names(path))
 
     def names(self) -> list[str]:
@@ -205,9 +204,9 @@ class Folder(Struct, eq=False):
             return sorted(os.listdir(file))
 
     def walk(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Yields every path below with its status, in the order of `sources.walk`.
+        """Yields every path below this folder with its status, in the order of `sources.walk`.
 
-        Names that other processes remove meanwhile are left out.
+        A path that another process removes meanwhile is left out.
         """
         waiting = [self.path]
         while waiting:
@@ -296,7 +295,10 @@ class Folder(Struct, eq=False):
     # -- one name after the other
 
     def _names(self, path: str) -> list[str]:
-        """Splits a path into names below this folder; an empty list for the folder itself."""
+        """Splits a path into the names below this folder: `a/b` gives `["a", "b"]`.
+
+        The folder itself gives an empty list.
+        """
         names = os.path.relpath(path, self.path).split(os.sep)
         if names[0] == os.pardir or "\0" in path:
             raise CorruptCheckpoint(
@@ -352,7 +354,7 @@ class Folder(Struct, eq=False):
 
     @contextmanager
     def _naming(self, path: str) -> Iterator[None]:
-        """Inside the block, OSErrors get the complete path instead of a name within a directory."""
+        """Inside the block, OSErrors get the complete path `path` as their file name."""
         try:
             yield
         except OSError as error:

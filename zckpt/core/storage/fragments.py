@@ -36,7 +36,7 @@ ZEROS = ""
 
 
 class Extent(Struct, frozen=True):
-    """`length` bytes of `file` (a path) at `offset`."""
+    """A byte range: `length` bytes of `file` (a path) from `offset` on."""
 
     file: str
     offset: int
@@ -48,10 +48,10 @@ class Extent(Struct, frozen=True):
 
 
 class Planned(Protocol):
-    """A function that returns the checksum of a record; it first opens the file that states this.
+    """Computes the checksum of a byte range later: the first call opens the file that states it.
 
-    The record's byte range was computed, and its file was not opened. The call raises an error if
-    the record's bytes are not in this range.
+    zckpt has computed the byte range without opening this file. The call raises an error if the
+    file shows that the range is wrong.
     """
 
     @property
@@ -61,7 +61,7 @@ class Planned(Protocol):
 
 
 class Record(Struct, frozen=True):
-    """A range of bytes, and the CRC-32 that the checkpoint states for it; None if none is stated.
+    """A byte range whose CRC-32 its file may state, such as a zip member; None if it does not.
 
     The range may have been computed without opening the file that states the CRC-32. Code that
     reads the bytes must read `crc`, which opens this file.
@@ -77,15 +77,15 @@ class Record(Struct, frozen=True):
 
     @property
     def is_unopened(self) -> bool:
-        """Whether the range was computed, and the file that states its CRC-32 is not open yet."""
+        """Whether the file that states the CRC-32 has not been opened yet."""
         return callable(self.stated_crc) and not self.stated_crc.is_open
 
 
 class Fragment(Struct, frozen=True):
-    """Elements [start, stop) of a tensor, row-major, in the byte range `extent`.
+    """Elements [start, stop) of a tensor, in row-major order, in the byte range `extent`.
 
-    If `count` is above one, the extent holds that many runs of consecutive elements, all of the
-    same length, without gaps. Run i holds elements [start + i * stride, stop + i * stride).
+    If `count` is above one, the byte range has that many runs of equal length, without gaps. Run i
+    holds elements [start + i * stride, stop + i * stride).
     """
 
     start: int
@@ -95,7 +95,7 @@ class Fragment(Struct, frozen=True):
     stride: int = 0
 
     def element_at(self, offset: int, size: int) -> int:
-        """The row-major index, in the tensor, of the element that contains a byte of the file.
+        """The row-major index of the element to which a byte of the file belongs.
 
         `offset` is the byte's position in the file; `size` is bytes per element.
         """
@@ -103,7 +103,10 @@ class Fragment(Struct, frozen=True):
         return self.start + run * self.stride + within // size
 
     def runs(self, start: int, stop: int) -> Iterator[Fragment]:
-        """Yields each range (run) of elements in this fragment that overlaps [start, stop)."""
+        """Yields the runs of this fragment that overlap [start, stop).
+
+        A run is a range of consecutive elements.
+        """
         if self.count == 1:
             yield self
             return
@@ -134,10 +137,10 @@ class Fragments(Sequence[Fragment]):
         raise NotImplementedError
 
     def runs(self, start: int, stop: int, size: int) -> Iterator[Fragment]:
-        """Yields the elements [start, stop) as fragments of one run each, cut at both ends.
+        """Yields the elements [start, stop) as fragments of one run each.
 
-        A run is a range of row-major elements that are contiguous in the file. `size` is bytes per
-        element.
+        A run is a range of row-major elements that are contiguous in the file. The first and the
+        last run are cut at `start` and `stop`. `size` is bytes per element.
         """
         for fragment in self.overlapping(start, stop):
             for run in fragment.runs(start, stop):
@@ -146,13 +149,16 @@ class Fragments(Sequence[Fragment]):
                 yield Fragment(low, high, extent)
 
     def part(self, start: int, stop: int, size: int) -> Runs:
-        """Elements [start, stop) as the fragments of a new tensor; `size` is bytes per element."""
+        """Makes elements [start, stop) a new tensor: returns its fragments.
+
+        `size` is bytes per element.
+        """
         runs = sorted(self.runs(start, stop, size), key=_start)
         return Runs([Fragment(run.start - start, run.stop - start, run.extent) for run in runs])
 
 
 class Runs(Fragments):
-    """A list of fragments in the order of `start`, each with one range of elements."""
+    """The fragments of a tensor as a list sorted by `start`; each has one range of elements."""
 
     __slots__ = ("listed",)
 
@@ -171,7 +177,6 @@ class Runs(Fragments):
         return len(self.listed)
 
     def _first(self, start: int) -> int:
-        """The index of the last fragment that begins at or before `start`; -1 if none does."""
         return bisect_right(self.listed, start, key=_start) - 1 if len(self.listed) > 1 else 0
 
     def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
@@ -185,10 +190,10 @@ class Runs(Fragments):
 
 
 class RunColumns(Runs):
-    """Contiguous ranges (runs) of a tensor's elements; the last one ends at element `numel`.
+    """A sequence of fragments that stores two arrays; a fragment is made when it is read.
 
-    Run i begins at element `starts[i]`, and its bytes are in `extents[i]`. It ends where the next
-    run begins, and `starts` has no duplicates. A fragment is made when it is read.
+    Fragment i has the elements from `starts[i]` to `starts[i + 1]`, in the bytes `extents[i]`. The
+    last one ends at element `numel`. `starts` has no duplicates.
     """
 
     __slots__ = ("extents", "numel", "starts")
@@ -207,15 +212,16 @@ class RunColumns(Runs):
 
 
 def solid(numel: int, extent: Extent) -> Runs:
-    """The fragments of a tensor whose elements lie contiguous in one byte range."""
+    """The fragments of a tensor of `numel` elements that lie contiguous in one byte range."""
     return Runs([Fragment(0, numel, extent)])
 
 
 class Slices(Fragments):
-    """A tensor of `numel` elements that ZeRO-3 cuts evenly over ranks; the last slices are padded.
+    """The fragments of a tensor that ZeRO-3 cuts evenly over ranks; the last slices are padded.
 
-    Rank r's `width` elements begin at element `offset` of `flats[r]`, a flat buffer that the slices
-    of many tensors share. `size` is bytes per element. The first `filled` ranks own elements.
+    Rank r has `width` elements, from element `offset` of `flats[r]` on: a flat buffer, which the
+    slices of many tensors share. The tensor has `numel` elements of `size` bytes. Only the first
+    `filled` ranks have elements of it.
     """
 
     __slots__ = ("filled", "flats", "numel", "offset", "size", "width")
@@ -256,10 +262,10 @@ class Slices(Fragments):
 
 
 class Box(Fragments):
-    """A block: elements [offset, offset + size) along every axis of a tensor of shape `whole`.
+    """A block of a tensor of shape `whole`: elements [offset, offset + size) along every axis.
 
     In the byte range `extent`, the block begins at element `first` and has `strides`, which count
-    elements. `size` is bytes per element. The fragments of a box are the parts of it that are
+    elements. `size` is bytes per element. The block's fragments are those parts of it that are
     contiguous in the file.
     """
 
@@ -302,7 +308,7 @@ class Box(Fragments):
 
     @property
     def stop(self) -> int:
-        """One more than the row-major index of the box's last element; `start` for an empty box."""
+        """The row-major index of the box's last element plus one; `start` for an empty box."""
         if not prod(self.sizes):
             return self.start
         ends = [offset + size - 1 for offset, size in zip(self.offsets, self.sizes, strict=True)]
@@ -360,7 +366,10 @@ class Box(Fragments):
 
 
 def _joined(axes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Merges contiguous axes; each axis is (size, step in the tensor, stride in the file)."""
+    """Merges axes that are contiguous both in the tensor and in the file.
+
+    Each axis is (size, step in the tensor, stride in the file).
+    """
     joined: list[tuple[int, int, int]] = []
     for count, step, stride in axes:
         if joined and joined[-1][1:] == (count * step, count * stride):
@@ -371,7 +380,7 @@ def _joined(axes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 class Boxes(Fragments):
-    """Several boxes (blocks) of one tensor, in any order.
+    """The fragments of a tensor that lies in several blocks (`Box`), in any order.
 
     `parts` may make each box only when it is read.
     """
@@ -405,7 +414,7 @@ class Boxes(Fragments):
 
 
 def tile(whole: Sequence[int], parts: Iterable[Sequence[Sequence[int]]]) -> bool:
-    """Whether boxes, given as offsets and sizes, hold every element of a tensor exactly once.
+    """Whether boxes, given as (offsets, sizes), hold every element of a tensor exactly once.
 
     This is so if two conditions hold. Together the boxes have as many elements as the tensor. And
     each corner of a box is shared by an even number of boxes, except the corners of the tensor
@@ -486,7 +495,7 @@ def corners_of_range(
 def strided(
     shape: Sequence[int], *, strides: Sequence[int], first: int, size: int, extent: Extent
 ) -> Box:
-    """A complete tensor as one `Box`, whose elements may be in any order in the file."""
+    """Describes a complete tensor, whose elements may be in any order in the file, as one `Box`."""
     return Box(
         whole=shape,
         offsets=(0,) * len(shape),
@@ -499,9 +508,10 @@ def strided(
 
 
 def boxes(parts: Iterable[Box]) -> Fragments:
-    """The fragments for these boxes: `Runs` if each box is one range of elements, else `Boxes`.
+    """Makes the fragments of a tensor from its boxes; empty boxes are left out.
 
-    A single box is returned unchanged. Empty boxes are left out.
+    The result is `Runs` if each box is one range of elements, else `Boxes`, or the box itself if
+    there is only one.
     """
     filled = tuple([part for part in parts if prod(part.sizes)])
     listed = [part[0] for part in filled if len(part) == 1]

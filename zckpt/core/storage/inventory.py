@@ -39,11 +39,13 @@ Numbers = tuple[int, ...]
 class Role(Struct, frozen=True):
     """The purpose of files whose names have one form, such as `model`, `optimizer` or `scheduler`.
 
-    `names` is a pattern that matches the names, including folders. Its unnamed groups match the
-    numbers of the `axes`, in this order; an empty group stands for 0. A named group `stem`, if
-    there is one, matches a text that the program chose. `fixed` may name an axis (that of layers)
-    along which files have different contents: then a lost file cannot be replaced by a file with
-    another number. If `is_last`, a program writes the file after all ranks have written theirs.
+    names      a pattern of their names, with folders; a group `stem` matches text that the program
+               chose
+    axes       what the numbers in a name mean, in the order of the unnamed groups of `names`; an
+               empty group stands for 0
+    fixed      an axis, such as that of layers, along which files have different contents: a lost
+               file cannot be replaced by one with another number
+    is_last    True if a program writes the file after all ranks have written theirs
     """
 
     name: str
@@ -53,7 +55,7 @@ class Role(Struct, frozen=True):
     is_last: bool = False
 
     def named(self, example: str, numbers: Numbers) -> str:
-        """The name that the file with these numbers has, formed like the name `example`."""
+        """The name of the file with these numbers, formed like the name `example`."""
         match = _match(self, example, _places(example))
         assert match is not None
         groups = [(group, digits) for group, digits in _groups(match) if digits is not None]
@@ -66,7 +68,7 @@ class Role(Struct, frozen=True):
 
 
 def role(name: str, names: str, *axes: str, fixed: str = "", is_last: bool = False) -> Role:
-    """Makes a role from a regular expression, in which digits are ASCII."""
+    """Makes a role; `names` is a regular expression, in which digits are ASCII."""
     return Role(name, re.compile(names, re.ASCII | re.DOTALL), axes, fixed, is_last)
 
 
@@ -75,7 +77,7 @@ ANY = role("file", r"(?P<stem>.*)")
 
 
 class ParsedName(Struct, frozen=True):
-    """A parsed file name: the file's role, its rank, and its `stem` (a text in the name)."""
+    """A file name, parsed: the file's role, its rank, and its `stem` (a text in the name)."""
 
     role: Role
     rank: Rank
@@ -90,23 +92,23 @@ class ParsedName(Struct, frozen=True):
         return tuple(number for _, number in self.rank)
 
     def numbers_with(self, axis: str, number: int) -> Numbers:
-        """This rank's numbers, with `number` in place of the number of `axis`."""
+        """The numbers in this name, with `number` in place of the number of `axis`."""
         return tuple(number if own == axis else same for own, same in self.rank)
 
     def is_like(self, other: ParsedName) -> bool:
-        """Whether both names have the same role and stem: they are files of different ranks."""
+        """Whether two names have the same role and stem, as the files of two ranks have."""
         return (self.role, self.stem) == (other.role, other.stem)
 
     def at(self, axis: str) -> int | None:
-        """The number of `axis` in the name; None if the name has no number for this axis."""
+        """The number of this axis in the name, such as the `tp` rank; None if the name lacks it."""
         return dict(self.rank).get(axis)
 
 
 class Row(Struct, frozen=True):
-    """One file in the inventory: its role, its name, its path, its rank and its state.
+    """One file of a checkpoint in the inventory: role, name, path, rank and state.
 
-    `name` is the file's path below the checkpoint. `size` is in bytes, None if unknown. `saved_as`
-    is the name under which torch.save wrote the file, with the file's present ending; None unless a
+    `name` is the path below the checkpoint. `size` is in bytes; None if unknown. `saved_as` is the
+    name under which torch.save wrote the file, with the file's present ending. It is None unless a
     reader has looked for this name.
     """
 
@@ -131,16 +133,16 @@ def parse_name(roles: Iterable[Role], path: str) -> ParsedName | None:
 
 
 def any_of(roles: Iterable[Role]) -> re.Pattern[str]:
-    """Makes one expression that matches the names of all roles, without folders.
+    """Makes one regular expression that matches the file names of all roles, without folders.
 
-    To match one expression is faster than to match those of all roles.
+    One expression is faster than an expression for each role.
     """
     names = (re.sub(r"\(\?P<\w+>", "(", own.names.pattern) for own in roles)
     return re.compile("|".join(f"(?:{each})" for each in names), re.ASCII | re.DOTALL)
 
 
 def _places(path: str) -> list[int]:
-    """The positions in a path at which the name of a file can begin: 0, and after each slash.
+    """Where the name of a file may begin in a path: at 0, and after each slash.
 
     Some roles have names that include folders.
     """
@@ -157,17 +159,16 @@ def _match(role: Role, path: str, places: Sequence[int]) -> re.Match[str] | None
 
 
 def _groups(match: re.Match[str]) -> list[tuple[int, str | None]]:
-    """The unnamed groups of a match: the index of each, and the digits that it matched."""
+    """The index and the matched digits of each unnamed group."""
     first = 1 + len(match.re.groupindex)
     return [(group, match[group]) for group in range(first, 1 + match.re.groups)]
 
 
 def nearest(roles: Sequence[Role], lost: str, paths: Iterable[str]) -> str | None:
-    """Finds a file whose name differs from the lost file's name in only one number.
+    """Finds a file that can replace a lost one: its name differs in only one number.
 
-    None if there is no such file. Among several, a file with a lower number is preferred, and then
-    the nearest one: the last rank's file may have more padding, so the files of lower ranks are
-    more alike.
+    None if there is no such file. Lower numbers are preferred, then near ones: the last rank's file
+    may have more padding, so the files of lower ranks are more alike.
     """
     lost_file = parse_name(roles, lost)
     candidates = []
@@ -196,9 +197,9 @@ MOST = 64
 
 
 def every(*axes: range) -> Iterator[Numbers]:
-    """Yields all combinations of one number from each range, such as (stage, tensor rank).
+    """Yields all combinations of one number from each range: (0, 0), (0, 1), (1, 0), ...
 
-    The combinations are made one by one, because a range that a damaged file states may be huge.
+    They are made one by one, because a range that a damaged file states may be huge.
     """
     if not axes:
         yield ()
@@ -209,7 +210,7 @@ def every(*axes: range) -> Iterator[Numbers]:
 def gaps(
     role: Role, there: Mapping[Numbers, str], wanted: Iterable[Numbers], example: str = ""
 ) -> list[Row]:
-    """Rows for the first MOST missing files: those in `wanted` that are not in `there`.
+    """Makes rows for missing files: at most MOST of those in `wanted` that are not in `there`.
 
     `there` maps the numbers in the names of existing files to their paths; `wanted` yields such
     numbers. A missing file's name is formed like `example`, or else like the first name in `there`.
@@ -237,7 +238,7 @@ def refuse_gaps(
     hint: str = "",
     code: str = "missing-rank-file",
 ) -> None:
-    """Raises IncompleteCheckpoint if there are `rows`, and lists their files as missing.
+    """Raises IncompleteCheckpoint with the missing files in `rows`; does nothing if it is empty.
 
     `reason` says how zckpt knows that the files are missing, and `hint` what else the user can do.
     A row has no name if the training program chooses the file's name.
@@ -268,7 +269,7 @@ def missing_file(path: str, stated_by: str = "", hint: str = "") -> IncompleteCh
 
 
 def expecting(count: int) -> str:
-    """A hint to copy `count` lost files again, or to take an earlier checkpoint."""
+    """The hint of an error about `count` lost files: copy them again, or use an older save."""
     files = "it" if count == 1 else "them"
     earlier = "take an earlier checkpoint (--tag names another checkpoint of the run)"
     return f"copy {files} again, or {earlier}"
@@ -282,11 +283,10 @@ NAME_MAX = 255
 
 
 class SavedName(Struct, frozen=True):
-    """The name of a rank's file, and the name under which torch.save wrote it, both parsed.
+    """The present name of a rank's file, and the name under which torch.save wrote it.
 
-    `saved_name` is None if the file states no such name, or a name that no role matches. A saved
-    name with another role or stem than the present name is ignored, unless a file beside it has
-    that name.
+    `saved_name` is None if the file does not state it, or if no role matches it. A saved name with
+    another role or stem than the present name is ignored, unless a file beside it has that name.
     """
 
     row: Row
@@ -295,10 +295,9 @@ class SavedName(Struct, frozen=True):
 
     @property
     def is_other(self) -> bool:
-        """Whether the file was saved as the file of another rank: its name and saved name disagree.
+        """Whether the file was saved as the file of another rank, and was renamed.
 
-        A number that only one of the two names contains is not compared. False if the file states
-        no saved name.
+        Only numbers that are in both names are compared. False if the file states no saved name.
         """
         if self.saved_name is None:
             return False
@@ -350,9 +349,9 @@ def refuse_others(names: Sequence[SavedName], what: str = "ranks") -> None:
 
 
 def nameless(names: Sequence[SavedName]) -> list[Notice]:
-    """A list of one notice about files without a saved name: `refuse_others` cannot check these.
+    """Reports files that do not state the name under which they were saved: a list of one notice.
 
-    The list is empty if all files have a saved name.
+    `refuse_others` cannot check them. The list is empty if all files state the name.
     """
     count = sum(name.saved_name is None for name in names)
     if not count:

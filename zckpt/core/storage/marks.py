@@ -31,10 +31,10 @@ TORN = re.compile(rb"(?s)(\0.*)?|[0-9a-f]{0,8} ?|[0-9a-f]{8} \{.*")
 
 
 def is_journal(name: str) -> bool:
-    """Whether a file of this name is zckpt's journal, or the probe that finds out the owner.
+    """Whether this is the name of a file that zckpt writes while it works: a journal or a probe.
 
     A journal belongs to a run or to one of its processes. A probe is an empty file by which
-    `Folder` finds the owner of new files; a process that is killed may leave its probe behind.
+    `Folder` finds the owner of new files. A process that is killed may leave its probe behind.
     """
     return JOURNALS.fullmatch(name) is not None
 
@@ -53,10 +53,10 @@ def lines_in(data: bytes) -> list[bytes]:
 
 
 def is_begun(folder: Folder, name: str) -> bool:
-    """Whether the directory may be left from an unfinished run that wrote the target `name`.
+    """Whether the directory may be an unfinished run's, which was writing the target `name`.
 
-    Such a directory is empty, or it contains a journal and nothing else but the target's directory.
-    Raises TargetExists if the journal is a link, or belongs to another user in an owned folder.
+    Such a directory is empty, or it has only a journal and the target's directory. Raises
+    TargetExists if the journal is a link, or belongs to another user in an owned folder.
     """
     contents = folder.names()
     files = {item for item in contents if not is_journal(item)}
@@ -77,7 +77,7 @@ def _has_journal(folder: Folder) -> bool:
 
 
 def document(text: bytes) -> dict[str, Any]:
-    """Parses a mark, the text by which zckpt recognizes its targets; empty if it is none."""
+    """Parses a mark, the text by which zckpt recognizes its targets; empty for any other text."""
     try:
         mark = json.loads(text)
     except ValueError:
@@ -86,7 +86,7 @@ def document(text: bytes) -> dict[str, Any]:
 
 
 def has_mark(above: Folder, path: str, file: int) -> bool:
-    """Whether an open directory has zckpt's mark: an attribute, or the mark file of `path`."""
+    """Whether zckpt has marked an open directory: by an attribute, or by a file beside `path`."""
     with suppress(AttributeError, OSError):
         if document(os.getxattr(file, MARK)):
             return True
@@ -104,10 +104,9 @@ def is_marked(path: str) -> bool:
 
 
 def remove_mark_file(above: Folder, target: str) -> None:
-    """Removes the mark file that an earlier target at the path `target` has left.
+    """Removes the file by which an earlier target at the path `target` was marked.
 
-    A file with other contents than a mark is kept. An empty file, or a link at its path, is
-    removed.
+    It is kept if it contains anything else than a mark. An empty file or a link is removed.
     """
     path = mark_file(target)
     now = above.status(path)

@@ -24,18 +24,19 @@ MOST = 1 << 16  # bytes of a note
 
 
 def note_of(source: str, tag: str | None) -> bytes:
-    """The contents of zckpt-names.json, for a directory that has only the names of files."""
+    """Makes the contents of zckpt-names.json, for a directory with empty files."""
     note = {"zckpt": __version__, "source": source, "tag": tag}
     return json.dumps(note, ensure_ascii=False).encode()
 
 
 def source_of(path: str) -> str | None:
-    """The path of the real checkpoint, as zckpt-names.json in a directory or above it states it.
+    """The path of the real checkpoint, if `path` is in a directory with only empty files.
 
-    None if there is no such file; empty if the file cannot be parsed.
+    The file zckpt-names.json, in a directory or above it, states this path. None if there is no
+    such file; empty if it cannot be parsed.
     """
     path = os.path.realpath(path)
-    for folder in _from(path):
+    for folder in _path_and_parents(path):
         file = os.path.join(folder, NAMES)
         if sources.is_file(file) and (folder == path or is_marked(folder)):
             with sources.opened(file) as opened:
@@ -44,7 +45,10 @@ def source_of(path: str) -> str | None:
 
 
 def refuse_names(path: str) -> None:
-    """Raises UnsupportedCheckpoint if a directory, or one above it, has file names but no data."""
+    """Raises UnsupportedCheckpoint if `path` is in a directory with only empty files.
+
+    zckpt wrote it for a program that needs the names of the files.
+    """
     if (source := source_of(path)) is not None:
         raise UnsupportedCheckpoint(
             "names-alone",
@@ -56,7 +60,7 @@ def refuse_names(path: str) -> None:
 
 
 def _stated(data: bytes) -> str:
-    """The key `source` of zckpt-names.json; empty if there is no such key, or no valid JSON."""
+    """Parses zckpt-names.json: returns its key `source`, or "" if it is malformed."""
     try:
         note = json.loads(data)
     except ValueError:
@@ -65,8 +69,7 @@ def _stated(data: bytes) -> str:
     return source if isinstance(source, str) else ""
 
 
-def _from(path: str) -> Iterator[str]:
-    """Yields a path, and then all folders above it."""
+def _path_and_parents(path: str) -> Iterator[str]:
     yield path
     while path != (path := os.path.dirname(path)):
         yield path

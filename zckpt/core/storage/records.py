@@ -1,7 +1,7 @@
 """Checks that bytes have the CRC-32s that their files state.
 
-A record is a range of bytes with a stated CRC-32, such as a zip member. As soon as all its bytes
-have been read, in any order, their CRC-32 is compared with the stated one.
+A record is a byte range with a stated CRC-32, such as a zip member. As soon as all its bytes have
+been read, in any order, their CRC-32 is compared with the stated one.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ LITTLE = 1 << 20  # bytes; a record that lacks no more is read to its end, to ch
 
 
 class RecordCounts(Struct):
-    """Counts of `checked` and `unchecked` records (byte ranges, such as zip members).
+    """How many records (byte ranges with a CRC-32, such as zip members) were checked.
 
-    `bare` counts those unchecked records for which the file states no CRC-32.
+    `unchecked` counts the others. `bare` counts those among them whose file states no CRC-32.
     """
 
     checked: int = 0
@@ -34,13 +34,13 @@ class RecordCounts(Struct):
     bare: int = 0
 
     def report(self) -> dict[str, int]:
-        """The counts as the reports of all commands print them."""
+        """The counts as JSON, for the reports of all commands."""
         counts = {"checked": self.checked, "unchecked": self.unchecked}
         return counts | {"without_checksum": self.bare}
 
 
 class Damage(Struct, frozen=True):
-    """A record (byte range): its bytes have the CRC-32 `crc`, but its file states another one."""
+    """A damaged byte range: its bytes have the CRC-32 `crc`, but its file states another one."""
 
     record: Record
     crc: int
@@ -58,7 +58,7 @@ def damaged(extent: Extent) -> CorruptCheckpoint:
 
 
 def mark_of(records: Iterable[Record]) -> int:
-    """A number that identifies a source, computed from the offsets and CRC-32s of its records."""
+    """A checksum that identifies a source, computed from the stated CRC-32s of all its files."""
     crc = 0
     for record in records:
         place = record.extent
@@ -71,12 +71,12 @@ PassedRecord = tuple[int, int, int, int]
 
 
 class RecordChecker:
-    """Checks the CRC-32 of records whose bytes may arrive in any order.
+    """Checks the CRC-32s of records (such as zip members) whose bytes may arrive in any order.
 
-    Records are identified by their numbers. A checkpoint has millions of records, some of which are
-    made when they are read. Damage raises CorruptCheckpoint; with `collect`, it is put into
-    `damage` instead. `fingerprints` are the fingerprints that files must have when they are opened.
-    `counts` are complete after `finish`.
+    Records are identified by their numbers: a checkpoint has millions of them, and some are made
+    only when they are read. Damage raises CorruptCheckpoint; with `collect`, it is added to
+    `damage` instead. `fingerprints` are those that files must have when they are opened. `counts`
+    are complete after `finish`.
     """
 
     def __init__(
@@ -120,11 +120,11 @@ class RecordChecker:
     def passed(
         self, file: str, offset: int, data: memoryview, log: list[PassedRecord] | None = None
     ) -> int | None:
-        """Hashes bytes that were read at `offset` of a file, for each record that contains some.
+        """Hashes bytes that were read from a file, for each record that contains some of them.
 
-        A record is a byte range with a stated CRC-32, such as a zip member. The parts of records
-        that were hashed are appended to `log`. Returns the CRC-32 of the bytes if they lie within
-        one record whose CRC-32 is stated; otherwise None. Raises CorruptCheckpoint for damage.
+        A record is a byte range with a stated CRC-32, such as a zip member. Appends the hashed
+        parts of records to `log`. Returns the CRC-32 of the bytes if they lie within one record
+        whose CRC-32 is stated, otherwise None. Raises CorruptCheckpoint for damage.
         """
         end, needed = offset + len(data), None
         for number in self._within(file, offset, end):  # one read may pass over several records
@@ -160,9 +160,9 @@ class RecordChecker:
         return numbers[first : bisect_left(starts, end)]
 
     def passed_before(self, number: int, start: int, stop: int, crc: int) -> None:
-        """Counts bytes [start, stop) of record `number` as seen, given only their CRC-32 `crc`.
+        """Adds the CRC-32 of bytes [start, stop) of a record that an earlier run has read.
 
-        An earlier run, or another process, has read these bytes and computed the CRC-32.
+        Another process may have read them too. `number` is the record's number.
         """
         record = self._records[number]
         extent = record.extent
@@ -183,7 +183,7 @@ class RecordChecker:
             raise damaged(extent)
 
     def parts(self) -> Iterator[PassedRecord]:
-        """Yields which bytes of each record were seen, as arguments of `passed_before`."""
+        """Yields which bytes were read, with their CRC-32, as arguments of `passed_before`."""
         for number, crc in self._whole.items():
             yield number, 0, self._records[number].extent.length, crc
         for number, cover in self._covers.items():
@@ -201,11 +201,11 @@ class RecordChecker:
         everything: bool = False,
         beside: Callable[[Record, Extent, memoryview], None] | None = None,
     ) -> None:
-        """Reads the padding of records that are otherwise complete, and checks these records.
+        """Reads what is missing of records (zip members etc.), checks them, and counts them.
 
-        Then it counts the checked and the unchecked records. With `everything`, all records are
-        read to their end, including those that no tensor needed. `beside` is called with the bytes
-        of a record that belong to no tensor.
+        A record is completed if at least half of it was read, or if little of it is missing;
+        otherwise it stays unchecked. With `everything`, all records are completed, even those that
+        no tensor needed. `beside` is called with the bytes of a record that belong to no tensor.
         """
         buffer = Buffer(LITTLE)
         for number in self._whole:
@@ -231,7 +231,6 @@ class RecordChecker:
             self._count(has_crc, completes)
 
     def _count(self, has_crc: bool, is_whole: bool) -> None:
-        """Adds one record to the counts; `has_crc` is True if its file states a CRC-32 for it."""
         self.counts.checked += has_crc and is_whole
         self.counts.unchecked += not (has_crc and is_whole)
         self.counts.bare += not has_crc

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Made(Sequence[T], Generic[S, T]):
-    """Applies `make` to each item of another sequence when the item is read."""
+    """A sequence that applies `make` to an item of another sequence when the item is read."""
 
     __slots__ = ("items", "make")
 
@@ -34,7 +34,7 @@ class Made(Sequence[T], Generic[S, T]):
 
 
 class Joined(Sequence[T]):
-    """A concatenation of single items and sequences of items."""
+    """A sequence that consists of single items and of other sequences, one after the other."""
 
     __slots__ = ("_ends", "_parts")
 

@@ -46,18 +46,20 @@ Fingerprints = Mapping[str, Fingerprint]
 
 
 def files_seen(root: str, fingerprints: Fingerprints) -> dict[str, list[int]]:
-    """Maps each file's name below `root` to its size and mtime, which are equal on all nodes."""
+    """Maps each file's name below `root` to [size, mtime], which are equal on all nodes."""
     return {
         os.path.relpath(file, root): [seen.size, seen.mtime] for file, seen in fingerprints.items()
     }
 
 
 class Watch(Struct, eq=False):
-    """The files that `watching` has seen: `first` maps each path to its first fingerprint.
+    """What `watching` has seen of the files that a thread opened.
 
-    `changed` are the files that had another fingerprint later. `objects` are the classes and
-    functions that pickles name. `beside` are byte ranges in containers, such as zip members, that
-    no reader needs; None if they are not collected.
+    first      maps each path to its first fingerprint (size and time)
+    changed    the files that had another fingerprint later
+    objects    the classes and functions that pickles name
+    beside     byte ranges in containers, such as zip members, that no reader needs; None if they
+               are not collected
     """
 
     first: dict[str, Fingerprint] = field(default_factory=dict)
@@ -89,13 +91,13 @@ _watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 @contextmanager
 def watching(keeps_records: bool = False) -> Iterator[Watch]:
-    """Notes every file that this thread opens, or whose size it asks for, inside the block.
+    """Inside the block, records every file that this thread opens, or whose size it reads.
 
     A checkpoint's structure is read in one thread, so a context variable is enough. Threads that
     read tensors open the files again, with the fingerprints of the manifest (`Files.fingerprints`).
     If the block raises an error, and one of the files changed meanwhile, SourceChanged is raised.
 
-    With `keeps_records`, byte ranges (zip members) that no reader needs are noted too; 100,000
+    With `keeps_records`, byte ranges (zip members) that no reader needs are recorded too; 100,000
     files have many of them.
     """
     watch = Watch(beside={} if keeps_records else None)
@@ -139,7 +141,6 @@ def _changed(path: str) -> SourceChanged:
 
 
 def _blame_change(fingerprints: Fingerprints, error: ZckptError) -> None:
-    """Raises SourceChanged, with `error` as its cause, if one of the files has changed."""
     for path, first in fingerprints.items():
         try:
             _check(path, first, status(path))
@@ -159,8 +160,8 @@ _stand_ins: ContextVar[frozenset[str]] = ContextVar("stand_ins", default=frozens
 def standing_in(paths: Iterable[str]) -> Iterator[None]:
     """Inside the block, `is_stand_in` returns True for these paths.
 
-    If a rank's files are lost, the files of another rank stand in for them, as copies at these
-    paths. So the structure of the checkpoint can be read, and the remaining tensors can be shown.
+    The files at these paths are copies of another rank's files, in place of lost ones. With them,
+    the structure of the checkpoint can be read, and the tensors that are left can be shown.
     """
     token = _stand_ins.set(frozenset(paths))
     try:
@@ -170,7 +171,7 @@ def standing_in(paths: Iterable[str]) -> Iterator[None]:
 
 
 def is_stand_in(path: str) -> bool:
-    """Whether the file at a path is a copy that stands in for a lost file: see `standing_in`."""
+    """Whether the file at a path is another rank's, in place of a lost file: see `standing_in`."""
     return path in _stand_ins.get()
 
 
@@ -222,16 +223,16 @@ def open_file(path: str, fingerprints: Fingerprints | None = None) -> int:
 
 
 def note(path: str, now: os.stat_result) -> None:
-    """Notes the fingerprint of a file for `watching`; does nothing outside of such a block."""
+    """Records the fingerprint of a file in the `watching` block around the call, if any."""
     watch = _watch.get()
     if watch is not None:
         watch.note(path, now)
 
 
 def note_objects(names: Iterable[str]) -> None:
-    """Notes names of classes and functions in a pickle for `watching`.
+    """Records names of classes and functions in a pickle for `watching`.
 
-    The names of values that the pickle itself drops are noted too.
+    Names are recorded even if the pickle itself drops their values.
     """
     watch = _watch.get()
     if watch is not None:
@@ -239,14 +240,14 @@ def note_objects(names: Iterable[str]) -> None:
 
 
 def note_beside(records: Iterable[Record]) -> None:
-    """Notes byte ranges (zip members etc.) that no reader needs, if `watching` keeps records."""
+    """Records byte ranges (zip members etc.) that no reader needs, if `watching` collects them."""
     watch = _watch.get()
     if watch is not None and watch.beside is not None:
         watch.beside.update(dict.fromkeys(records))
 
 
 def close(file: int) -> None:
-    """Closes a file that was only read, and ignores errors, since nothing can be lost."""
+    """Closes a file that was only read; errors are ignored, since nothing can be lost."""
     with suppress(OSError):
         os.close(file)
 
@@ -285,10 +286,7 @@ def same_bytes(a: str, b: str) -> bool:
 
 
 def pread(file: int, length: int, offset: int) -> bytes:
-    """The bytes [offset, offset + length) of a file.
-
-    The result is shorter only at the end of the file.
-    """
+    """Reads bytes [offset, offset + length) of a file; fewer only at the end of the file."""
     if (where := byte_sources.of(file)) is not None:
         return where.pread(length, offset)
     data = b""
@@ -340,7 +338,7 @@ def is_folder(path: str) -> bool:
 
 
 def size(path: str) -> int:
-    """The size of a file in bytes; `watching` notes the file, as if it were opened."""
+    """The size of a file in bytes; a `watching` block records the file, as if it were opened."""
     now = os.stat(path)
     note(path, now)
     return now.st_size
@@ -350,10 +348,10 @@ def size(path: str) -> int:
 
 
 def beside(path: str) -> str | None:
-    """The name to which a link leads, if the link's target lies in the same folder.
+    """The name to which a link leads, if that is in the same folder; else None.
 
-    Such a link is a second name of a checkpoint, such as `latest`. None for a link to any other
-    place, for links in a circle, and for a path that is no link.
+    Such a link is a second name of a checkpoint, such as `latest`. None also for links in a circle,
+    and for a path that is no link.
     """
     folder, name = os.path.split(path)
     names = [name]
@@ -366,7 +364,7 @@ def beside(path: str) -> str | None:
 
 
 def looks_again(look: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a search: it starts again if a file disappears while the search runs.
+    """Decorates a search so that it starts again if a file disappears while it runs.
 
     A run removes its old checkpoints while another program looks for them, and other programs
     remove folders beside them. FileNotFoundError is raised only after several attempts.
@@ -389,7 +387,7 @@ _listings = ContextVar("listings", default=None)
 
 @contextmanager
 def remembering(anew: bool = False) -> Iterator[None]:
-    """Inside the block each folder is listed once, and `names` returns the remembered list.
+    """Inside the block, each folder is listed only once: `names` returns the first listing again.
 
     Every format asks for the names, and a folder may have 50,000 files. A nested block uses the
     lists of the outer one, unless it begins `anew`.
@@ -423,10 +421,10 @@ def _listing(folder: str) -> list[tuple[str, bool]]:
 
 
 def is_denied(path: str) -> bool:
-    """Whether this user may not read a file or list a folder, or whether it was just removed.
+    """Whether this user may not read a file or list a folder; also True if it has just disappeared.
 
     A search skips such files: those of other users, such as `lost+found` or a private log, and
-    files that another program has just removed. Any other OSError is raised.
+    files that another program has removed. Any other OSError is raised.
     """
     try:
         if is_folder(path):
@@ -442,11 +440,11 @@ def is_denied(path: str) -> bool:
 def walk(
     folder: str, enter: Callable[[str], bool] = lambda path: True
 ) -> Iterator[os.DirEntry[str]]:
-    """Yields everything below a folder: first its contents by name, then those of its folders.
+    """Yields directory entries of everything below a folder; it follows no links.
 
-    It enters a folder if `enter`, called with its path, returns true, and follows no link. Raises
-    OSError if a folder cannot be listed. Yields directory entries, because os.walk gives names
-    without sizes and kinds.
+    The contents of a folder come first, sorted by name, then those of its subfolders. A subfolder
+    is entered if `enter(path)` is true. Raises OSError if a folder cannot be listed. os.walk would
+    give names without sizes and kinds.
     """
     waiting = [folder]
     while waiting:

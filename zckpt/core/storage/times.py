@@ -28,7 +28,7 @@ class OddTimes(Struct, frozen=True):
 
 
 def odd_times(times: Mapping[str, int], last: int | None) -> OddTimes:
-    """Finds files whose times show that they were not written with the other files.
+    """Finds files that were written at another time than the other files of the save.
 
     `times` maps names to nanoseconds. `last` is the time of the file that the program writes after
     all others; None if there is no such file. Files are reported only if more than half of all

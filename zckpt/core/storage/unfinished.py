@@ -35,11 +35,13 @@ MOST = 64 << 20  # bytes of a note
 
 
 class Note(Struct, frozen=True):
-    """The note of a target in a store: its files with their sizes, and the file sent `last`.
+    """The file zckpt-unfinished.json: the progress of sending a target to an object store.
 
-    Without the last file no program recognizes the target as a checkpoint. `sent` has the CRC-32s
-    of files that have arrived. `lost` has the names of files that the store holds with other bytes.
-    `zckpt` is the version that wrote the note.
+    files    all files of the target, with their sizes
+    last     the file that is sent last; without it no program recognizes the target as a checkpoint
+    sent     the CRC-32s of files that have arrived
+    lost     names of files that the store holds with other bytes
+    zckpt    the version that wrote the note
     """
 
     files: dict[str, Annotated[int, Meta(ge=0)]]
@@ -50,11 +52,11 @@ class Note(Struct, frozen=True):
 
     @property
     def names(self) -> list[str]:
-        """The names of the target's files, in the order of sending: `last` is at the end."""
+        """The names of the target's files, in the order in which they are sent."""
         return [*(name for name in self.files if name != self.last), self.last]
 
     def missing(self, size_of: Callable[[str], int | None]) -> list[str]:
-        """The names of files that do not exist, or whose size is not the one that the note states.
+        """The names of files that do not exist, or have another size than the note states.
 
         `size_of` returns the size of a file by its name, None if the file does not exist.
         """
@@ -67,7 +69,10 @@ class Note(Struct, frozen=True):
 
 
 def understood(data: bytes) -> Note | None:
-    """Parses a note; None if it is invalid, of a newer zckpt, or names files outside the folder."""
+    """Parses zckpt-unfinished.json; None if it is not valid, or of a newer version of zckpt.
+
+    Also None if it names files outside of its folder.
+    """
     try:
         note = msgspec.json.decode(data, type=Note)
         for name in note.names:
@@ -75,26 +80,25 @@ def understood(data: bytes) -> Note | None:
                 return None
     except (ValueError, RecursionError, CorruptCheckpoint):
         return None
-    is_newer = _numbers(note.zckpt) > _numbers(__version__)
+    is_newer = _major_and_minor(note.zckpt) > _major_and_minor(__version__)
     return None if is_newer or not note.files or UNFINISHED in note.names else note
 
 
-def _numbers(version: str) -> list[int]:
-    """The major and minor number of a version."""
+def _major_and_minor(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"[0-9]{1,9}", version)[:2]]
 
 
 def refuse_unfinished(paths: Iterable[str]) -> None:
-    """Raises IncompleteCheckpoint if a path belongs to a target that is not complete.
+    """Raises IncompleteCheckpoint if a path is in a target that is not complete.
 
-    A target that is being written has a journal. A target that was being sent to a store has a
-    note, and so has a copy of it. Both files are looked for at the path itself and in all folders
+    A target that is still being written has a journal. A target that is still being sent to a store
+    has a note, and so has a copy of it. Both files are looked for at the path and in all folders
     above it.
     """
     places = {
         place: path for path in paths for place in (os.path.realpath(path), os.path.abspath(path))
     }
-    for folder in sorted({folder for place in places for folder in _from(place)}):
+    for folder in sorted({folder for place in places for folder in _path_and_parents(place)}):
         inside = {
             place: path
             for place, path in places.items()
@@ -122,8 +126,7 @@ def _refuse_written(path: str) -> None:
     )
 
 
-def _from(path: str) -> Iterator[str]:
-    """Yields a path, and then all folders above it."""
+def _path_and_parents(path: str) -> Iterator[str]:
     yield path
     while path != (path := os.path.dirname(path)):
         yield path
@@ -135,7 +138,6 @@ def _note_at(path: str) -> Note | None:
 
 
 def _size(folder: str, name: str) -> int | None:
-    """The size of a file in bytes; None if there is no such file."""
     now = sources.status(os.path.join(folder, name))
     return now.st_size if now is not None and stat.S_ISREG(now.st_mode) else None
 
