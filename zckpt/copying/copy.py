@@ -414,9 +414,9 @@ def copy(
 
         beside         files that are copied unchanged; the outcome has no CRC-32s of them
         checks         tensors to compare meanwhile
-        has_digests    whether to compute a CRC-32 of each tensor; if not, the outcome has only those
-                       of tensors whose CRC-32 the source states
-        journal        lists regions that an earlier run has written, which are skipped
+        has_digests    whether to compute a CRC-32 of each tensor; if not, the outcome has only
+                       those of tensors whose CRC-32 the source states
+        journal        lists regions that an earlier run has written; they are skipped
         sharing        may assign some regions to other processes
 
     The result is None if another process, or another part, will complete the target. Raises

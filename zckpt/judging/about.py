@@ -38,9 +38,10 @@ Point = tuple[float, float | None]
 
 
 class About(Struct, frozen=True):
-    """Facts about a checkpoint's training, from the files beside it; None if no file states one.
+    """Facts about the model and the training, from the files beside a checkpoint.
 
-    `planned` is the total number of updates after which the training is to end.
+    A fact that no file states is None. `planned` is the total number of updates after which the
+    training is to end.
     """
 
     model: str | None = None
@@ -57,7 +58,7 @@ class About(Struct, frozen=True):
 
 
 def about(manifest: Manifest) -> About:
-    """The facts about model and training that a checkpoint and the files beside it state."""
+    """Reads facts about the model and the training from a checkpoint and the files beside it."""
     stated_about = _of_files(manifest.files.siblings)
     state = manifest.state.get("client_state")
     if stated_about.epoch is None and isinstance(state, Mapping) and lightning.is_in(manifest):
@@ -70,7 +71,7 @@ def about(manifest: Manifest) -> About:
 
 
 def about_folder(folder: str) -> About:
-    """The facts in the files of a folder, for a checkpoint that could not be read."""
+    """Reads the same facts as `about` from a folder, if its checkpoint could not be read."""
     siblings = []
     for name in ("config.json", "adapter_config.json", STATE):
         path = os.path.join(folder, name)
@@ -81,13 +82,13 @@ def about_folder(folder: str) -> About:
 
 
 def _of_files(siblings: Sequence[Sibling]) -> About:
-    """The facts that the files `siblings` state, which a trainer saved beside a checkpoint."""
+    """Reads the facts from the files that a trainer saved beside a checkpoint."""
     name, kind = model_of(_read(siblings, "config.json"), _read(siblings, "adapter_config.json"))
     return About(model=name, model_class=kind, **of_log(_read(siblings, STATE)))
 
 
 def resuming(manifest: Manifest, root: str, path: str) -> str | None:
-    """The line of code with which the program resumes from `path`; None if that is not known.
+    """The line of code with which the program resumes from `path`; None if it is unknown.
 
     `root` is the engine's own folder; `path` may be the trainer's folder around it.
     """
@@ -103,9 +104,10 @@ def resuming(manifest: Manifest, root: str, path: str) -> str | None:
 
 
 def at_another_size(manifest: Manifest, path: str) -> str | None:
-    """The command that writes the checkpoint for another number of ranks, or in an engine's format.
+    """The command that makes the checkpoint usable on another number of ranks.
 
-    Returns None if the engine itself loads the checkpoint on any number of ranks.
+    It reshards the checkpoint, or writes it in an engine's format. None if the engine itself loads
+    the checkpoint on any number of ranks.
     """
     format = formats.of(manifest)
     if format is None or format.is_neutral:
@@ -124,7 +126,7 @@ def _read(siblings: Iterable[Sibling], name: str) -> Mapping[str, Any]:
 
 
 def model_of(config: Mapping[str, Any], adapter: Mapping[str, Any]) -> tuple[Name, Name]:
-    """The model's name and class, from config.json and adapter_config.json; None if not stated."""
+    """The model's name and class from config.json and adapter_config.json; None if not stated."""
     classes = config.get("architectures")
     kind = classes[0] if isinstance(classes, list) and classes else config.get("model_type")
     name, base = config.get("_name_or_path"), text(adapter.get("base_model_name_or_path"))
@@ -135,9 +137,9 @@ def model_of(config: Mapping[str, Any], adapter: Mapping[str, Any]) -> tuple[Nam
 
 
 def of_log(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The losses, learning rate, epoch and planned updates in the Trainer's `state`.
+    """Reads losses, learning rate, epoch and planned updates from trainer_state.json.
 
-    `state` is the content of trainer_state.json (transformers 5.24).
+    `state` is the content of the file (transformers 5.24).
     """
     log = state.get("log_history")
     lines = [line for line in log if isinstance(line, dict)] if isinstance(log, list) else []
@@ -166,17 +168,17 @@ def _last(lines: Sequence[Mapping[str, Any]], key: str, as_number: Callable[[Any
 
 
 def text(value: Any) -> str | None:
-    """A text cut to LONGEST characters; None for an empty text or any other value."""
+    """Cuts a text to LONGEST characters; None for an empty text or any other value."""
     return value[:LONGEST] if isinstance(value, str) and value.strip() else None
 
 
 def number(value: Any) -> Any:
-    """Returns the value if it is a number that a chart can show; None for any other value."""
+    """Returns a number that a chart can show; None for any other value."""
     return value if type(value) in (int, float) and abs(value) < LARGEST else None
 
 
 def unbounded(value: Any) -> float | str | None:
-    """A loss as a number, or as "nan", "inf" or "-inf"; None for any other value."""
+    """Returns a loss as a number, or as "nan", "inf" or "-inf"; None for any other value."""
     if type(value) is float and not math.isfinite(value):
         return str(value)
     number_or_none = number(value)
@@ -184,7 +186,7 @@ def unbounded(value: Any) -> float | str | None:
 
 
 def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Reduces a curve to about MOST_POINTS points, so that peaks remain visible.
+    """Reduces a curve to about MOST_POINTS points without losing its peaks.
 
     Of each group of neighbors, only the lowest and the highest point are kept.
     """

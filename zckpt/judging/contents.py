@@ -1,4 +1,4 @@
-"""Checks before tensors are used: do masters round to weights, do replicas agree?
+"""Checks before tensors are used: do fp32 masters round to weights, are replicas equal?
 
 Only the bytes that these checks need are read; `verify` reads all bytes. The checks are for the
 functions that give out tensors: `convert`, `load`, and the loader of torch.distributed.checkpoint.
@@ -24,13 +24,13 @@ OTHER_TIME = "files-of-other-time"
 def full_checks(
     manifest: Manifest, replicas: str | None, accept_weights: bool, hint: str | None = None
 ) -> list[FullCheck]:
-    """The comparisons of complete tensors that must succeed before a tensor is returned or written.
+    """Lists the comparisons that must succeed before a tensor is returned or written.
 
-    Masters are compared with their weights, provided that comparing the first elements is not
-    enough for this format, and that the engine does not change weights without their masters.
-    Replicas of ranks are compared with each other. `replicas` says which replica is used if they
-    differ. With `accept_weights`, masters that do not round to their weights are only a warning.
-    `hint` replaces the format's hint for such masters.
+    Replicas of ranks are compared with each other; `replicas` says which one is used if they
+    differ. Masters are compared with their weights. This is left out if the format needs only a
+    comparison of the first elements, or if its engine changes weights without their masters. With
+    `accept_weights`, masters that do not round to their weights are only a warning. `hint` replaces
+    the format's hint for such masters.
     """
     format, checks = formats.named(manifest.format), list[FullCheck]()
     if format.compares == masters.ALL and not manifest.run.weights_differ:
@@ -54,11 +54,11 @@ def check_tensors(
 ) -> list[Notice]:
     """Runs the checks that read tensors, before a tensor is loaded or written; returns warnings.
 
-    The checks: whether a file is a copy of another one, whether masters round to their weights,
-    whether slices are replicas, and whether replicas of ranks are equal. If `shared` lists
-    comparisons that a conversion makes while it copies, only the first elements of these tensors
-    are compared here. Raises InconsistentCheckpoint if a check fails, and CorruptCheckpoint if
-    damage is the cause. The other arguments are those of `full_checks`.
+    They find files that are copies of other files, masters that do not round to their weights,
+    slices that are replicas, and replicas of ranks that differ. If `shared` lists comparisons that
+    a conversion makes while it copies, only the first elements of these tensors are compared here.
+    Raises InconsistentCheckpoint if a check fails, and CorruptCheckpoint if damage is the cause.
+    The other arguments are those of `full_checks`.
     """
     format = formats.named(manifest.format)
     functions, lines = format.functions, list[Notice]()
@@ -78,7 +78,7 @@ def check_tensors(
 
 
 def check_to_load(manifest: Manifest, replicas: str | None, accept_weights: bool) -> None:
-    """Runs `check_tensors` for a program that loads tensors, and issues Python warnings.
+    """Runs `check_tensors` for a program that loads tensors; its warnings are Python warnings.
 
     Unchanged files are checked only once, however many tensors are loaded. Raises WrongOption if
     `replicas` is "mean", because no file contains the mean.

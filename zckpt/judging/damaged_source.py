@@ -59,13 +59,13 @@ SMALL = 4096  # bytes; a file up to this size is copied into the folder of links
 
 
 class Found(Struct, eq=False, dict=True):
-    """What could be read of the checkpoint at `path`, and what is wrong with it (`faults`).
+    """What could be read of a damaged checkpoint at `path`, and what is wrong with it (`faults`).
 
-    `lost` maps the paths of lost files in the manifest to `missing` or `unreadable`. If a file of
-    an older checkpoint replaces a lost file, `borrowed` maps the lost file to this other file.
-    `shadow` is the temporary folder of links in which other files replace lost ones; it is None
-    without lost files. If files state different steps, `stated` lists each place that stores a
-    step, with the step.
+    lost        maps the paths of lost files in the manifest to `missing` or `unreadable`
+    borrowed    maps a lost file to the file of an older checkpoint that is read in its place
+    shadow      the temporary folder of links, in which other files replace lost ones; None if no
+                file is lost
+    stated      if files state different steps: each place that stores a step, with the step
     """
 
     path: str
@@ -79,7 +79,7 @@ class Found(Struct, eq=False, dict=True):
 
     @property
     def known(self) -> Manifest:
-        """The manifest, for callers that know that it could be read; otherwise this fails."""
+        """The manifest, which must not be None: the checkpoint could be read."""
         assert self.manifest is not None
         return self.manifest
 
@@ -95,23 +95,23 @@ class Found(Struct, eq=False, dict=True):
 
     @cached_property
     def places(self) -> Places:
-        """The layer and the kind (such as attention or MLP) of each tensor."""
+        """The layer and the kind of each tensor, as rows and columns of a table."""
         return places_of(entry.parameter for entry in self.entries)
 
     @cached_property
     def judged(self) -> Verdict:
-        """The `Verdict` on the checkpoint: whether it is complete, and from one save."""
+        """The verdict on whether the checkpoint is complete, and from one save."""
         return verdict.of(self.known)
 
     @property
     def root(self) -> str:
-        """The checkpoint's own folder or file, not the folder of links."""
+        """The folder or file of the checkpoint itself, not the temporary folder of links."""
         if self.manifest is not None:
             return self.real(self.manifest.root)
         return os.path.join(self.path, self.tag) if self.tag else self.path
 
     def real(self, text: str) -> str:
-        """Replaces paths in the temporary folder of links by the real paths, in a text."""
+        """Replaces paths in the temporary folder of links by the real paths, in any text."""
         return text if self.shadow is None else text.replace(self.shadow, self.path)
 
     def name(self, path: str) -> str:
@@ -127,11 +127,11 @@ def what_is_there(
     read: Callable[..., Manifest],
     older: Callable[[str], str | None] = lambda _: None,
 ) -> Iterator[Found]:
-    """Reads as much as possible of the checkpoint at `path`; problems are listed in `faults`.
+    """Reads as much as possible of a damaged checkpoint; its problems are listed in `faults`.
 
-    `source` are arguments of `read`, as in `zckpt.read`. `older` returns, for the path of a lost
-    file, a file of an older checkpoint, which replaces the lost file if no other file of the
-    checkpoint can; or None. Raises the ZckptError for a path that is no checkpoint, or holds
+    `source` are arguments of `read`, as in `zckpt.read`. If no other rank's file can replace a lost
+    one, `older` is called with the lost path. It returns the path of a file of an older checkpoint
+    that replaces it, or None. Raises the ZckptError for a path that is no checkpoint, or holds
     several.
     """
     found, source, weights_only = Found(path, tag=source.get("tag")), dict(source), False
@@ -174,14 +174,14 @@ def _fault(found: Found, error: ZckptError | OSError, kind: str, file: str | Non
 
 
 def _told(found: Found, error: ZckptError | OSError) -> str:
-    """The sentence of the error, with real paths."""
+    """The message of the error, with real paths instead of those in the temporary folder."""
     return found.real(notice_of(error).message)
 
 
 def _omitted(error: str) -> Report:
-    """A report line that warns: the rest was not read, because of the missing files listed above.
+    """A report line that says: the rest was not read, because files listed above are missing.
 
-    It does not count as a fault. `error` says what is wrong with those that replace them.
+    `error` says what is wrong with the files that replace them. The line does not count as a fault.
     """
     message = f"the rest was not read, because of the missing files above: {error}"
     left = warning("not-compared", message)
@@ -189,10 +189,10 @@ def _omitted(error: str) -> Report:
 
 
 def kept(entry: Entry, lost: Mapping[str, str]) -> tuple[Entry, tuple[tuple[int, int], ...]]:
-    """The elements of a tensor that are not in lost files, and their positions in the tensor.
+    """The part of a tensor that is not in lost files, and its element ranges [start, stop).
 
-    `lost` maps the paths of lost files to their state. The ranges [start, stop) count elements of
-    the complete tensor. If no element is lost, the first result is `entry` itself.
+    `lost` maps the paths of lost files to their state. If no element is lost, the first result is
+    `entry` itself.
     """
     size, parts = SIZES[entry.dtype], []
     if not any(fragment.extent.file in lost for fragment in entry.fragments):
@@ -217,9 +217,9 @@ def kept(entry: Entry, lost: Mapping[str, str]) -> tuple[Entry, tuple[tuple[int,
 
 
 def _most_stated(found: Found, error: InconsistentCheckpoint) -> str:
-    """The step that occurs most often in the files, as a value of --step-policy.
+    """The step that most files state, as a value of --step-policy.
 
-    Adds a fault for each file and each other step that it contains.
+    Adds a fault for each file and each other step in it.
     """
     found.stated = error.steps
     (most, _), *_ = Counter(step for _, step in error.steps).most_common()
@@ -232,7 +232,7 @@ def _most_stated(found: Found, error: InconsistentCheckpoint) -> str:
 
 
 def file_in(where: str, folder: str) -> str | None:
-    """The path of a file in the description of where a step is stored: `model.pt, step of fc1`.
+    """Extracts the path of a file from a description such as `model.pt, step of fc1`.
 
     Only files below `folder` are considered. None if the description names no file.
     """
@@ -250,9 +250,9 @@ def _stand_in(
     temporary: str,
     older: Callable[[str], str | None],
 ) -> bool:
-    """Puts links to other files in place of the files that the error names, and adds faults.
+    """Replaces the files that an error names by links to other files, and adds faults.
 
-    Returns False if no other file can replace any of these files.
+    Returns False if no other file can replace any of them.
     """
     kind, paths = _missing_in(found, error)
     gone = {*paths, *map(found.real, found.lost)}
@@ -277,9 +277,9 @@ def _stand_in(
 
 
 def _missing_in(found: Found, error: ZckptError | OSError) -> tuple[str, list[str]]:
-    """Whether an error is about `missing` or `unreadable` files, and the real paths of these files.
+    """Returns `missing` or `unreadable`, and the paths of the files that the error is about.
 
-    Files that are known to be lost are left out.
+    The paths are real ones. Files that are already known to be lost are left out.
     """
     states = {found.real(path): state for path, state in states_in(error).items()}
     known = {*map(found.real, found.lost)}
@@ -288,16 +288,16 @@ def _missing_in(found: Found, error: ZckptError | OSError) -> tuple[str, list[st
 
 
 def _copy(path: str, target: str) -> None:
-    """Copies a small file and its times, also from a mirror, whose local files are empty."""
+    """Copies a small file and its times; it may lie in a store, and be empty on this disk."""
     with sources.opened(path) as source, open(target, "xb") as file:
         file.write(source.read())
     shutil.copystat(path, target)
 
 
 def _link(real: str, shadow: str, inside: str, other: str) -> None:
-    """Creates a folder of links to all files in `real`, except that one path leads to `other`.
+    """Creates the folder `shadow` with links to all files in `real`, one of them replaced.
 
-    The folder is `shadow`, and the path is `inside`, relative to `real`. Small files are copied
+    The link at the path `inside` (relative to `real`) leads to `other`. Small files are copied
     instead of linked.
     """
     name, _, below = inside.partition(os.sep)

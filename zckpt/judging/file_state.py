@@ -26,7 +26,7 @@ MAX_HEADER = 100_000_000  # bytes, of safetensors 0.6
 
 
 def state_of(item: Sibling) -> State:
-    """Whether a file is ok, empty, zeros, cut or unreadable, as far as its bytes show it.
+    """Whether a file is ok, empty, zeros, cut or unreadable, as far as its bytes show.
 
     Of a large file, only the beginning and the end are read.
     """
@@ -46,7 +46,7 @@ def state_of(item: Sibling) -> State:
 
 
 def _has_zeros_alone(file: BinaryIO) -> bool:
-    """Whether all bytes are zero, as in a file that a power loss has left without its data."""
+    """Whether all bytes are zero, as in a file whose data was lost in a power failure."""
     while content := file.read(1 << 16):
         if content.count(0) < len(content):
             return False
@@ -62,7 +62,7 @@ def _state_of_json(file: BinaryIO) -> State:
 
 
 def _state_of_tensors(file: BinaryIO, size: int) -> State:
-    """The state of a safetensors file: 8 bytes with the header's length, header, tensors."""
+    """The state of a safetensors file: is its header readable, and are all tensors there?"""
     length = int.from_bytes(file.read(8), "little")
     if length > min(size - 8, MAX_HEADER):
         return "cut" if length <= MAX_HEADER else "unreadable"
@@ -106,7 +106,6 @@ def _state_of_torch(file: BinaryIO, size: int) -> State:
 
 
 def _is_sound(parts: zipfile.ZipFile, part: zipfile.ZipInfo) -> bool:
-    """Whether a member of a zip can be read to its end and has the CRC-32 that the zip states."""
     try:
         with parts.open(part) as content:
             while content.read(BLOCK):

@@ -41,11 +41,12 @@ STATES: Mapping[str, State] = {
 
 
 def inventory(manifest: Manifest, required: Mapping[str, needs.Need]) -> list[Row]:
-    """A row for each file of a checkpoint: first the engine's files, then the files beside them.
+    """Lists the files of a checkpoint: first the engine's files, then the files beside them.
 
-    `required` maps roles to the files that the program needs. Files beside the engine's are read:
-    small ones completely, large ones at both ends. Links out of the folder are not followed. A
-    needed file that is missing has a row too, unless the checkpoint has only weights.
+    `required` maps roles, such as `scheduler`, to the files that the program needs. Files beside
+    the engine's are read: small ones completely, large ones at both ends. Links out of the folder
+    are not followed. A needed file that is missing is listed too, unless the checkpoint has only
+    weights.
     """
     rows = [*of_engine(manifest), *_beside(manifest, required)]
     there, folder = {row.role for row in rows}, folder_of(manifest)
@@ -78,7 +79,7 @@ def has_optimizer(manifest: Manifest) -> bool:
 
 
 def stand_in(lost: str, paths: Iterable[str]) -> str | None:
-    """The path of a file like the lost one, of the nearest rank; None if there is none."""
+    """Finds a file that can replace a lost one: of the same kind, of the nearest rank; or None."""
     return nearest(ALL_ROLES, lost, paths)
 
 
@@ -92,7 +93,7 @@ def needs_of(manifest: Manifest) -> list[needs.Need]:
 
 
 def of_engine(manifest: Manifest) -> list[Row]:
-    """A row for each of the engine's own files."""
+    """Lists the engine's own files, each with its purpose, rank and state."""
     format = formats.of(manifest)
     roles = () if format is None else format.roles
     fingerprints = manifest.files.fingerprints
@@ -123,10 +124,10 @@ def _row_of(own: ParsedName | None, name: str, path: str, size: int | None, stat
 
 
 def of_folder(folder: str, wrong: Mapping[str, State]) -> list[Row]:
-    """A row for each file in a folder, or for one file, if the checkpoint could not be read.
+    """Lists the files in a folder, or one file, of a checkpoint that could not be read.
 
-    The names of files show their roles. `wrong` maps paths to the states that an error reports,
-    such as `missing`; missing files get a row too.
+    The names of files show their purposes. `wrong` maps paths to the states that an error reports,
+    such as `missing`; missing files are listed too.
     """
     engines = list[Role]()
     with suppress(ZckptError, OSError):
@@ -146,7 +147,7 @@ def of_folder(folder: str, wrong: Mapping[str, State]) -> list[Row]:
 def states_in(error: ZckptError | OSError) -> dict[str, State]:
     """Maps the paths of the files that an error names to their states, such as `missing`.
 
-    Folders are left out, and so are files which the error mentions but does not call wrong.
+    Folders are left out, and so are files that the error mentions but does not call wrong.
     """
     if isinstance(error, IncompleteCheckpoint) and error.paths:
         return dict.fromkeys(error.paths, "missing")
@@ -175,10 +176,10 @@ def files_below(path: str) -> Iterator[str]:
 
 
 def _beside(manifest: Manifest, required: Mapping[str, needs.Need]) -> Iterable[Row]:
-    """Yields a row for each file beside the engine's, with the state that its bytes show.
+    """Lists the files beside the engine's, with the state that their bytes show.
 
-    A file that this user may not open is examined only if resuming needs it. A file without a known
-    role counts as `ok` and is not examined, because its content is unknown.
+    A file that this user may not open is examined only if resuming needs it. A file of unknown
+    purpose counts as `ok` and is not examined, because its content is unknown.
     """
     roles_read = {role for role, need in required.items() if need.damaged in needs.LOST}
     files = manifest.files
@@ -196,14 +197,14 @@ def _beside(manifest: Manifest, required: Mapping[str, needs.Need]) -> Iterable[
 
 
 def roles_beside(folder: str) -> set[str]:
-    """The roles (such as `scheduler`) of a trainer's files in a folder, by their names alone."""
+    """The purposes of a trainer's files in a folder, such as `scheduler`, by their names alone."""
     is_listed = sources.is_folder(folder) and not sources.is_denied(folder)
     names = os.listdir(folder) if is_listed else ()
     return {file_role.role.name for name in names if (file_role := _known(name)) is not None}
 
 
 def _known(name: str) -> ParsedName | None:
-    """The role and rank in the name of a trainer's file; None for any other name.
+    """Parses the name of a trainer's file to its purpose and rank; None for any other name.
 
     This is fast for other names, because a folder may have 50,000 of them.
     """
@@ -211,7 +212,7 @@ def _known(name: str) -> ParsedName | None:
 
 
 def folder_of(manifest: Manifest) -> str:
-    """The folder with the trainer's own files; the checkpoint's root if there are none.
+    """The folder with the trainer's own files, or the checkpoint's root if there are none.
 
     Files in subfolders are not considered.
     """

@@ -19,36 +19,34 @@ OF_TARGETS = Keywords.__annotations__
 
 
 def of_target(words: Mapping[str, Any]) -> dict[str, Any]:
-    """Selects the options that describe a target; all others say how a source is read."""
+    """Selects the options that describe the target; the others say how the source is read."""
     return {name: value for name, value in words.items() if name in OF_TARGETS}
 
 
 def obstacles(manifest: Manifest, words: Mapping[str, Any]) -> list[Notice]:
     """The reasons why the checkpoint's engine cannot load it on the requested number of ranks.
 
-    `words` has the sizes (such as `dp`) among other options. The list is empty if the engine can
-    load the checkpoint.
+    `words` are options, among them the sizes (such as `dp`). Empty if the engine can load it.
     """
     find = formats.named(manifest.format).functions.obstacles
     return find(manifest, options_of(of_target(words))) if find else []
 
 
 def missing_of(manifest: Manifest, to: str, words: Mapping[str, Any]) -> list[Notice]:
-    """Notices about values that the program of the format `to` needs and the checkpoint lacks.
+    """Lists values that a program of the format `to` needs, and that the checkpoint lacks.
 
-    They are values that a conversion to that format cannot add. `words` are options of the
-    conversion.
+    A conversion to that format, with the options `words`, cannot add them.
     """
     find = formats.named(to).functions.missing
     return find(manifest, options_of(of_target(words))) if find else []
 
 
 def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:
-    """The differences in names, shapes and optimizer groups between a checkpoint and a run.
+    """Compares a checkpoint's names, shapes and param groups with those of a run (`other`).
 
-    `other` is the manifest of a run that the program has saved. Types are not compared, because
-    loaders cast tensors. Different groups are a problem if the loader matches parameters by their
-    position in the groups (`by_place`); they are only a warning if it matches them by name.
+    Types are not compared, because loaders cast tensors. Different groups are a problem if the
+    loader matches parameters by their position in the groups (`by_place`); they are only a warning
+    if it matches them by name.
     """
     own_shapes, wanted = _shapes(manifest), _shapes(other)
     own_names, in_model = (
@@ -93,7 +91,7 @@ def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:
 def engine_differences(
     manifest: Manifest, other: Manifest, to: str, words: Mapping[str, Any]
 ) -> list[Notice]:
-    """The differences between the engines of the checkpoint and of the run `other`.
+    """Compares the engine of the checkpoint with that of the run `other`; lists the differences.
 
     The list is empty unless both have the format `to`, and this format compares engines.
     """
@@ -104,14 +102,13 @@ def engine_differences(
 
 
 def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
-    """The shapes of parameters and buffers by name."""
     shapes = {name: parameter.shape for name, parameter in manifest.parameters.items()}
     entries = {name: manifest.entries.get((name, "param")) for name in manifest.buffers}
     return shapes | {name: entry.shape for name, entry in entries.items() if entry}
 
 
 def _members(manifest: Manifest, other: Manifest) -> list[list[str]]:
-    """The names of the trained parameters of each group, as `other` spells them.
+    """Lists, for each param group, its trained parameters under the names that `other` uses.
 
     Groups without trained parameters are left out.
     """
@@ -126,11 +123,10 @@ def _members(manifest: Manifest, other: Manifest) -> list[list[str]]:
 def _other_groups(
     own_groups: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]
 ) -> list[tuple[str, str]]:
-    """The differences between two divisions of parameters into groups.
+    """Lists how two divisions of parameters into param groups differ, as (parameter, sentence).
 
-    If the two sides have different parameters, only that is returned. Each difference is a
-    parameter and a sentence. `own_groups` are the checkpoint's groups and `wanted` the program's,
-    as lists of names.
+    `own_groups` are the checkpoint's groups and `wanted` the program's: lists of names. If one of
+    them has parameters that the other one lacks, only this is listed.
     """
     places, new = (
         {n: i for i, names in enumerate(side) for n in names} for side in (own_groups, wanted)

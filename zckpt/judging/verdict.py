@@ -72,14 +72,13 @@ FAILS = "with which the program cannot resume"
 class Verdict(Struct, frozen=True):
     """The problems of a checkpoint, by kind. `manifest` is None if it could not be read.
 
-        missing, damaged    files that a program needs to resume
-        of_one_save         contradictions between files, which may come from different saves
-        unread              damaged files that no program reads to resume
-        alone               the checkpoint has weights, but no optimizer
-        doubts              signs that prove nothing, such as another number in a folder's name
-        links               files that are symbolic links out of the folder, and their targets
-
-    `rows` lists all files with their purpose and state.
+    missing, damaged    files that a program needs to resume
+    of_one_save         contradictions between files, which may come from different saves
+    unread              damaged files that no program reads to resume
+    alone               the checkpoint has weights, but no optimizer
+    doubts              signs that prove nothing, such as another number in a folder's name
+    links               files that are symbolic links out of the folder, and their targets
+    rows                all files with their purpose and state
     """
 
     manifest: Manifest | None = None
@@ -98,7 +97,7 @@ class Verdict(Struct, frozen=True):
 
     @property
     def whole(self) -> tuple[Notice, ...]:
-        """Problems with files that resuming needs: missing and damaged ones.
+        """The files that resuming needs and that are missing or damaged.
 
         The tuple is empty if the checkpoint is complete ("whole").
         """
@@ -122,8 +121,8 @@ class Verdict(Struct, frozen=True):
     def warnings(self, resumes: bool = True) -> list[Notice]:
         """All findings as warnings, for a conversion.
 
-        If no run will resume from the target (`resumes` is False), only findings about the files
-        that the target gets are returned.
+        If no run will resume from the target (`resumes` is False), only findings about files that
+        the target gets are returned.
         """
         if resumes:
             return [*_as_warnings(self.problems), *self.remarks]
@@ -138,10 +137,10 @@ def _as_warnings(notices: Iterable[Notice]) -> list[Notice]:
 
 
 def judged(read_manifest: Callable[[], Manifest]) -> Verdict:
-    """The verdict on the checkpoint that `read_manifest` reads, even if the reader fails.
+    """Reads a checkpoint and judges it, even if it cannot be read.
 
-    An error about the checkpoint, such as a missing file, is a part of the verdict. Other errors
-    are raised: permissions, the network, a wrong option.
+    An error about the checkpoint, such as a missing file, becomes a part of the verdict. Other
+    errors are raised: permissions, the network, a wrong option.
     """
     try:
         manifest = read_manifest()
@@ -156,7 +155,7 @@ def judged(read_manifest: Callable[[], Manifest]) -> Verdict:
 
 
 def of(manifest: Manifest) -> Verdict:
-    """The verdict on a checkpoint that was read; reads no tensor."""
+    """Judges a checkpoint that was read; reads no tensor."""
     required = {need.role.name: need for need in needs_of(manifest)}
     rows, steps = inventory(manifest, required), trainers_steps.disagreements(manifest)
     missing, alone = _without_optimizer(manifest, rows, is_known=bool(required))
@@ -196,7 +195,7 @@ def refuse_lost(manifest: Manifest) -> None:
 
 
 def refuse_widened(manifest: Manifest, dtype: str | None) -> None:
-    """Raises IncompleteCheckpoint if --dtype asks for fp32 weights (`dtype`), but masters are lost.
+    """Raises IncompleteCheckpoint if --dtype asks for fp32 weights, but the fp32 masters are lost.
 
     Only 16-bit weights are left then.
     """
@@ -212,14 +211,14 @@ def refuse_widened(manifest: Manifest, dtype: str | None) -> None:
 
 
 def with_warnings(manifest: Manifest) -> Manifest:
-    """Returns the manifest with the problems that the verdict finds added to its warnings."""
+    """Adds the problems that the verdict finds to the manifest's warnings."""
     return manifest.replace(warnings=(*manifest.notices.warnings, *of(manifest).warnings()))
 
 
 def step_of(manifest: Manifest) -> int | float | None:
-    """The number of completed updates; for Megatron-Core the iteration in the folder's name.
+    """The number of completed updates, or the Trainer's counter if no engine file states a step.
 
-    If the engine's files state no step, it is the Trainer's counter, or None.
+    For Megatron-Core it is the iteration in the folder's name. None if nothing states it.
     """
     iteration = str(manifest.run.origin.tag).rpartition("_")[2]
     if formats.named(manifest.format).to_load and iteration.isdecimal():
@@ -228,7 +227,7 @@ def step_of(manifest: Manifest) -> int | float | None:
 
 
 def _pointer(manifest: Manifest) -> Iterable[Notice]:
-    """Yields a problem if the file `latest`, which names the engine's folder, is missing.
+    """Yields a problem if the file `latest`, which names the folder to load, is missing.
 
     Nothing is yielded if the checkpoint's program does not read this file.
     """
@@ -255,7 +254,7 @@ def _pointer(manifest: Manifest) -> Iterable[Notice]:
 
 
 def _ranks_without(manifest: Manifest, rows: Iterable[Row]) -> Iterable[Notice]:
-    """Yields a warning about ranks that have no file of random states, if other ranks have one."""
+    """Warns about ranks without a file of random states, if other ranks have one."""
     random_states = [row for row in rows if row.role == needs.RANDOM_STATE.name and row.rank]
     there = {number for row in random_states for _, number in row.rank}
     origin = manifest.run.origin
@@ -274,10 +273,10 @@ def _ranks_without(manifest: Manifest, rows: Iterable[Row]) -> Iterable[Notice]:
 def _without_optimizer(
     manifest: Manifest, rows: Iterable[Row], is_known: bool
 ) -> tuple[list[Notice], list[Notice]]:
-    """Two lists, one of which may have a notice: the optimizer was lost, or none was saved.
+    """Finds out whether the optimizer's files were lost, or none was saved.
 
-    `is_known` tells whether the program that saved the checkpoint is known, and so the names of its
-    optimizer files.
+    Returns two lists, one for each case; at most one of them has a notice. `is_known` tells whether
+    the program is known, and so the names of its optimizer files.
     """
     if manifest.notices.lost:
         return [*manifest.notices.lost], []

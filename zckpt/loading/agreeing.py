@@ -23,9 +23,10 @@ from ..processes.ranks import Ranks, received, sent
 class Agreement:
     """Combines the checksums of the bytes of `source` that all ranks have read.
 
-    `checker` computes the checksums of this rank's bytes. Each of the `pairs` is a tensor of the
-    source and the tensor of the target that it fills. `checking` has the Python `id`s of the pairs
-    whose bytes this rank hashes. If `is_sparing` is True, no checksum is compared.
+    checker       computes the checksums of this rank's bytes
+    pairs         a tensor of the source, and the tensor of the target that it fills
+    checking      the Python `id`s of the pairs whose bytes this rank hashes
+    is_sparing    True to compare no checksums
     """
 
     def __init__(
@@ -44,10 +45,11 @@ class Agreement:
     def agree(self, error: Exception | None, is_last: bool, is_all: bool = True) -> None:
         """Raises Told in all ranks if one of them failed, or if bytes do not have their checksum.
 
-        `error` is this rank's failure, or None. After the last file (`is_last`), byte ranges with a
-        checksum that were read only in part are completed. `is_all` says that the engine has read
-        both kinds of files, of the model and of the optimizer. Then byte ranges that no rank has
-        hashed are read too.
+        error      this rank's failure, or None
+        is_last    whether this was the last file; then byte ranges with a checksum that were
+                   read only in part are completed
+        is_all     whether the engine has read the files of both the model and the optimizer;
+                   then byte ranges that no rank has hashed are read too
         """
         values = self._ranks.gathered([sent(error), [*self.checker.parts()]])
         self._ranks.told(partial(self._judge, values, is_last, is_all))

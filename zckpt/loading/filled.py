@@ -27,11 +27,11 @@ from ..errors import UnsupportedCheckpoint
 
 
 class FilledFile(io.RawIOBase):
-    """A file of torch.save whose storages are filled from the source checkpoint when they are read.
+    """A file of torch.save whose tensor data is read from the source checkpoint when it is needed.
 
-    `path` is its shell, the file with holes where storages go. `records` maps the offset of each
-    storage in the file to its length in bytes. `failure` is the first error while the source was
-    read; torch.load raises another error for it.
+    path       its shell: a file with headers, and holes where tensor data goes
+    records    maps the offset of each storage in the file to its length in bytes
+    failure    the first error while the source was read; torch.load raises another error for it
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class FilledFile(io.RawIOBase):
         return self._shell
 
     def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
-        """Yields nothing: no checksums of this file are needed, as no program reads it again."""
+        """Yields no checksums: no program reads this file again."""
         return iter(())
 
     def load(self, map_location: Any) -> Any:
-        """Returns what torch.load returns for this file.
+        """Loads this file with torch.load.
 
         If the source could not be read, raises the error of the source, not torch's.
         """
@@ -95,9 +95,9 @@ class FilledFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Reads the next bytes into the buffer, and returns their number.
+        """Reads the next bytes of the file into the buffer; returns their number.
 
-        Bytes of a storage come from the source checkpoint, all others from the file at `path`.
+        Bytes of tensors come from the source checkpoint, all others from the file at `path`.
         """
         view = memoryview(buffer).cast("B")
         start = self._position

@@ -20,10 +20,11 @@ from .support import refuse_version
 
 
 class Source(Struct, frozen=True):
-    """The checkpoint that the engine loads in place of a directory: its `path` and `tag`.
+    """The checkpoint that an engine loads when its program names a directory of empty files.
 
-    `words` are keyword arguments of `zckpt.reshard`. `target` is the tag that a program may pass
-    with the directory.
+    path, tag    the checkpoint
+    words        keyword arguments for `zckpt.reshard`
+    target       the tag that the program may pass with the directory
     """
 
     path: str
@@ -37,7 +38,7 @@ _original: list[Any] = []
 
 
 def serve(directory: str, source: Source) -> None:
-    """Makes engines of this process load `source` when they are given `directory`.
+    """Makes `engine.load_checkpoint(directory)` load the checkpoint `source` in this process.
 
     Raises WrongOption for a version of DeepSpeed that was not tested.
     """
@@ -48,7 +49,7 @@ def serve(directory: str, source: Source) -> None:
 
 
 def undo() -> None:
-    """Restores DeepSpeed's own `load_checkpoint`, which cannot load a directory of `serve`."""
+    """Restores DeepSpeed's own `load_checkpoint`, which `serve` has replaced."""
     _served.clear()
     if _original:
         from deepspeed.runtime.engine import DeepSpeedEngine

@@ -102,7 +102,7 @@ def load(
 
 
 def words_for(engine: Any, words: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `reshard` that give files for this engine.
+    """Returns the arguments with which `reshard` makes files for this engine.
 
     These are `words`, and the engine's ds_config, number of data-parallel ranks and ZeRO stage.
     Raises WrongOption if `words` ask for another number of ranks or another stage.
@@ -149,7 +149,7 @@ class Files(Struct, frozen=True, eq=False):
 
 
 class Load(Struct, eq=False, dict=True):
-    """The state of one load in one rank; `given` are the arguments of the engine's own loader."""
+    """One load in one rank; `given` are the arguments of the engine's own `load_checkpoint`."""
 
     ranks: Ranks
     stack: ExitStack
@@ -171,7 +171,7 @@ class Load(Struct, eq=False, dict=True):
         return self._loaded(folder)
 
     def _prepare(self, where: str, folder: str, words: dict[str, Any]) -> None:
-        """Writes the engine's files without tensor data (shells) into `folder`; reads no tensor."""
+        """Writes the engine's files into `folder`, with holes for tensor data; reads no tensor."""
         decision, how = api.decided(where, "deepspeed", **words)
         self.check = partial(api.check_beforehand, decision, how)
         layout, self.where = decision.layout, decision.manifest.root
@@ -182,9 +182,9 @@ class Load(Struct, eq=False, dict=True):
         self.lines = [*layout.omitted, *layout.warnings]
 
     def _agree_on(self, error: Exception | None) -> None:
-        """Raises an error in all ranks if one rank failed, or if rank 0's checks fail.
+        """Raises the same error in all ranks if one failed, or if they read different files.
 
-        Also if the ranks do not read the same files. `error` is the error of this rank, or None.
+        `error` is the error of this rank, or None. Rank 0's checks count as a failure of rank 0.
         """
         mark = None if error else _mark(self.source.files.records, self.files.records)
         values = self.ranks.gathered([sent(error), mark])
@@ -231,10 +231,10 @@ class Load(Struct, eq=False, dict=True):
 
 
 class LoadingEngine:
-    """A replacement for DeepSpeed's checkpoint engine (`own`) during one load.
+    """Replaces DeepSpeed's checkpoint engine (`own`) during one load.
 
-    Files below `folder` are filled from the source checkpoint when they are loaded. For all other
-    files, and all other methods and attributes, `own` is used.
+    Files below `folder` are filled from the source checkpoint when they are loaded. All other
+    files, methods and attributes are those of `own`.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class LoadingEngine:
         return getattr(self._own, name)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Returns the content of the file at `path`, as the original checkpoint engine does."""
+        """Loads the file at `path`, filled from the source checkpoint if it is below `folder`."""
         path = os.path.normpath(path)
         if not path.startswith(self._folder):
             return self._own.load(path, map_location)
@@ -298,7 +298,7 @@ class LoadingEngine:
 
 
 def _mark(records: Any, files: dict[str, dict[int, int]]) -> int:
-    """A checksum of source and target: ranks in which it is equal load the same files."""
+    """Computes a checksum of source and target; if it is equal, ranks load the same files."""
     crc = mark_of(records)
     for path, storages in files.items():
         crc = crc32(f"{os.path.basename(path)} {sorted(storages.items())};".encode(), crc)

@@ -29,7 +29,7 @@ def refuse_version(source: str) -> None:
 
 
 def refuse_engine(engine: Any, source: str, load_optimizer_states: bool) -> None:
-    """Raises WrongOption for an engine into which zckpt cannot load files that it makes in memory.
+    """Raises WrongOption for an engine that cannot load files that zckpt makes in memory.
 
     These are engines with pipeline, tensor, sequence or expert parallelism, with the optimizer on
     NVMe, or with unusual loading options.
@@ -54,7 +54,7 @@ def refuse_engine(engine: Any, source: str, load_optimizer_states: bool) -> None
 
 
 def unsupported(source: str, message: str) -> WrongOption:
-    """Returns the error for an engine that cannot load files from memory; `message` says why.
+    """Makes the error for an engine that cannot load files from memory; `message` says why.
 
     Its hint is to let `auto_resume` write a copy first.
     """

@@ -23,7 +23,7 @@ PREFIX = "zckpt-names-"
 
 @contextmanager
 def directory() -> Iterator[str]:
-    """Creates a directory and yields its path; removes it at the end of the `with` block.
+    """Yields the path of a new temporary directory, which is removed at the end of the block.
 
     Also removes such directories of processes that were killed.
     """
@@ -38,7 +38,7 @@ def directory() -> Iterator[str]:
 
 
 def lay(folder: str, shells: Iterable[Shell]) -> None:
-    """Writes shells (files with holes where tensors go) into `folder`; holes take no disk space."""
+    """Creates files in `folder` with headers, and holes where tensors go; holes take no space."""
     for shell in shells:
         path = path_inside(folder, shell.name, "the source")
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -52,9 +52,9 @@ def lay(folder: str, shells: Iterable[Shell]) -> None:
 
 
 def _locked(above: str) -> tuple[str, int]:
-    """Creates a directory and locks it; returns its path and descriptor.
+    """Creates and locks a directory; returns its path and descriptor.
 
-    Tries again if another process has removed the directory before it was locked.
+    Another process may remove the directory before it is locked: then it tries again.
     """
     while True:
         path = tempfile.mkdtemp(prefix=PREFIX, dir=above)
@@ -63,7 +63,7 @@ def _locked(above: str) -> tuple[str, int]:
 
 
 def _sweep(above: str) -> None:
-    """Removes the directories of processes that have ended: those that no process has locked."""
+    """Removes the directories that no process has locked, because their processes have ended."""
     for name in os.listdir(above):
         path = os.path.join(above, name)
         if name.startswith(PREFIX) and (file := _own(path)) is not None:

@@ -33,10 +33,11 @@ HEADER, ENTRY = 30, 46  # bytes in front of a name, in a member's header and in 
 class Alike(Struct, frozen=True):
     """A lost file that can be restored as a copy of another rank's file.
 
-    `name` is the lost file's path below the checkpoint, and `other` the path of the file to copy.
-    `renaming` are the corrections of bytes in the copy: they replace the name of `other`, which
-    torch.save has put into the zip, by that of the lost file. `ranks` is the number of other ranks,
-    which all have the same file.
+    name        the path of the lost file below the checkpoint
+    other       the path of the file to copy
+    renaming    changes of bytes in the copy: torch.save has put the file's name into the zip, so
+                the name of `other` is replaced by that of the lost file
+    ranks       the number of other ranks, which all have the same file
     """
 
     name: str
@@ -59,7 +60,7 @@ class Alike(Struct, frozen=True):
 
     @property
     def mended(self) -> Mended:
-        """What the copy's list of restored bytes says of this file.
+        """Describes this file for zckpt-mended.json, which lists what was restored in the copy.
 
         All bytes are copied from `other`.
         """
@@ -72,7 +73,7 @@ class Alike(Struct, frozen=True):
 
 
 def alike(found: Found) -> dict[str, Alike]:
-    """Maps the path of each lost file that can be copied from another rank to the file to copy."""
+    """Finds the lost files that can be restored by copying another rank's file, by their paths."""
     if found.manifest is None:
         return {}
     return {path: own for path in found.lost if (own := _alike(found, path)) is not None}
@@ -90,7 +91,7 @@ def has_links(found: Found) -> bool:
 
 
 def remade(found: Found, known: Mapping[str, Alike]) -> str:
-    """Writes lost files, copied from other ranks, into the temporary folder of links.
+    """Restores lost files in the temporary folder of links, as copies of other ranks' files.
 
     `known` maps the path of each lost file to the file to copy. The links in that folder lead to
     the checkpoint's files. Returns the folder's path.
@@ -129,7 +130,7 @@ def _alike(found: Found, path: str) -> Alike | None:
 
 
 def _has_parts(found: Found, path: str) -> bool:
-    """Whether the lost file had elements that equal files of other ranks do not tell.
+    """Whether the lost file had elements that no equal file of another rank can tell.
 
     This is so if the file had one part of a tensor, and other files have the rest. It is also so if
     the file had a complete tensor, unless the tensor is a buffer, or a replica of it still exists.
@@ -145,11 +146,11 @@ def _has_parts(found: Found, path: str) -> bool:
 
 
 def _renaming(other: str, lost: str) -> Iterator[Correction]:
-    """Yields corrections that replace the folder name in the zip at `other` by that for `lost`.
+    """Yields the changes that replace the file's name inside the zip `other` by that of `lost`.
 
     torch.save prefixes the names of all members with the file's name without its ending. Raises
     BadZipFile if `other` is no zip. Raises ValueError if its members have another prefix, or if the
-    two folder names differ in length.
+    two names differ in length.
     """
     before, after = (
         f"{os.path.splitext(os.path.basename(path))[0]}/".encode() for path in (other, lost)

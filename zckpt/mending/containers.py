@@ -1,7 +1,7 @@
 """Finds damaged members of zips, in a file that its reader refuses.
 
-For such a file there is no manifest that lists its records. But each zip of torch.save states a
-CRC-32 for each of its members, also for the pickle. The file of a rank is one zip. An item file of
+The reader lists no tensors of such a file. But each zip of torch.save states a CRC-32 for each of
+its members, also for the pickle. The file of a rank is one zip. An item file of
 torch.distributed.checkpoint consists of several zips, one after another.
 """
 
@@ -24,7 +24,7 @@ DESCRIPTOR = b"PK\7\10"  # begins the record behind the data of a member
 
 
 def damage_in(path: str) -> list[Damage]:
-    """The members of all zips in a file whose bytes do not have the CRC-32 that the zip states.
+    """Finds the members of zips in a file whose bytes do not have the CRC-32 that the zip states.
 
     The list is empty if the file does not begin with a zip, or if the zip's directory is
     unreadable.
@@ -53,11 +53,11 @@ def members_of(path: str) -> Iterator[ZipMember]:
 
 
 def stated_twice(damage: Damage) -> Correction | None:
-    """The correction of a member's CRC-32 in a zip's directory, if a bit of it was flipped.
+    """Repairs the CRC-32 in a zip's directory, if one bit of it was flipped; None otherwise.
 
     A zip states a member's CRC-32 twice: in the directory, and in the local header or behind the
     member's data. If the data have the second CRC-32, and the one in the directory differs from it
-    in one bit, that bit was flipped. Returns None otherwise.
+    in one bit, that bit was flipped.
     """
     extent, stated = damage.record.extent, damage.record.crc
     assert stated is not None

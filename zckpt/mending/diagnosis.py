@@ -1,9 +1,9 @@
 """Finds what is damaged in a checkpoint, and the original bytes.
 
 The readers and `judging/verdict.py` find the damaged files. A comparison of all bytes with their
-checksums, as in `verify`, finds the damaged records. A file whose pickle or structure is damaged
-cannot be read at all. So such files are examined first; then the checkpoint is read again as if
-their damaged bytes had been corrected.
+checksums, as in `verify`, finds the damaged records (byte ranges such as zip members). A file whose
+pickle or structure is damaged cannot be read at all. So such files are examined first; then the
+checkpoint is read again as if their damaged bytes had been corrected.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ REFUSED = (
 
 
 class Diagnosis(Struct, frozen=True):
-    """What is damaged in a checkpoint: a `Place` for each damaged record, and a verdict.
+    """What is damaged in a checkpoint.
 
-    The verdict `judged` holds for the checkpoint with the corrections of these places. If the
-    checkpoint could not be read even with the corrections, `error` says why, and `manifest` is
-    None.
+    places      one for each damaged record (byte range such as a zip member), with its corrections
+    judged      the verdict on the checkpoint as it is after these corrections
+    error       why it cannot be read even then; None if it can
+    manifest    what was read; None if there is an error
     """
 
     places: Sequence[Place] = ()
@@ -73,13 +74,13 @@ class Diagnosis(Struct, frozen=True):
         return self.judged.manifest if self.judged else None
 
     def is_needed(self, place: Place) -> bool:
-        """Whether a program needs the file of this damaged record to resume."""
+        """Whether a program needs the file of this damage to resume."""
         unread = self.judged.unread if self.judged else ()
         return place.extent.file not in {each.file for each in unread}
 
 
 def corrections_of(places: Iterable[Place]) -> list[Correction]:
-    """The corrections of all these damaged records, in one list."""
+    """The corrections of all these places in one list."""
     return [*chain.from_iterable(place.corrections for place in places)]
 
 
@@ -114,7 +115,7 @@ def diagnose(
 
 
 def what_opens(path: str, reading: Reading, stack: ExitStack) -> Diagnosis:
-    """Reads the checkpoint at `path`, and finds the damage in files that cannot be opened.
+    """Reads the checkpoint at `path`, and repairs, in memory, files that cannot be opened.
 
     These files are read as if they had been corrected until `stack` is closed. No tensor is read,
     except in these files. If the reader raises one of the errors in `REFUSED`, the result contains
@@ -150,28 +151,26 @@ def _place(place: Place) -> tuple[str, int]:
 
 
 def _blamed(judged: Verdict) -> list[str]:
-    """The files that are damaged or unreadable according to the verdict on a checkpoint."""
+    """The files that the verdict on a checkpoint calls damaged or unreadable."""
     manifest = judged.manifest
     lost: tuple[Notice, ...] = manifest.notices.lost if manifest else ()
     return [each.file for each in (*lost, *judged.damaged, *judged.unread) if each.file]
 
 
 def _below(path: str) -> list[str]:
-    """All files of the folder at `path`; if `path` is a file, those of the folder around it."""
     folder = path if sources.is_folder(path) else os.path.dirname(path)
     return [entry.path for entry in sources.walk(folder) if entry.is_file(follow_symlinks=False)]
 
 
 def _in_file(path: str) -> list[Place]:
-    """The damage in a file that cannot be opened: in its headers, or else in its zip members."""
     return structure_of(path) or [*map(_in_container, damage_in(path))]
 
 
 def structure_of(path: str, limit: int = LIMIT) -> list[Place]:
-    """Returns what is damaged in a file's headers, or in a file that states a checksum of itself.
+    """Finds the damage in a file's headers, or in a file that states a checksum of itself.
 
-    The list is empty if these are undamaged, or if the file has no headers and no such checksum.
-    The file's tensors are read only if one checksum covers the whole file.
+    The list is empty if there is no damage, or if the file has no headers and no such checksum. The
+    file's tensors are read only if one checksum covers the whole file.
     """
     structure = [*map(_of_structure, flipped_in(path))]
     if (stated := place_in(path, limit)) is not None:
@@ -180,7 +179,6 @@ def structure_of(path: str, limit: int = LIMIT) -> list[Place]:
 
 
 def _of_structure(correction: Correction) -> Place:
-    """Describes one flipped bit in a header or in the directory of a zip as a damaged record."""
     extent = Extent(correction.file, correction.offset, len(correction.before))
     damage = Damage(Record(extent, None), 0)
     return Place(damage, (), 0.0, (), None, (correction,), "witness", TWICE)
@@ -191,19 +189,19 @@ TWICE = "a second place in the zip"
 
 
 def _in_container(damage: Damage, contents: Contents = ()) -> Place:
-    """Finds the original bytes of a damaged zip member by its checksum alone.
+    """Finds the original bytes of a damaged zip member from its checksum alone.
 
-    If that is not possible, checks whether the CRC-32 in the zip's directory is damaged instead.
+    If that fails, it checks whether the CRC-32 in the zip's directory is damaged instead.
     """
     place = explained(damage, contents, Witnesses(None))
     return place if place.by else _with_directory(place)
 
 
 def _again(place: Place, contents: Contents, witnesses: Witnesses) -> Place:
-    """Explains a damaged record again, after the tensors in it (`contents`) have become known.
+    """Looks for the original bytes again, with the tensors around them (`contents`) known.
 
-    Now other bytes, the `witnesses`, can confirm or contradict a correction. If the checksum alone
-    or a witness has already explained the record, its corrections stay.
+    Now other bytes, the `witnesses`, can confirm or contradict a correction. Corrections stay if
+    the checksum alone or a witness has already shown that they are right.
     """
     if not contents or place.by in ("checksum", "witness"):
         return replace(place, contents=contents)
@@ -212,7 +210,7 @@ def _again(place: Place, contents: Contents, witnesses: Witnesses) -> Place:
 
 
 def _with_directory(place: Place) -> Place:
-    """Adds a correction of the CRC-32 in the zip's directory, if this CRC-32 is what is damaged."""
+    """Corrects the CRC-32 in the zip's directory, if this is damaged and the data are right."""
     correction = stated_twice(place.damage)
     if correction is None:
         return place
@@ -223,10 +221,10 @@ def _with_directory(place: Place) -> Place:
 def _of_records(
     manifest: Manifest, outcome: ComparisonOutcome, witnesses: Witnesses
 ) -> Iterator[Place]:
-    """Yields the damage of each record that the comparison of all bytes found damaged.
+    """Yields the damaged records (byte ranges with a stated CRC-32), with their original bytes.
 
     A universal checkpoint states a checksum for each tensor and one for each file. A tensor is the
-    smaller record, so it is explained first. Only if the file's checksum is still wrong after that,
+    smaller record, so it is examined first. Only if the file's checksum is still wrong after that,
     the file has further damage.
     """
     tensors = [*_of_tensors(manifest, outcome, witnesses)]
@@ -251,7 +249,7 @@ def _of_records(
 def _of_tensors(
     manifest: Manifest, outcome: ComparisonOutcome, witnesses: Witnesses
 ) -> Iterator[Place]:
-    """Yields the damage of each tensor in one piece whose bytes do not have its checksum."""
+    """Yields the damaged tensors, if they lie in one piece, with their original bytes."""
     for result in outcome.results:
         for entry, crc in zip((result.match.a, result.match.b), result.digests, strict=True):
             stated = entry.digest if entry is not None else None

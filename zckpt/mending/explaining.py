@@ -39,14 +39,16 @@ BLOCK = 1 << 20  # bytes that are looked at at once
 
 
 class Place(Struct, frozen=True):
-    """One damaged record, and the `corrections` that restore its original bytes.
+    """One damaged record (a byte range with a stated checksum), and how to restore its bytes.
 
-    `by` is the evidence for the corrections. It is "checksum", "witness" (other bytes confirm
-    them), or "chance" (damage of many bits may look the same, with the probability `chance`, which
-    the user must accept). Without corrections, `by` is None and the record is lost. `why` says why
-    the record is lost, or why the user must accept. `bits` has a pair (byte in the record, bit) for
-    each bit that alone explains the CRC-32. `burst` is the offset in the file of a block of one
-    repeated value.
+    corrections    the changes that restore the original bytes; empty if the record is lost
+    by             the evidence for them: "checksum"; "witness" (other bytes confirm them);
+                   "chance" (damage of many bits may look the same, so the user must accept them);
+                   None if the record is lost
+    chance         the probability that damage of many bits looks the same
+    why            why the record is lost, or why the user must accept the corrections
+    bits           each single bit that explains the CRC-32, as (byte in the record, bit)
+    burst          the offset in the file of a block of one repeated value
     """
 
     damage: Damage
@@ -70,15 +72,14 @@ class Place(Struct, frozen=True):
         return any(not start <= each.offset < stop for each in self.corrections)
 
     def is_written(self, accepts_chance: bool) -> bool:
-        """Whether the record is corrected in the copy.
+        """Whether the copy gets the corrected bytes.
 
-        `accepts_chance` says that the user also accepts corrections that only their probability
-        supports.
+        `accepts_chance` says that the user accepts corrections which are only probable.
         """
         return self.by is not None and (self.by != "chance" or accepts_chance)
 
     def element(self) -> tuple[Entry, int, Extent] | None:
-        """The element whose value is corrected: its entry, its row-major index, and its bytes.
+        """The element that is corrected: its tensor, its row-major index, and its byte range.
 
         None if more than one byte is corrected, or if the corrected byte is in no tensor.
         """
@@ -87,7 +88,7 @@ class Place(Struct, frozen=True):
         return element_at(self.contents, self.corrections[0].offset)
 
     def mended(self, root: str) -> Mended | None:
-        """What the copy's list of restored bytes says of this record; None if the record is lost.
+        """Describes this correction for zckpt-mended.json in the copy; None if the record is lost.
 
         The file's path is relative to `root`.
         """
@@ -117,7 +118,7 @@ class Place(Struct, frozen=True):
         )
 
     def notice(self, root: str) -> Notice:
-        """The notice for the report: what was damaged, and the evidence for the correction."""
+        """The line of the report: what was damaged, and the evidence for the correction."""
         file = os.path.relpath(self.extent.file, root)
         restored = self.mended(root)
         names = [*dict.fromkeys(entry.name for entry, _ in self.contents)]
@@ -166,7 +167,7 @@ def one_in(chance: float) -> str:
 def explained(damage: Damage, contents: Contents, witnesses: Witnesses) -> Place:
     """Finds the original bytes of a damaged record, and the evidence for them.
 
-    Reads the record, and the bytes of other tensors (`witnesses`) that may confirm a correction.
+    It reads the record, and other tensors (`witnesses`) that may confirm a correction.
     """
     extent, stated = damage.record.extent, damage.record.crc
     assert stated is not None
@@ -205,7 +206,7 @@ def explained(damage: Damage, contents: Contents, witnesses: Witnesses) -> Place
 
 
 def doubt(length: int) -> str:
-    """Why a flipped bit that explains a checksum is no proof, in so many bytes."""
+    """Explains to the user why one flipped bit is no proof in a record of so many bytes."""
     return f"the checksum of {counted(length, 'byte')} is no proof that only one bit was flipped"
 
 
@@ -215,7 +216,7 @@ def chance_of(length: int) -> float:
 
 
 def flipped_back(extent: Extent, byte: int, bit: int) -> Correction:
-    """Returns the correction that flips one bit of a record back; reads the byte it is in."""
+    """Makes the correction that flips one bit of a record back; reads the byte of this bit."""
     with closing(Reader()) as reader:
         view = memoryview(bytearray(1))
         reader.read(extent.part(byte, byte + 1), view)
@@ -223,7 +224,7 @@ def flipped_back(extent: Extent, byte: int, bit: int) -> Correction:
 
 
 def element_at(contents: Contents, offset: int) -> tuple[Entry, int, Extent] | None:
-    """The element that contains byte `offset` of the file: its entry, row-major index, and bytes.
+    """Finds the element at byte `offset` of the file: its tensor, row-major index, and byte range.
 
     None if no tensor in `contents` contains the byte.
     """
@@ -257,10 +258,10 @@ def values(entry: Entry, extent: Extent, correction: Correction) -> tuple[Value,
 def _outside(
     bits: list[tuple[int, int]], damage: Damage, contents: Contents
 ) -> list[tuple[int, int]]:
-    """The `bits` that are not in tensors with right checksums: these cannot have been flipped.
+    """Drops the `bits` that lie in tensors with right checksums, since they were not flipped.
 
-    Applies to a record that is a whole file, if its tensors have checksums too: `contents` then has
-    only the tensors whose checksums are right. For other records, all `bits` are returned.
+    It applies to a record that is a whole file whose tensors have checksums too. Then `contents`
+    has only the tensors with right checksums. For other records, all `bits` are returned.
     """
     extent = damage.record.extent
     if not any(entry.digest is not None for entry, own in contents if own.extent != extent):
@@ -269,9 +270,10 @@ def _outside(
 
 
 def burst_in(extent: Extent) -> int | None:
-    """The offset in the file of the first block of a record whose bytes are all the same.
+    """Finds a block of a record whose bytes are all the same: the trace of a lost disk sector.
 
-    Blocks have 512 bytes and are aligned in the file. Returns None if there is no such block.
+    Blocks have 512 bytes and are aligned in the file. Returns the block's offset in the file, or
+    None.
     """
     import numpy
 

@@ -60,7 +60,7 @@ class Loss(Struct, frozen=True):
 
     `count` is the number of these elements, and `files` are the lost files. `state` is "elsewhere",
     "made-up" or "gone", as the module's docstring explains, and `why` is the reason for the report.
-    `other` is an entry with the same elements, or else None.
+    `other` is a tensor with the same elements, or else None.
     """
 
     entry: Entry
@@ -74,12 +74,13 @@ class Loss(Struct, frozen=True):
 class Losses(Struct, frozen=True):
     """What a checkpoint has lost with its missing or unreadable files.
 
-    `faults` and `lines` are for the report. `faults` has a line for each lost file. `lines` are
-    about the tensors in these files: each has the keys of a notice, a `state`, and for each tensor
-    how many of its elements were lost, and its number of elements. `lost` has the same losses as
-    records. `manifest` describes the files that still exist; it is None if these cannot be read. If
-    all lost files could be written again, `remade` tells what they contain, as the list of restored
-    bytes does.
+    faults      report lines, one for each lost file
+    lines       report lines about the tensors in these files: the keys of a notice, a `state`,
+                and for each tensor the number of lost elements and of all elements
+    lost        the same losses as records
+    manifest    describes the files that still exist; None if these cannot be read
+    remade      if all lost files could be written again: what they contain, as zckpt-mended.json
+                lists it
     """
 
     manifest: Manifest | None = None
@@ -104,7 +105,7 @@ class Losses(Struct, frozen=True):
 
     @property
     def can_be_made_up(self) -> bool:
-        """Whether there are losses, and all of them can be filled with other or made-up values."""
+        """Whether there are losses, and values for all of them: other copies, or made-up ones."""
         if self.borrowed and not self.values:  # the optimizer's files are not whole
             return False
         return bool(self.lost) and all(
@@ -115,7 +116,7 @@ class Losses(Struct, frozen=True):
     def slots(self) -> set[str]:
         """The slots (weights, masters, moments) of the tensors with elements that must be made up.
 
-        If a model file is lost, they include `param`, because values that are no tensors, such as
+        `param` is among them if a model file is lost, because values that are no tensors, such as
         counters, are then made up.
         """
         slots = {each.entry.slot for each in self.lost if each.state == "made-up"}
@@ -123,10 +124,7 @@ class Losses(Struct, frozen=True):
 
     @property
     def others(self) -> dict[Key, tuple[Entry, str]]:
-        """Maps the key of each lost tensor to an entry with the same elements.
-
-        Each entry comes with the reason why its elements are the same.
-        """
+        """Maps the key of each lost tensor to (a tensor with the same elements, the reason)."""
         lost = {each.entry.key: (each.other, each.why) for each in self.lost if each.other}
         return {**self.copies, **lost}
 
@@ -136,7 +134,7 @@ class Losses(Struct, frozen=True):
         return {each.entry.key for each in self.lost if each.state == "made-up"}
 
     def made_up(self, remade: Sequence[Mended]) -> Losses:
-        """Returns these losses after all lost files were written again, with what `remade` tells.
+        """Returns these losses after all lost files were written again, with the values `remade`.
 
         Their state is "rebuilt" instead of "made-up".
         """
@@ -145,14 +143,14 @@ class Losses(Struct, frozen=True):
         return replace(self, lines=lines, remade=remade)
 
     def named(self, error: ZckptError, lacking: Sequence[str]) -> ZckptError:
-        """Returns `error` with a hint about what is lost, by the first case that applies.
+        """Adds a hint about what is lost to `error`, by the first case that applies.
 
-        the older checkpoint does not fit             the error that says so, without `error`
-        names or shapes of the model are lost         the hint asks for an older checkpoint
-        all can be made up, but ranks differ          the hint names the tensors that differ
-        all can be made up with `lacking` options     the hint names these --rebuild options
-        tensors are lost for good or must be made up  the hint names the former, else the latter
-        none of these cases                           `error` without a new hint
+        the older checkpoint does not fit             the error that says so, without `error` names
+        or shapes of the model are lost         the hint asks for an older checkpoint all can be
+        made up, but ranks differ          the hint names the tensors that differ all can be made up
+        with `lacking` options     the hint names these --rebuild options tensors are lost for good
+        or must be made up  the hint names the former, else the latter none of these cases
+        `error` without a new hint
         """
         if self.unfit is not None:
             return self.unfit
@@ -215,7 +213,7 @@ def whatever_is_there(
 
 
 def continues(format: str) -> bool:
-    """Whether a format can tell what a lost model file contained, from an older checkpoint's."""
+    """Whether the lost model file of this format can be computed from an older checkpoint's."""
     return formats.named(format).functions.continued is not None
 
 
@@ -254,7 +252,7 @@ def lacks_model(found: Found) -> bool:
 
 
 def losses_of(found: Found, older: Manifest | None, known: Mapping[str, Alike]) -> Losses:
-    """Returns what a checkpoint lost with its files.
+    """Finds out what a checkpoint has lost with its files.
 
     `older` is an earlier checkpoint of the same run. Files in `known` can be copied from other
     ranks, so they are reported as restored, not as lost.
@@ -286,10 +284,10 @@ def losses_of(found: Found, older: Manifest | None, known: Mapping[str, Alike]) 
 
 
 def _copies(found: Found, older: Manifest | None) -> Iterator[tuple[Key, tuple[Entry, str]]]:
-    """Yields the key of each tensor of which a lost file had a copy, and an entry with its values.
+    """Yields lost tensors of which a copy is left: their keys, and a tensor with the same values.
 
-    Copies of buffers are left out, since running means differ from rank to rank, and so are those
-    of masters and optimizer states on ranks that let them drift.
+    Copies that may have had other values are left out: buffers, since running means differ from
+    rank to rank, and masters and optimizer states on ranks that the engine lets drift.
     """
     for manifest in found.known.rank_manifests:
         source_of = _sources(manifest, found.lost, older)
@@ -302,7 +300,7 @@ def _copies(found: Found, older: Manifest | None) -> Iterator[tuple[Key, tuple[E
 
 
 def _of_other_ranks(found: Found, lost: Iterable[str]) -> Iterator[tuple[str, MadeValue]]:
-    """Yields a description of what each lost model file contained besides tensors, with its path.
+    """Describes, for each lost model file, the values other than tensors; yields path and value.
 
     These are files of tensor-parallel ranks: the file of another rank replaces each of them.
     Counters in it are the same, but a program may have saved other random states in the lost file.
@@ -349,7 +347,7 @@ def _unfit_layer(older: Manifest) -> ZckptError:
 
 
 def _continued(losses: Losses, found: Found, older: Manifest) -> Losses:
-    """Adds to `losses` the values in the lost model file that are no tensors, such as counters.
+    """Adds the values in the lost model file that are no tensors, such as counters.
 
     They are computed from the model file of the checkpoint `older`.
     """
@@ -377,14 +375,13 @@ def _continued(losses: Losses, found: Found, older: Manifest) -> Losses:
 
 
 def _of_order(loss: Loss) -> Loss:
-    """Changes the loss of a weight whose master only the order of an older model file shows."""
+    """Marks a weight as "made-up" if only the order in an older model file shows its master."""
     if loss.other is None or loss.other.slot != "master":
         return loss
     return replace(loss, state="made-up", why=OF_ORDER)
 
 
 def _without(losses: Losses, unfit: ZckptError) -> Losses:
-    """The losses without the older checkpoint, which does not fit for the reason `unfit`."""
     return Losses(None, [*losses.faults, *said(unfit.notices)], unfit=unfit)
 
 
@@ -401,10 +398,7 @@ def _restored(path: str, copied: Alike, found: Found) -> Report:
 
 
 def _each_once(found: Found) -> list[Report]:
-    """The faults of lost files as lines of the report, without duplicates.
-
-    Of several faults with the same code and file, only the first is returned.
-    """
+    """Report lines for the faults of lost files; only the first for each code and file."""
     by_file = by_key(((line["code"], line["file"]), line) for line in found.faults if line["fault"])
     fields = Notice.__struct_fields__
     return [{key: first[key] for key in fields} for first, *_ in by_file.values()]
@@ -438,7 +432,7 @@ def _lines(found: Found, lost: Sequence[Loss]) -> Iterator[Report]:
 
 
 def _losses(found: Found, older: Manifest | None) -> Iterator[Loss]:
-    """Yields what each tensor lost, in the manifest's order; copies on other ranks do not count."""
+    """Yields what each tensor has lost, in the manifest's order; lost replicas do not count."""
     is_of_layer = any(map(is_layer, found.borrowed))
     for manifest in found.known.rank_manifests:
         source_of = _sources(manifest, found.lost, older)
@@ -462,7 +456,7 @@ def _losses(found: Found, older: Manifest | None) -> Iterator[Loss]:
 
 
 def _of_buffers(manifest: Manifest, found: Found) -> Iterator[Loss]:
-    """Yields a loss for each buffer whose copy in a lost model file may have had values of its own.
+    """Yields a loss for each buffer of which a lost model file may have had other values.
 
     The lost file is a tensor-parallel rank's. Exactly one complete copy of each buffer is left.
     """
@@ -485,7 +479,7 @@ def _of_buffers(manifest: Manifest, found: Found) -> Iterator[Loss]:
 
 
 def _of_drifting(manifest: Manifest, found: Found, source_of: SourceOf) -> Iterator[Loss]:
-    """Yields copies of masters and optimizer states whose values no other rank's copy shows."""
+    """Yields lost replicas of masters and optimizer states that no other rank's replica shows."""
     of_stages = copies_of_stages(manifest, found.lost)
     for copy in filter(may_drift, manifest.replicas):
         if count := copy.numel - kept(copy, found.lost)[0].numel:
@@ -497,9 +491,9 @@ def _of_drifting(manifest: Manifest, found: Found, source_of: SourceOf) -> Itera
 
 
 def _of_other_rank(loss: Loss, manifest: Manifest, found: Found) -> Loss:
-    """Marks a lost buffer as "made-up" if another tensor-parallel rank has a copy of it.
+    """Marks a lost buffer as "made-up" if another tensor-parallel rank has a replica of it.
 
-    The copy may have other values than the lost one.
+    The replica may have other values than the lost one.
     """
     copies = (copy for copy in manifest.replicas if copy.key == loss.entry.key)
     other = next((copy for copy in copies if is_whole(copy, found.lost)), None)
@@ -511,8 +505,7 @@ def _of_other_rank(loss: Loss, manifest: Manifest, found: Found) -> Loss:
 def _of_older(loss: Loss, manifest: Manifest, older: Manifest | None) -> Loss:
     """Marks a loss as "made-up" if the older checkpoint has the tensor, perhaps with other values.
 
-    Only for a buffer, or a tensor of the program's own state: with these, a run can continue with
-    the older values.
+    Only for a buffer, or a tensor of the program's own state: a run can continue with older values.
     """
     entry = loss.entry
     other = older.entries.get(entry.key) if older is not None else None
@@ -556,12 +549,12 @@ def _sources(manifest: Manifest, lost: dict[str, str], older: Manifest | None) -
 def _left(
     manifest: Manifest, entry: Entry, source_of: SourceOf, rounds: bool
 ) -> tuple[State, str, Entry | None]:
-    """Whether values for the lost elements of `entry` are left, the report's words for why.
+    """Where values for the lost elements of `entry` are: a state, the reason, and a tensor or None.
 
-    The first result is `elsewhere`, `made-up` or `gone`: see the module. The last one is the entry
-    with the same elements, if they are elsewhere; a weight is its rounded master. `source_of`,
-    given the key of a tensor, returns the entry that has all its elements, or None. Unless masters
-    are known to round to the run's weights (`rounds`), a weight is not its rounded master.
+    The state is `elsewhere`, `made-up` or `gone`: see the module. The tensor has the same elements,
+    if they are elsewhere; for a weight it is the rounded master. `source_of`, given the key of a
+    tensor, returns a tensor with all its elements, or None. Only if masters are known to round to
+    the run's weights (`rounds`), a master shows a weight.
     """
     if (source := source_of(entry.key)) is not None:
         return "elsewhere", source[1], source[0]
@@ -571,7 +564,7 @@ def _left(
 def _left_alone(
     manifest: Manifest, entry: Entry, source_of: SourceOf, rounds: bool
 ) -> tuple[State, str, Entry | None]:
-    """What `_left` returns, as far as the parameter's other tensors show it."""
+    """The result of `_left`, if only the parameter's other tensors can show it."""
     weight, master = ((entry.parameter, slot) for slot in ("param", "master"))
     param, wide = manifest.entries.get(weight), manifest.entries.get(master)
     if entry.slot == "param":

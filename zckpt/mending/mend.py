@@ -70,7 +70,7 @@ def mend(
     tell: Tell | None = None,
     before_rename: Callable[[], None] | None = None,
 ) -> Report:
-    """Writes a mended copy of `source` to `target`, and returns the report; see `zckpt.mend`."""
+    """Writes a mended copy of `source` to `target`; returns the report. See `zckpt.mend`."""
     started = time.monotonic()
     if target is not None:
         targets.refuse_inside(source, target)
@@ -164,9 +164,9 @@ def mend(
 
 
 def _with_paths(report: Report, real: Callable[[str], str]) -> Report:
-    """Replaces paths in the temporary folder of links by the source's paths.
+    """Replaces paths in the temporary folder of links by the source's paths, in a report.
 
-    `real` replaces these paths in a text. Warnings about links are dropped.
+    `real` does so in a text. Warnings about links are dropped.
     """
     if real is str:
         return report
@@ -194,7 +194,7 @@ def _found(
     accept_chance: bool,
     base: str,
 ) -> Report:
-    """Builds the part of the report that is known before the first byte is written."""
+    """Makes the part of the report that is known before the first byte is written."""
     manifest, judged, error = diagnosis.manifest, diagnosis.judged, diagnosis.error
     problems = said((*(error.notices if error else ()), *(judged.whole if judged else ())))
     problems = [*losses.faults] if error and losses.faults else problems
@@ -222,7 +222,7 @@ def _found(
 
 
 def _line(place: Place, base: str, accept_chance: bool) -> Report:
-    """The report's line about one damaged record: its notice, its correction, and its tensors."""
+    """A report line about one damaged byte range: its notice, its correction, and its tensors."""
     restored, extent = place.mended(base), place.extent
     fields = mended.to_json([restored])[0] if restored else {}
     for key in ("file", "value"):
@@ -245,12 +245,13 @@ def _refuse(
     lacking: Sequence[str],
     accept_chance: bool,
 ) -> None:
-    """Raises an error unless all that a loader needs can be restored.
+    """Raises an error unless everything that a loader needs can be restored.
 
-    The error is CorruptCheckpoint for bytes that cannot be restored, and for bytes that are perhaps
-    restored wrongly if the user does not accept that (`accept_chance`). For lost files it is the
-    reader's error, and for other problems that prevent loading IncompleteCheckpoint. If nothing is
-    damaged, it is MissingData.
+    CorruptCheckpoint       bytes cannot be restored, or perhaps wrongly, and the user does not
+                            accept this (`accept_chance`)
+    the reader's error      files are lost
+    IncompleteCheckpoint    other problems prevent loading
+    MissingData             nothing is damaged
     """
     places, judged = diagnosis.places, diagnosis.judged
     needed = [place for place in places if diagnosis.is_needed(place)]
@@ -283,7 +284,7 @@ def _refuse(
 
 
 def _listed(code: str, what: str, places: Sequence[Place], hint: str) -> ZckptError:
-    """Returns an error that names the first of these damaged records, and counts the others."""
+    """Makes an error that names the first of these damaged places, and counts the others."""
     first = places[0]
     names = [*dict.fromkeys(entry.name for entry, _ in first.contents)]
     where = f"{counted(first.extent.length, 'byte')} at {first.extent.offset} of "
@@ -304,7 +305,7 @@ def _laid_out(
 ) -> tuple[Layout, Manifest]:
     """Lays out the files of the copy; also returns the manifest with the files' fingerprints.
 
-    The copy lists as restored what the source already lists, and the `records` restored now.
+    The copy lists what was restored: what the source already lists, and the `records` restored now.
     """
     listed = (*manifest.notices.mended, *records)
     with sources.watching() as watch, following(follow_links):
@@ -355,10 +356,10 @@ def _files(manifest: Manifest, source: str, base: str) -> SiblingList:
 
 
 def _as_read(manifest: Manifest, siblings: Sequence[Sibling]) -> list[Sibling]:
-    """Replaces absolute paths of files by the paths under which the reader read the same files.
+    """Replaces absolute paths of files by the paths under which the reader opened them.
 
     The reader's paths may be relative, as the user typed them. The paths of files that the reader
-    did not read stay absolute.
+    did not open stay absolute.
     """
     read = {record.extent.file for record in manifest.files.records}
     paths = {os.path.abspath(path): path for path in (*read, *manifest.files.paths)}
@@ -366,7 +367,7 @@ def _as_read(manifest: Manifest, siblings: Sequence[Sibling]) -> list[Sibling]:
 
 
 def _marks(manifest: Manifest, base: str, listed: Sequence[Mended]) -> Sequence[Shell]:
-    """The file of the copy that lists what was restored; for some formats, this is its manifest."""
+    """The file of the copy that lists what was restored; in some formats this is the manifest."""
     root = os.path.abspath(manifest.root)
     functions = formats.named(manifest.format).functions
     if functions.with_mended is not None:
@@ -378,7 +379,7 @@ def _marks(manifest: Manifest, base: str, listed: Sequence[Mended]) -> Sequence[
 
 
 def _pointing_elsewhere(manifest: Manifest, base: str) -> list[Notice]:
-    """Returns a warning if a file such as `latest` names another checkpoint than the one copied."""
+    """Warns if a file such as `latest` names another checkpoint than the one that is copied."""
     format, tag = formats.named(manifest.format), manifest.run.origin.tag
     named = format.pointer(base) if format.pointer and os.path.isdir(base) else None
     if named is None or tag is None or named == tag or base == os.path.abspath(manifest.root):
@@ -391,13 +392,12 @@ def _pointing_elsewhere(manifest: Manifest, base: str) -> list[Notice]:
 
 
 def _moved(manifest: Manifest, base: str, target: str) -> tuple[str, str]:
-    """The path that the engine's folder has in the copy, and the path of the copy."""
+    """Where the engine's folder is in the copy, and the path of the copy."""
     inside = relative(os.path.abspath(manifest.root), base)
     return os.path.normpath(os.path.join(target, inside)), target
 
 
 def _empty(path: str) -> Manifest:
-    """Returns a manifest without entries: the copy consists of files that are copied completely."""
     return Manifest(root=path, format="", run=Run(), entries={}, parameters={})
 
 
@@ -409,7 +409,7 @@ def _identity(
     rebuild: Sequence[str],
     files: dict[str, int],
 ) -> Identity:
-    """The identity of this copy: `--resume` continues only unfinished copies with this identity."""
+    """Identifies this copy: `--resume` continues only an unfinished copy with the same identity."""
     mark = f"{mark_of(manifest.files.records):08x}"
     source = {"records": mark, **files_seen(manifest.root, manifest.files.fingerprints)}
     flags = {
@@ -424,5 +424,4 @@ def _identity(
 
 
 def _since(started: float) -> float:
-    """Seconds since `started`, rounded to milliseconds."""
     return round(time.monotonic() - started, 3)

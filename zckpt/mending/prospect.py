@@ -64,10 +64,10 @@ class Prospect(Struct, frozen=True):
 
 
 def prospect(path: str, reading: Reading, older: str | None = None) -> Prospect | None:
-    """What `mend` would restore of the checkpoint at `path`; None if nothing.
+    """Finds out what `mend` would restore of the checkpoint at `path`; None if nothing.
 
-    The result is also None if all files can be opened. `older` is an earlier checkpoint of the same
-    run that could be given as `--older`.
+    Also None if all files can be opened. `older` is an earlier checkpoint of the same run that
+    could be given as `--older`.
     """
     with ExitStack() as stack:
         opened = what_opens(path, reading, stack)
@@ -86,12 +86,12 @@ def prospect(path: str, reading: Reading, older: str | None = None) -> Prospect 
 
 
 def _is_lost(diagnosis: Diagnosis) -> bool:
-    """Whether a damaged record that a program needs to resume cannot be restored."""
+    """Whether damage that prevents resuming cannot be repaired."""
     return any(place.by is None and diagnosis.is_needed(place) for place in diagnosis.places)
 
 
 def restorable(path: str) -> str | None:
-    """A phrase that says what `mend` would restore in the headers of a file; None if nothing.
+    """Says in a phrase what `mend` would restore in the headers of a file; None if nothing.
 
     Also None for a large file with one checksum for all of its bytes, since reading it takes long:
     zckpt calls this function for each error that names a file.
@@ -111,7 +111,7 @@ def _of_places(opened: Diagnosis) -> Prospect:
 
 
 def _phrases(places: Sequence[Place]) -> Iterator[str]:
-    """Yields a phrase for each file about what is restored in it: one bit, or several places."""
+    """Yields a phrase for each file that says what is restored in it."""
     restored = (place.mended(os.path.dirname(place.extent.file)) for place in places)
     for file, own in by_key((each.file, each) for each in restored if each is not None).items():
         if len(own) == 1 and own[0].bit is not None:
@@ -123,7 +123,7 @@ def _phrases(places: Sequence[Place]) -> Iterator[str]:
 def _of_losses(
     path: str, reading: Reading, opened: Diagnosis, older: str | None
 ) -> Prospect | None:
-    """What `mend` would restore of lost files; None if any of them could not be written again."""
+    """Says what `mend` would restore of lost files; None if one of them cannot be written again."""
     other = None if older is None else read(older, Reading(nameless=True, opens_items=True))
     with whatever_is_there(path, reading, other) as found:
         known = alike(found)
@@ -164,7 +164,7 @@ def _made_up(options: Sequence[str], source: str | None) -> str:
 
 
 def _has_all(older: Manifest, losses: Losses, found: Found) -> bool:
-    """Whether the older checkpoint has every tensor whose elements must be made up."""
+    """Whether the older checkpoint has all tensors with elements that must be made up."""
     rebuilding = Rebuilding(True, OLDER, older)
     try:
         for each in losses.lost:

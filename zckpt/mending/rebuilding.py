@@ -51,12 +51,12 @@ SCRATCH = 8 << 20  # bytes of working memory for small pieces of many ranks
 
 
 class Rebuilding(Struct, frozen=True):
-    """What `--rebuild` allows to be made up: masters from weights, moments, and the model file.
+    """What `--rebuild` allows to be made up: masters from weights, moments, the model file.
 
-    `moments` is "moments=zero", "moments=older" (those of the checkpoint `older`), or None if
-    moments may not be made up. `others` maps the key of a lost tensor to an entry from which its
-    elements are taken, and to the reason. These elements equal the lost ones, except for the
-    tensors in `made_up`.
+    moments    "moments=zero", "moments=older" (those of the checkpoint `older`), or None if moments
+               may not be made up
+    others     maps the key of a lost tensor to a tensor that supplies its elements, and the reason;
+               these elements are the lost ones, except for the tensors in `made_up`
     """
 
     masters: bool = False
@@ -68,7 +68,7 @@ class Rebuilding(Struct, frozen=True):
 
     @classmethod
     def of(cls, typed: Sequence[str], older: Manifest | None) -> Rebuilding:
-        """Parses the values of `--rebuild`; raises WrongOption."""
+        """Parses the values of `--rebuild`; raises WrongOption for unknown values."""
         moments = [each for each in dict.fromkeys(typed) if each in (ZERO, OLDER)]
         if wrong := [each for each in typed if each not in CHOICES]:
             raise WrongOption(
@@ -100,14 +100,14 @@ class Rebuilding(Struct, frozen=True):
             )
 
     def lacking(self, slots: Iterable[str]) -> list[str]:
-        """The values of `--rebuild` that the user must add to make up tensors of these slots."""
+        """The values of `--rebuild` that are missing to make up tensors of these slots."""
         slots = {*slots}
         lacks = [MODEL] if "param" in slots and not self.model else []
         lacks += [MASTERS] if "master" in slots and not self.masters else []
         return lacks + ([ZERO] if any(map(is_optimizers, slots)) and self.moments is None else [])
 
     def source(self, entry: Entry, source: Manifest) -> Entry | None:
-        """The entry from which the elements of a lost tensor are taken; None if they become zeros.
+        """The tensor that supplies the elements of a lost one; None if these become zeros.
 
         Raises MissingData if moments are to come from the older checkpoint, and it has no such
         tensor of the same type and shape.
@@ -133,7 +133,7 @@ class Rebuilding(Struct, frozen=True):
         return other
 
     def how(self, entry: Entry, source: Manifest) -> str:
-        """Where the elements of a tensor are taken from, as the list of mended bytes words it."""
+        """Where the elements of a tensor come from, in the words of zckpt-mended.json."""
         if entry.key in self.others:
             same, why = self.others[entry.key]
             is_older = self.older is not None and self.older.entries.get(entry.key) is same
@@ -151,18 +151,18 @@ class Rebuilding(Struct, frozen=True):
 def rebuild(
     found: Found, losses: Losses, paths: Collection[str], rebuilding: Rebuilding
 ) -> list[Mended] | None:
-    """Writes the lost files at `paths` into the temporary folder of links.
+    """Writes the lost files at `paths` again, into the temporary folder of links.
 
-    Returns what the list of restored bytes says of these files. Returns None, and writes nothing,
-    in these cases:
+    Returns what zckpt-mended.json will say about these files. Returns None, and writes nothing, in
+    these cases:
 
         the format's writer would lay these files out with other elements
         each rank has an optimizer state of its own
         no other file has the values of a lost weight
         the ranks differ in a tensor of which the lost file had a copy
 
-    Raises MissingData as `Rebuilding.source`, and CorruptCheckpoint if elements would be taken from
-    a damaged part of the older checkpoint.
+    Raises MissingData as `Rebuilding.source` does, and CorruptCheckpoint if elements would be taken
+    from a damaged part of the older checkpoint.
     """
     source, format = losses.manifest or found.known, formats.named(found.known.format)
     if source.states.of_form("partition", "estimate"):
@@ -216,7 +216,7 @@ def rebuild(
 def _mended(
     file: str, entry: Entry, run: Fragment, source: Manifest, rebuilding: Rebuilding
 ) -> Mended:
-    """What the copy's list of restored bytes says of elements in a file that was written again."""
+    """Describes elements in a file that was written again, for zckpt-mended.json in the copy."""
     is_same = entry.slot == "param" or entry.key in rebuilding.others
     is_same = is_same and entry.key not in rebuilding.made_up
     return Mended(
@@ -231,12 +231,12 @@ def _mended(
 
 
 def differing_copies(found: Found, losses: Losses) -> list[str]:
-    """The tensors of which a lost file had a copy whose values are not known.
+    """The tensors of which a lost file had a replica whose values are not known.
 
-    They are known if other tensors supply them (`Losses.others`), unless the weights or masters of
-    the parameter show that its copies have drifted apart, or copies of any other tensor of the same
-    slot do. They are also known if at least two other ranks have a copy, and all of these are
-    equal. Copies of running means differ from rank to rank. Copies that are made up are left out.
+    The values are known if other tensors supply them (`Losses.others`), and no replicas of this
+    parameter or of this slot have drifted apart. They are also known if at least two other ranks
+    have replicas, and all are equal. Replicas of running means differ from rank to rank. Replicas
+    that are made up are left out.
     """
     names, others = [], losses.others
     made_up = losses.made_up_keys - others.keys()
@@ -264,7 +264,10 @@ def differing_copies(found: Found, losses: Losses) -> list[str]:
 
 
 def _agree(copies: Sequence[Entry], found: Found) -> bool:
-    """Whether copies on ranks that do not drift have equal elements, as far as they are left."""
+    """Whether replicas have equal elements, on ranks that the engine does not let drift.
+
+    Only elements that are in no lost file are compared.
+    """
     copies = [copy for copy in copies if not may_drift(copy)]
     whole = next((copy for copy in copies if _is_left(copy, found)), None)
     if whole is None:
@@ -286,7 +289,7 @@ def _are_equal(copies: Iterable[Entry]) -> bool:
 
 
 def _crc(entry: Entry, ranges: Iterable[tuple[int, int]] | None = None) -> int:
-    """The CRC-32 of the elements of an entry, or of those in `ranges`."""
+    """The CRC-32 of a tensor's elements, or of those in `ranges`."""
     size = SIZES[entry.dtype]
     return crc_of(
         run.extent
@@ -296,7 +299,7 @@ def _crc(entry: Entry, ranges: Iterable[tuple[int, int]] | None = None) -> int:
 
 
 def _refuse_damaged(older: Manifest, entries: Iterable[Entry]) -> None:
-    """Raises CorruptCheckpoint if these `entries` of the checkpoint `older` are damaged."""
+    """Raises CorruptCheckpoint if these tensors of the checkpoint `older` are damaged."""
     checker = RecordChecker(older.files.records)
     for entry in entries:
         for fragment in entry.fragments:
@@ -309,7 +312,7 @@ Part = tuple[Entry, Fragment]
 
 
 def _lay(shells: Iterable[Shell], folder: str) -> None:
-    """Creates files with their headers, and with holes for tensor data, which take no space."""
+    """Creates files with their headers, and holes where tensors go."""
     for shell in shells:
         path = os.path.join(folder, shell.name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -320,7 +323,7 @@ def _lay(shells: Iterable[Shell], folder: str) -> None:
 
 
 def _parts(manifest: Manifest, file: str) -> Iterator[Part]:
-    """Yields each consecutive sequence of elements in `file`, with the entry of these elements."""
+    """Yields the tensors in `file`, each with a range of its elements that is contiguous there."""
     for entry in (*manifest.entries.values(), *manifest.replicas):
         for run in entry.fragments.runs(0, entry.numel, SIZES[entry.dtype]):
             if run.extent.file == file:

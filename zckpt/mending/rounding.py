@@ -1,8 +1,8 @@
-"""What intact files show of lost ones: whether masters round to weights, and copies of stages.
+"""What intact files show about lost ones: whether masters round to weights, stages' replicas.
 
 A program may save other weights than it trains, such as those of an EMA. Then its masters do not
-show the lost weights. And the engine may let the copies of a tied layer's masters and optimizer
-states drift apart. Then another stage's copy does not show the lost values.
+show the lost weights. And the engine may let the replicas of a tied layer's masters and optimizer
+states drift apart. Then another stage's replica does not show the lost values.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from ..judging.damaged_source import kept
 
 
 def masters_round(manifest: Manifest, lost: Mapping[str, str], older: Manifest | None) -> bool:
-    """Whether no weights that are left show that the run saved others than its rounded masters.
+    """Whether fp32 masters can stand in for lost weights, because they round to the run's weights.
 
-    These are the weights that are in no `lost` file, and those of `older`, if a file of it stands
-    in. Beginnings are compared, and nothing if no weight is lost.
+    False if a weight that is in no `lost` file differs from its rounded master, in this checkpoint
+    or in `older`, if a file of that stands in. Only the first elements are compared; nothing if no
+    weight is lost.
     """
     weights = [entry for entry in manifest.entries.values() if entry.slot == "param"]
     if all(is_whole(entry, lost) for entry in weights):
@@ -43,18 +44,19 @@ def masters_round(manifest: Manifest, lost: Mapping[str, str], older: Manifest |
 
 
 def may_drift(copy: Entry) -> bool:
-    """Whether the engine lets this copy of a master or optimizer state differ from the others.
+    """Whether the engine lets this replica of a master or optimizer state differ from the others.
 
-    Each stage of a pipeline updates its own copies for a tied layer.
+    Each pipeline stage updates its own replicas for a tied layer.
     """
     return copy.slot != "param" and copy.axis in AXES and AXES[copy.axis].drift
 
 
 def copies_of_stages(manifest: Manifest, lost: Mapping[str, str]) -> dict[Key, Entry]:
-    """Maps keys of masters and optimizer states that may drift to a copy that is in no lost file.
+    """Finds another pipeline stage's replica for masters and optimizer states of tied layers.
 
-    The copy may have other values than the lost ones. But with it, all stages go on alike. With
-    zeros, the tied weight would get another update in each stage.
+    Only replicas that are in no lost file are returned, by key. They may have other values than the
+    lost ones. But with them all stages go on alike. With zeros, the tied weight would get another
+    update in each stage.
     """
     groups = by_key((copy.key, copy) for copy in manifest.replicas if copy.slot != "param")
     return {
@@ -66,5 +68,5 @@ def copies_of_stages(manifest: Manifest, lost: Mapping[str, str]) -> dict[Key, E
 
 
 def is_whole(entry: Entry, lost: Mapping[str, str]) -> bool:
-    """Whether no element of an entry is in a lost file."""
+    """Whether no element of a tensor is in a lost file."""
     return not any(fragment.extent.file in lost for fragment in entry.fragments)

@@ -37,10 +37,10 @@ MOST = 1 << 30  # bytes of a file that is read whole
 
 
 def place_in(path: str, limit: int = LIMIT) -> Place | None:
-    """Finds the damage of a file whose checksum no reader can check, and its original bytes.
+    """Finds the damage of a file that no reader can check, and its original bytes.
 
     Returns None if the file is undamaged, or if no checksum of it is stated (see the module's
-    description). To find a manifest's flipped bit, at most `limit` bytes are parsed.
+    docstring). To find a manifest's flipped bit, at most `limit` bytes are parsed.
     """
     with suppress(ZckptError, OSError, *MALFORMED):
         if os.path.basename(path) == MANIFEST:
@@ -60,7 +60,10 @@ def _text(path: str) -> bytes:
 
 
 def _sealed(path: str) -> Record | None:
-    """The record of the pickle in `.metadata`, if zckpt has written a CRC-32 behind it."""
+    """The pickle in `.metadata`, as a byte range with the CRC-32 that zckpt has written behind it.
+
+    None if there is no such CRC-32.
+    """
     if not path.endswith(METADATA):
         return None
     text = _text(path)
@@ -69,7 +72,7 @@ def _sealed(path: str) -> Record | None:
 
 
 def _listed(path: str) -> Record | None:
-    """The record that is the whole file, if an undamaged manifest.json in its folder lists it."""
+    """The whole file as a byte range, if an undamaged manifest.json beside it states its CRC-32."""
     folder, name = os.path.split(path)
     manifest = os.path.join(folder, MANIFEST)
     if not sources.is_file(manifest):
@@ -84,7 +87,7 @@ def _listed(path: str) -> Record | None:
 
 
 def _with_header(place: Place) -> Place:
-    """Chooses, for a file of safetensors whose header is damaged, the bit that makes it readable.
+    """Chooses the one flipped bit with which a damaged safetensors header becomes readable.
 
     Returns the place unchanged if the header can be read, or if not exactly one of the bits makes
     it readable.

@@ -41,7 +41,7 @@ Contents = Sequence[tuple[Entry, Fragment]]
 
 
 class Said(Struct, frozen=True):
-    """Whether other bytes confirm that a bit was flipped, contradict it, or neither.
+    """What other bytes say about a flipped bit: they confirm it, contradict it, or neither.
 
     `who` names the tensor with these bytes.
     """
@@ -52,14 +52,14 @@ class Said(Struct, frozen=True):
 
 
 class Substituted(Struct, frozen=True):
-    """Corrections that copy another tensor's bytes over damaged ones; `who` names that tensor."""
+    """Corrections that copy the bytes of another tensor (`who`) over damaged ones."""
 
     corrections: tuple[Correction, ...]
     who: str
 
 
 class Witnesses:
-    """Finds bytes that confirm a correction, in a checkpoint and an `older` one of the same run."""
+    """Finds bytes that confirm a correction, in a checkpoint and in an `older` one of its run."""
 
     def __init__(self, manifest: Manifest | None, older: Manifest | None = None) -> None:
         self._pairs: dict[int, Match] = {}
@@ -77,10 +77,10 @@ class Witnesses:
                 copies.insert(0, manifest.entries[key])
 
     def says(self, contents: Contents, offset: int, bit: int) -> Said:
-        """Compares a weight with its master: do they agree with this bit flipped, or unchanged?
+        """Compares a weight with its fp32 master: do they agree with a bit flipped, or unchanged?
 
-        The bit is in the byte at `offset` of the file. It is neither confirmed nor contradicted if
-        no weight or master contains this byte, or if neighboring elements do not agree either.
+        The bit is in the byte at `offset` of the file. The result is neither if no weight or master
+        contains this byte, or if neighboring elements do not agree either.
         """
         for entry, fragment in contents:
             match, extent = self._pairs.get(id(entry)), fragment.extent
@@ -105,9 +105,9 @@ class Witnesses:
         return Said()
 
     def substituted(self, damage: Damage, contents: Contents) -> Substituted | None:
-        """Corrections by bytes of another tensor, with which the damaged record has its CRC-32.
+        """Finds another tensor whose bytes, in place of the damaged ones, give the stated CRC-32.
 
-        None if no other tensor's bytes give the record this CRC-32.
+        None if there is no such tensor.
         """
         extent = damage.record.extent
         for who, others in self._sets(contents):
@@ -120,11 +120,11 @@ class Witnesses:
         return None
 
     def _sets(self, contents: Contents) -> Iterator[tuple[str, dict[int, Entry]]]:
-        """Yields tensors whose bytes could replace those of the entries in `contents`.
+        """Yields sets of tensors whose bytes could replace those of the tensors in `contents`.
 
-        First come the copies on other ranks, rank by rank, then the masters of weights, and then
+        First come the replicas on other ranks, rank by rank, then the masters of weights, and then
         the older checkpoint. Each result is a description for the report, and a dictionary that
-        maps the Python `id` of an entry to the entry that could replace it.
+        maps the Python `id` of a tensor's entry to the entry that could replace it.
         """
         copies = {
             id(entry): [own for own in self._copies.get(entry.key, ()) if own is not entry]
@@ -160,11 +160,11 @@ class Witnesses:
 
 
 def _differences(contents: Contents, others: dict[int, Entry]) -> list[Correction]:
-    """The corrections that replace elements of damaged entries by those of other entries.
+    """Makes the corrections that copy elements of other tensors over damaged ones.
 
-    `others` maps the `id` of an entry to the other entry. Elements of a wider type are rounded. The
-    list is empty if more than 8 MiB differ. Fragments with more than 65,536 sequences of
-    consecutive elements are left out.
+    `others` maps the `id` of a damaged tensor's entry to the other entry. Elements of a wider type
+    are rounded. The list is empty if more than 8 MiB differ. Fragments with more than 65,536
+    sequences of consecutive elements are left out.
     """
     corrections, count = list[Correction](), 0
     ours, theirs = Buffer(BLOCK).view, Buffer(BLOCK).view
@@ -205,7 +205,7 @@ def _runs(a: memoryview, b: memoryview) -> Iterator[tuple[int, int]]:
 
 
 def _elements(entry: Entry, start: int, stop: int) -> list[bytes]:
-    """The bytes of each of the elements [start, stop) of an entry."""
+    """Reads elements [start, stop) of a tensor: returns the bytes of each element."""
     size = SIZES[entry.dtype]
     data = bytearray((stop - start) * size)
     with reading([RecordChecker(())], SCRATCH) as (reader,):
@@ -220,7 +220,6 @@ def _fill(reader: ElementReader, entry: Entry, start: int, stop: int, view: memo
 def _fill_as(
     dtype: str, reader: ElementReader, entry: Entry, start: int, stop: int, view: memoryview
 ) -> None:
-    """Reads elements of an entry into `view`, cast to `dtype`."""
     if entry.dtype == dtype:
         _fill(reader, entry, start, stop, view)
     else:
@@ -232,7 +231,7 @@ def _fill_as(
 def _are_rounded(entry: Entry, partner: Entry, value: bytes, other: bytes) -> bool | None:
     """Whether the wider of two values rounds to the narrower one; None if that is unknown.
 
-    `value` belongs to `entry`, and `other` to `partner`.
+    `value` belongs to the tensor `entry`, and `other` to `partner`.
     """
     if SIZES[entry.dtype] < SIZES[partner.dtype]:
         entry, partner, value, other = partner, entry, other, value

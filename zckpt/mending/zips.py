@@ -41,9 +41,9 @@ LIMIT = 1 << 28  # bytes of a directory
 
 
 class _Member(Struct, frozen=True):
-    """A member as an entry of a zip's directory describes it.
+    """A member of a zip, as the zip's directory describes it.
 
-    `place` is the offset of this entry in the directory, and `size` its length in bytes. `header`
+    `place` and `size` are the offset and the length of this description in the directory. `header`
     is the offset of the member's local header.
     """
 
@@ -57,10 +57,7 @@ class _Member(Struct, frozen=True):
 
 
 class _Wrong(Exception):
-    """Raised when facts that a zip states contradict each other.
-
-    A byte in one of these `ranges` of the file is wrong.
-    """
+    """Raised if a zip contradicts itself; a byte in one of these `ranges` of the file is wrong."""
 
     def __init__(self, *ranges: tuple[int, int]) -> None:
         super().__init__()
@@ -68,10 +65,10 @@ class _Wrong(Exception):
 
 
 def flipped_in(path: str) -> list[Correction]:
-    """A correction for each zip in a file that has one flipped bit, the last zip first.
+    """Finds the flipped bit of each zip in a file that contradicts itself, the last zip first.
 
-    There is no correction for a zip whose facts agree, or if no bit or several bits explain the
-    contradiction. The list is empty if the file is no zip.
+    A zip is left out if it does not contradict itself, or if no bit or several bits explain that.
+    The list is empty if the file is no zip.
     """
     found = list[Correction]()
     try:
@@ -92,7 +89,7 @@ def flipped_in(path: str) -> list[Correction]:
 
 
 def _end(file: int, stop: int) -> int | None:
-    """The offset at which the last zip before `stop` ends; None if no zip is found.
+    """Finds the end of the last zip before the offset `stop`; None if there is none.
 
     A zip ends with three signatures, of which one may be damaged.
     """
@@ -107,9 +104,9 @@ def _end(file: int, stop: int) -> int | None:
 
 
 def _flipped(path: str, end: int) -> Correction | None:
-    """The correction with which all facts of the zip that ends at `end` agree.
+    """Finds the one flipped bit that explains why the zip that ends at `end` contradicts itself.
 
-    None if the facts agree already, or if no correction or several ones lead to that.
+    None if it does not contradict itself, or if no bit or several bits explain that.
     """
     ranges = _contradiction(path, end)
     if not ranges:
@@ -138,10 +135,10 @@ def _contradiction(path: str, end: int) -> Sequence[tuple[int, int]]:
 
 
 def _explains(correction: Correction, end: int, place: int) -> bool:
-    """Whether a correction makes all facts of a zip agree, and the CRC-32s of members near it.
+    """Whether a zip no longer contradicts itself with a correction, and members have their CRC-32.
 
-    The zip ends at `end`. Members near `place`, where facts contradict each other, are checked
-    first.
+    The zip ends at `end`. Only members near the correction are compared with their CRC-32s. Those
+    near `place`, where the zip contradicts itself, are checked first.
     """
     with corrected([correction]), sources.opened(correction.file) as file:
         try:
@@ -155,7 +152,7 @@ def _explains(correction: Correction, end: int, place: int) -> bool:
 class _Zip:
     """The zip in a file that ends at a given offset.
 
-    Raises _Wrong if the records at the zip's end contradict each other.
+    Raises _Wrong if the records at its end contradict each other.
     """
 
     def __init__(self, path: str, file: int, end: int) -> None:
@@ -188,7 +185,7 @@ class _Zip:
         return data.ljust(max(0, length), b"\0")
 
     def check(self, place: int | None = None) -> None:
-        """Raises _Wrong unless all facts agree; checks members near the offset `place` first."""
+        """Raises _Wrong if the zip contradicts itself; checks members near `place` first."""
         self.members = [*self._entries()]
         near = [] if place is None else self.near(place)
         for number in (*near, *range(len(self.members))):
@@ -207,7 +204,7 @@ class _Zip:
     def near(self, place: int) -> list[int]:
         """The indices of members whose headers, data or directory entry contain byte `place`.
 
-        The index of the preceding member is returned before each of them.
+        Before each of them comes the index of the preceding member.
         """
         numbers = []
         for number, member in enumerate(self.members):
@@ -220,7 +217,6 @@ class _Zip:
         return [*dict.fromkeys(numbers)]
 
     def has_its_crc(self, number: int) -> bool:
-        """Whether the bytes of a member have the CRC-32 that the directory states."""
         member = self.members[number]
         offset = self._offset(member)
         return crc_of([Extent(self.path, offset, member.length)]) == member.crc
@@ -266,7 +262,7 @@ class _Zip:
             raise self._wrong(number)
 
     def _flags(self, member: _Member) -> int:
-        """The flags that a member must have: those of the zip's first member.
+        """The flags that a member must have: those of the zip's first member, with one exception.
 
         torch writes no descriptor behind a member without bytes. So the flag that announces a
         descriptor is not set for such a member.
@@ -275,21 +271,18 @@ class _Zip:
         return flags if member.length else flags & ~DESCRIBED
 
     def _offset(self, member: _Member) -> int:
-        """The offset in the file at which a member's data begin, computed from its local header."""
+        """Where a member's data begin in the file, computed from its local header."""
         header = self.begin + member.header
         name, extra = struct.unpack("<HH", self._read(header + 26, 4))
         return int(header + LOCAL + name + extra)
 
     def _next(self, number: int) -> int:
-        """The offset in the file at which member `number` ends.
-
-        The next member begins there; after the last member, the directory.
-        """
+        """Where member `number` ends in the file, and the next one or the directory begins."""
         following = self.members[number + 1 : number + 2]
         return self.begin + following[0].header if following else self.start
 
     def _wrong(self, number: int) -> _Wrong:
-        """Returns the error about a member whose facts contradict each other.
+        """Makes the error about a member that contradicts itself.
 
         Its `ranges` are all bytes that may be wrong: the member's local header, descriptor and
         directory entry, and the next directory entry, which states where the next member begins.

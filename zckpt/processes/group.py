@@ -77,7 +77,7 @@ class Group:
     # -- joining
 
     def _led(self) -> str:
-        """In rank 0: creates a new group, waits until all others have joined, returns its name."""
+        """In rank 0: creates a group, waits until all others have joined, returns its name."""
         name = secrets.token_hex(8)
         missing = set(range(1, self.size))
 
@@ -95,7 +95,7 @@ class Group:
         return name
 
     def _followed(self) -> str:
-        """In all ranks but 0: waits until rank 0 has created a group, joins it, returns its name.
+        """In other ranks: waits until rank 0 has created a group, joins it, returns its name.
 
         Raises WrongOption if this rank was started twice.
         """
@@ -126,9 +126,9 @@ class Group:
         return self._received(key, 0)
 
     def agree(self, value: Any, reason: Callable[[Any], str]) -> None:
-        """Raises WrongOption if the `value` of this process differs from that of rank 0.
+        """Raises WrongOption if this process has another `value` than rank 0.
 
-        `reason` returns words for the message, given rank 0's value.
+        `reason` is called with rank 0's value, and returns words for the message.
         """
         if (first := self.share(value)) != value:
             raise WrongOption(
@@ -140,7 +140,7 @@ class Group:
             )
 
     def gather(self, value: Any) -> Iterator[tuple[int, Any]]:
-        """Sends `value` to rank 0. In rank 0, yields each other rank and its value.
+        """Sends `value` to rank 0, which yields (rank, value) for each other rank.
 
         In other ranks nothing is yielded.
         """
@@ -151,9 +151,9 @@ class Group:
         return ((rank, self._received(f"{key}/{rank}", rank)) for rank in range(1, self.size))
 
     def counter(self) -> Callable[[], int]:
-        """Makes a counter that all processes share: its calls return 0, 1, 2 and so on.
+        """Makes a counter that all processes share: calls return 0, 1, 2 and so on.
 
-        The calls are counted in all processes together.
+        A number is returned only once, in any of the processes.
         """
         key = self._next_key()
 
@@ -182,7 +182,7 @@ class Group:
         self.store.set(f"{key}/parts", str(len(parts)))
 
     def _received(self, key: str, rank: int) -> Any:
-        """Waits for the JSON value that another process sends under a key.
+        """Waits for the JSON value that process `rank` sends under a key.
 
         Raises ProcessFailed if another process of the group has failed.
         """
@@ -226,7 +226,7 @@ class Group:
     def _patience(self) -> Patience:
         """Returns a function to call again and again while this process waits.
 
-        The function prints its argument once: in the first call after PATIENCE seconds.
+        In the first call after PATIENCE seconds, it prints its argument.
         """
         end: float | None = time.monotonic() + PATIENCE
 
@@ -262,9 +262,9 @@ class Group:
             raise other from error
 
     def _fail(self, error: BaseException) -> ProcessFailed | None:
-        """Tells the other processes that this one has failed, unless another one failed first.
+        """Tells the other processes that this one has failed.
 
-        If another process failed first, returns the error of that process.
+        If another process failed first, returns the error of that process instead.
         """
         if isinstance(error, ProcessFailed) and error.exit_code is not None:
             return None
@@ -297,7 +297,7 @@ class Group:
 
 
 def _word(data: bytes) -> str:
-    """Parses a random word, which another process has stored in the group's store."""
+    """Parses a random word that another process has stored."""
     text = data.decode("ascii", "replace")
     if len(text) != 16 or not text.isalnum():
         raise unreadable(f"{brief(text)} is no name")

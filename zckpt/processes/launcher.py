@@ -20,14 +20,14 @@ LAUNCHERS = {
 
 
 class Launch(Struct, frozen=True):
-    """This process's rank, and the number of processes (`size`) that a launcher has started."""
+    """The rank of this process, and the number of processes (`size`) of the launch."""
 
     rank: int
     size: int
 
 
 def launched() -> Launch | None:
-    """Reads this process's rank and the number of processes from the variables of a launcher.
+    """Reads the rank and the number of processes from the variables of torchrun, srun or mpirun.
 
     None without a launcher. A rank alone does not prove that there is a launcher: in many clusters
     every shell has a variable for it. Raises WrongOption if rank and number do not fit together.
@@ -49,7 +49,7 @@ def launched() -> Launch | None:
 
 
 def joined() -> Launch | None:
-    """This process's rank in its program's torch.distributed group; None if there is no group."""
+    """The rank and size in the program's torch.distributed process group; None if it has none."""
     group = sys.modules.get("torch.distributed")
     if group is None or not group.is_available() or not group.is_initialized():
         return None
@@ -57,7 +57,7 @@ def joined() -> Launch | None:
 
 
 def address() -> tuple[str, int] | None:
-    """The host and port where the processes meet; None if the environment does not state them."""
+    """The host and port (MASTER_ADDR, MASTER_PORT) where processes meet; None if not stated."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not host or not port:
         return None
@@ -69,10 +69,7 @@ def address() -> tuple[str, int] | None:
 
 
 def meeting_place() -> tuple[str, int]:
-    """The host and port where the processes meet.
-
-    Raises WrongOption if the environment does not state them.
-    """
+    """The host and port where processes meet; raises WrongOption if none are stated."""
     if (place := address()) is None:
         raise WrongOption(
             "launcher-variables",

@@ -11,14 +11,14 @@ from .sharing import Processes
 
 
 class Told(Exception):
-    """Wraps the error that ends the work of all ranks; rank 0 sends it, and each rank raises it."""
+    """Raised in all ranks when one of them has failed: it contains the error."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
 class Ranks:
-    """The processes that share the work, or this one alone."""
+    """The processes that share a piece of work, or this process alone."""
 
     def __init__(self, processes: Processes | None = None) -> None:
         self.rank = processes.rank if processes else 0
@@ -27,7 +27,7 @@ class Ranks:
         self._share: Callable[[Any], Any] = processes.share if processes else lambda value: value
 
     def told(self, decide: Callable[[], Any]) -> Any:
-        """Runs `decide` in rank 0, and returns its result in all ranks.
+        """Runs `decide` in rank 0 only, and returns its result in all ranks.
 
         If `decide` fails, raises Told with its error in all ranks.
         """
@@ -44,7 +44,7 @@ class Ranks:
         raise Told(error or received(failure))
 
     def gathered(self, value: Any) -> list[Any]:
-        """Collects `value` from all ranks: in rank 0 a list by rank; elsewhere an empty list."""
+        """Collects `value` from all ranks: a list by rank in rank 0, an empty one elsewhere."""
         if self._processes is None:
             return [value]
         other_values = [each for _, each in self._processes.gather(value)]
@@ -61,6 +61,6 @@ def sent(error: Exception | None) -> Any:
 
 
 def received(failure: Any) -> Exception:
-    """Converts the JSON that `sent` made of an error back to this error."""
+    """Converts the JSON that `sent` made of an error back to the error."""
     kind, parts = failure
     return OSError(*parts) if kind == OSError.__name__ else again(getattr(errors, kind), parts)

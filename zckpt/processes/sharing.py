@@ -36,14 +36,17 @@ MAX_CHUNK = 4 << 30  # bytes that a thread copies at a time, for 16,384 ranks
 
 
 class Processes(Group, Sharing, Pool):
-    """A group of processes that share conversions (`Sharing`) and comparisons (`Pool`)."""
+    """A group of processes that share conversions and comparisons.
+
+    It implements the interfaces `Sharing` (conversions) and `Pool` (comparisons).
+    """
 
     is_alone = False
     _has_begun = False
 
     @property
     def part(self) -> str:
-        """The name of this process's journal; "" in rank 0, which leads the run."""
+        """The name of this process's journal; "" in rank 0, which leads the others."""
         return f"{self.rank:04}" if self.rank else ""
 
     # -- a conversion
@@ -147,13 +150,12 @@ class Processes(Group, Sharing, Pool):
     # values that survive if the launcher restarts the processes
 
     def continues(self, target: str) -> bool:
-        """Whether this launch began the target before a restart of its processes, and continues it.
+        """In rank 0: whether this launch had begun the target before its processes were restarted.
 
-        The result is True only in rank 0; all processes then continue the target. In other ranks it
-        is always False. Unfinished targets of another run are not touched without --resume. The
-        agents of torchrun count restarts separately. So a restart is also recognized by an
-        unfinished target that this launch has begun. If no target exists, this call notes in the
-        store that the launch begins it now.
+        All processes then continue the target, without --resume. In other ranks it is always False.
+        torchrun's agents count restarts separately, so an unfinished target that this launch has
+        begun shows a restart too. If no target exists, this call records in the store that the
+        launch begins it now.
         """
         path = os.path.abspath(target)
         key, is_unfinished = f"begun/{path!a}", os.path.lexists(f"{path}.partial")
@@ -185,7 +187,7 @@ def _length_and_crc(value: Any) -> tuple[int, int]:
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """Raises ProcessFailed if the block fails because another process sent a malformed result."""
+    """Raises ProcessFailed if another process has sent a malformed result."""
     try:
         yield
     except MALFORMED as error:

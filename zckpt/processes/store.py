@@ -33,11 +33,12 @@ Patience = Callable[[str], None]
 
 
 class Store:
-    """Short values under keys, which all processes see.
+    """A key-value store of short values that all processes of a launch see.
 
-    `is_hosted` is True if rank 0 has opened the store for this group, and will end it. `outlives`
-    is True if the store still exists after the launcher has restarted all processes. Raises
-    ProcessLost if the connection ends.
+        is_hosted    rank 0 has opened the store for this group, and will end it
+        outlives     the store still exists after the launcher has restarted all processes
+
+    Raises ProcessLost if the connection ends.
     """
 
     def __init__(self, launch: Launch, patient: Callable[[], Patience]) -> None:
@@ -107,10 +108,10 @@ class Store:
         return value
 
     def outlived(self, last: Callable[[], object], seconds: float) -> None:
-        """Calls `last`, this process's last request, and waits until rank 0 has ended the store.
+        """Makes this process's last request (`last`), and waits until rank 0 has ended the store.
 
-        This call waits at most for `seconds`, on a plain connection: a request to a store that has
-        ended makes torch print a stack trace.
+        It waits at most for `seconds`, on a plain connection: a request to a store that has ended
+        makes torch print a stack trace.
         """
         with suppress(OSError), socket.create_connection(self._place, seconds) as line:
             last()
@@ -140,7 +141,7 @@ def unreadable(reason: str) -> ProcessFailed:
 
 
 def _patiently(call: Callable[[], Any], wait: Callable[[], None]) -> Any:
-    """Runs `call`, a blocking call of torch, in a thread, and returns its result.
+    """Runs a blocking call of torch (`call`) in a thread, and returns its result.
 
     Meanwhile it calls `wait` again and again, and signals can end this process.
     """

@@ -1,7 +1,7 @@
-"""Writes a manifest as a checkpoint of another format or size, and reports on it.
+"""Writes a checkpoint in another format or for another number of ranks, and reports on it.
 
-The target gets the source's tensors under the names and in the groups that its engine needs. The
-files that the target's format lays out are then written by `copying.convert`.
+The target gets the source's tensors under the names and in the param groups that its engine needs.
+The files that the target's format lays out are then written by `copying.convert`.
 
     conversion.py       the source of a conversion, its checks, and how it is written
     target.py           names, order, groups and files that a target gets

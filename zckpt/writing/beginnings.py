@@ -1,8 +1,8 @@
-"""The initial states of parameters that the next run trains and the source did not.
+"""The initial optimizer states of parameters that the next run trains and the source did not.
 
     bare     no state: the optimizer makes it at the first update
     zeros    states of zeros at step 0, for loaders that need a state of each parameter
-    group    zeros at the step of the group, where a target keeps one step for all members
+    group    zeros at the step of the param group, where a target keeps one step per group
 
 Only `group` changes the training: Adam's bias correction takes the step as the age of the moments.
 """
@@ -34,11 +34,11 @@ Group = dict[str, Any]
 
 
 def begun(source: Manifest, run: Manifest, format: Format, options: Options) -> Manifest:
-    """Adds initial states for parameters that the target trains and the source did not.
+    """Adds initial optimizer states for parameters that the target trains and the source did not.
 
-    Warnings name these parameters. Nothing is added if all parameters of a group are new and the
-    target keeps one step for a group. `run` has the engine of the target. Raises UnsupportedState
-    for states of an optimizer that zckpt does not know.
+    Warnings name these parameters. Nothing is added if all parameters of a param group are new and
+    the target keeps one step per group. `run` has the engine of the target. Raises UnsupportedState
+    for an optimizer that zckpt does not know.
     """
     new = {*states.untouched(source)}
     begins = format.functions.begins
@@ -77,11 +77,11 @@ def begun(source: Manifest, run: Manifest, format: Format, options: Options) -> 
 def _beginning(
     source: Manifest, name: str, like: str, group: Group, at_groups_step: bool
 ) -> tuple[Parameter, list[Entry], Mapping[str, Scalar]] | None:
-    """The initial state of the parameter `name`, modeled on the trained parameter `like`.
+    """Makes the initial state of the parameter `name`, modeled on the trained parameter `like`.
 
-    Returns the parameter, its states of zeros, and its states that are single numbers. If zckpt
-    does not know with which values the optimizer begins, returns None; but with `at_groups_step`,
-    raises UnsupportedState.
+    Returns the parameter, its tensors of zeros, and its states that are single numbers. If zckpt
+    does not know the initial values of this optimizer, returns None; with `at_groups_step`, raises
+    UnsupportedState.
     """
     new_parameter, trained = source.parameters[name], source.parameters[like]
     slots = [
@@ -129,7 +129,7 @@ def _fresh(names: Sequence[str]) -> list[Notice]:
 
 
 def _late(source: Manifest, names: Mapping[str, int]) -> list[Notice]:
-    """Warnings about parameters that begin with zero moments at the step of their group.
+    """Warns about parameters that begin with zero moments at the late step of their param group.
 
     If the group has betas, the warnings state how much larger the first updates are.
     """
@@ -158,7 +158,7 @@ MOST_UPDATES = 10_000
 
 
 def _larger(beta1: float, beta2: float) -> str:
-    """The end of a warning: how many times the learning rate Adam's first updates may be.
+    """Says in a warning how many times the learning rate Adam's first updates may be.
 
     If moments begin with zeros at a late step, the first updates are too large, because Adam's bias
     correction is then over. With equal gradients, the moments after n updates are 1 - beta ** n of

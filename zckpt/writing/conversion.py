@@ -79,7 +79,7 @@ def read_for(
     options: Options,
     running: Running,
 ) -> Manifest:
-    """Reads the source of a conversion; checks before that whether the target may be written.
+    """Reads the source of a conversion, after checking that the target may be written.
 
     Raises TargetExists if the target exists. If the run continues an earlier one, a target may
     exist; it is checked after the source is read.
@@ -95,7 +95,7 @@ def read_for(
 
 
 def read_source(source: str | os.PathLike[str], reading: Reading, options: Options) -> Manifest:
-    """Reads the source with the user's options, and with those that the target's options imply."""
+    """Reads the source as the user's options say, and as the target's options require."""
     names, weights_only = options[PARAM_NAMES], options.weights_only
     if names is not None and options[RENAME]:  # the user gives the names as they are after renaming
         about = reading.format, reading.tag, reading.root
@@ -108,11 +108,13 @@ def read_source(source: str | os.PathLike[str], reading: Reading, options: Optio
 
 
 class Decision(Struct, frozen=True):
-    """What a conversion is going to write, before any file is built.
+    """What a conversion is going to write, before any file is made.
 
-    `manifest` is what was read, without dropped states. `named` has the target's names, `grouped`
-    also the groups of the next run, and `source` fills the files of `layout`. `is_loaded` is False
-    if the source lacks something that its program needs to load it.
+    manifest     what was read, without dropped states
+    named        the same under the target's names
+    grouped      the same in the param groups of the next run
+    source       the manifest that fills the files of `layout`
+    is_loaded    False if the source lacks something that its program needs to load it
     """
 
     manifest: Manifest
@@ -140,7 +142,7 @@ def decide(
     options: Options,
     best_in: str | None = None,
 ) -> Decision:
-    """Decides what a conversion will write; raises all errors that need no bytes of tensors.
+    """Decides what a conversion will write; raises all errors that can be found without tensors.
 
     The arguments are those of `write`.
     """
@@ -184,10 +186,10 @@ def decide(
 
 
 def try_out(manifest: Manifest, to: str, reading: Reading, options: Options) -> Decision:
-    """Decides a conversion that will not run, to see whether it is possible; raises as `decide`.
+    """Plans a conversion that will not run, to see whether it is possible; raises like `decide`.
 
-    Files of the target are built, in a temporary folder, only if that is necessary to see whether
-    they can store all states of the optimizer.
+    Only if it is necessary, target files without tensor data are made in a temporary folder, to see
+    whether they can store all states of the optimizer.
     """
     command = "reshard" if to == manifest.run.origin.format else "convert"
     target = os.path.abspath("DST")
@@ -201,18 +203,18 @@ def try_out(manifest: Manifest, to: str, reading: Reading, options: Options) -> 
 
 
 def shells_of(decision: Decision) -> Callable[[str], Manifest]:
-    """Returns a function that reads and checks a target's files in a directory.
+    """Returns a function that reads and checks a target's files before they have tensor data.
 
-    The files have no tensor data yet. The function raises the errors of `write`.
+    The function's argument is their directory. It raises the errors of `write`.
     """
     report: Report = {"left_out": [], "warnings": [], "computed_afresh": []}
     return decision.keeping(report).read_back(decision.layout)
 
 
 def check_beforehand(decision: Decision, reading: Reading) -> list[Notice]:
-    """Makes the checks that read tensors before `write` writes its first byte; returns warnings.
+    """Runs the checks of a conversion that read tensors; returns warnings.
 
-    Raises the errors of `write`.
+    `write` runs them before it writes the first byte. Raises the errors of `write`.
     """
     accepted = decision.options[ACCEPT_WEIGHTS]
     warnings = check_tensors(decision.manifest, reading.replicas, accepted)
@@ -230,7 +232,7 @@ def write(
     running: Running,
     best_in: str | None = None,
 ) -> Report:
-    """Writes `manifest`, which was read with `reading`, as the directory `target`.
+    """Writes a checkpoint (`manifest`, read with `reading`) as the directory `target`.
 
     `to` is the target's format. `best_in` is the directory in which a Trainer's best checkpoint
     will lie. Returns the command's report.
@@ -314,10 +316,7 @@ def write(
 
 
 def _without_copied(manifest: Manifest, layout: Layout, source: Manifest) -> Manifest:
-    """Drops from `manifest` the checksums of files that are copied unchanged.
-
-    These checksums are compared during the copy.
-    """
+    """Drops the checksums of files that are copied unchanged, since the copy compares them."""
     copied = {sibling.path for _, sibling in layout.siblings}
     copied_extents = {
         record.extent for record in source.files.records if record.extent.file in copied
@@ -329,7 +328,7 @@ def _without_copied(manifest: Manifest, layout: Layout, source: Manifest) -> Man
 def _full_checks(
     manifest: Manifest, reading: Reading, options: Options, layout: Layout
 ) -> list[FullCheck]:
-    """The comparisons of complete tensors that the conversion makes while it copies.
+    """Lists the comparisons of complete tensors that the conversion makes while it copies.
 
     All processes that share the conversion get the same list.
     """
@@ -339,10 +338,10 @@ def _full_checks(
 
 
 def _for_few(manifest: Manifest, options: Options) -> Options:
-    """The options with `--dp FEW` in place of a larger `--dp`, to try out a target with few files.
+    """Replaces a large `--dp` by FEW, so that a target can be tried out with few files.
 
-    They are returned unchanged if such a target might keep other states of the optimizer: if `--dp`
-    is the source's number of ranks, or if layers have experts.
+    The options are returned unchanged if the number of files may matter for the optimizer's states:
+    if `--dp` is the source's number of ranks, or if there are layers with experts.
     """
     dp = options[DP]
     if dp is None or dp <= FEW or dp == manifest.dp or layers_of(manifest.run.engine):
@@ -352,10 +351,10 @@ def _for_few(manifest: Manifest, options: Options) -> Options:
 
 
 def _there(target: str, run: Identity, gives_way: bool) -> str:
-    """The report's key for a complete target that exists already; "" if no target exists.
+    """What the report says of a complete target that exists already; "" if there is none.
 
-    The key is "already_complete" for a target of this run. For a target of another run,
-    TargetExists is raised; but if this run `gives_way`, the key "is_of_another" is returned.
+    It is "already_complete" for the same conversion. A target of another one raises TargetExists,
+    or gives "is_of_another" if this run `gives_way`.
     """
     try:
         return "already_complete" if targets.is_complete(target, run) else ""
@@ -366,9 +365,9 @@ def _there(target: str, run: Identity, gives_way: bool) -> str:
 
 
 def _without_buffers(options: Options, format: Format) -> Options:
-    """The options without --buffers, which has been applied when the source was read.
+    """Drops the option --buffers, which was applied when the source was read.
 
-    If the target's format has an option --buffers too, it stays.
+    It stays if the target's format has an option --buffers too.
     """
     if BUFFERS.name in {known.name for known in format.options or ()}:
         return options
@@ -376,7 +375,7 @@ def _without_buffers(options: Options, format: Format) -> Options:
 
 
 def _called(command: str, to: str) -> str:
-    """How errors call the target's format: `--to FORMAT` only if the user had to type that."""
+    """What errors call the target's format: `--to FORMAT` only if the user had to type that."""
     if command == "reshard":
         return f"{to}, which reshard keeps as the format"
     if to == "universal":
@@ -394,7 +393,7 @@ def _filled(
     warnings: list[Report],
     checks: Sequence[FullCheck],
 ) -> CopyOutcome | None:
-    """Writes and fills the files, `size` bytes in all; adds warnings about tensors' values.
+    """Creates and fills the target's files, of `size` bytes in all; adds to `warnings`.
 
     Returns None if another process, or another part, will complete the target. Raises
     UnsupportedState if the files cannot store a state of the source.
@@ -429,10 +428,10 @@ def _filled(
 
 
 def _has_digests(layout: Layout) -> convert.HasDigests:
-    """Returns a function that decides whether `convert` computes a CRC-32 of each tensor.
+    """Returns a function that decides whether to compute a CRC-32 of each tensor.
 
-    The CRC-32s are computed if the target's files contain them. They are also computed if the
-    optimizer may not have made its first step, which only the values of its states show.
+    They are computed if the target's files contain them, or if the optimizer may not have made its
+    first step: only the values of its states show whether it has.
     """
     return lambda shells: layout.has_digests or steps.may_be_unstepped(shells)
 
@@ -440,7 +439,7 @@ def _has_digests(layout: Layout) -> convert.HasDigests:
 def _identity(
     manifest: Manifest, to: str, reading: Reading, options: Options, files: Mapping[str, int]
 ) -> Identity:
-    """Describes this conversion, so that no other conversion continues its unfinished target."""
+    """Describes this conversion, so that no other one continues its unfinished target."""
     mark = f"{mark_of(manifest.files.records):08x}"
     source = {"records": mark, **files_seen(manifest.root, manifest.files.fingerprints)}
     flags = {option.flag: value for option, value in options.given}
@@ -463,13 +462,13 @@ def _identity(
 
 
 def _rebuilt_by(reading: Reading) -> str:
-    """Who looks for wrong masters: one process finds more of them than several that share the work.
+    """Whether one process or several look for wrong masters, in words.
 
-    Several compare only the first elements before they write (`reading._rebuilt`).
+    One process finds more of them: several compare only the first elements before they write
+    (`reading._rebuilt`).
     """
     return "in several processes" if reading.is_shared else "in one process"
 
 
 def _since(started: float) -> float:
-    """The seconds that have passed since `started`, rounded to milliseconds."""
     return round(time.monotonic() - started, 3)

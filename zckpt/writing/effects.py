@@ -1,4 +1,4 @@
-"""Finds options of a conversion that change nothing.
+"""Finds options of a conversion that change nothing in its target.
 
 Writers read the options that they need. If the user gave an option that was not read when all files
 are laid out, it changes nothing, and a warning says so. It is an error if the target would then
@@ -44,7 +44,10 @@ TOLERANT = frozenset({ACCEPT_WEIGHTS.name})
 
 
 def refuse_unread(options: Options) -> None:
-    """Raises WrongOption if the user gave an option in `ASKS_FOR_MORE` that no writer has read."""
+    """Raises WrongOption if no writer has read an option of the user that must have an effect.
+
+    These options are in `ASKS_FOR_MORE`.
+    """
     for option in options.unread:
         if option.name in ASKS_FOR_MORE:
             why, way = ASKS_FOR_MORE[option.name]

@@ -41,7 +41,7 @@ OF_ONE: tuple[Option[Any], ...] = (RENAME, FAMILY, GROUPS_FROM, SET_GROUP)
 def are_numbered(manifest: Manifest) -> bool:
     """Whether the files have several models, numbered as `model`, `model_1` and so on.
 
-    Each may have one optimizer, whose number must be that of the model.
+    A model may have one optimizer with the same number.
     """
     roots = list(manifest.roots.items())
     return len(roots) > 1 and all(
@@ -60,10 +60,11 @@ def _has_place(format: Format, manifest: Manifest, options: Options) -> bool:
 def parts_of(
     format: Format, manifest: Manifest, reading: Reading, options: Options
 ) -> list[Manifest]:
-    """A manifest for each model, if there are several models and the target can store them all.
+    """Splits a manifest of several models into one manifest for each model.
 
-    Otherwise the list is empty. Raises WrongOption for an option that applies to only one model.
-    Raises MissingData if the files do not state to which weights an optimizer's states belong.
+    The list is empty if there is only one model, or if the target cannot store all of them. Raises
+    WrongOption for an option that applies to only one model. Raises MissingData if the files do not
+    state to which weights an optimizer's states belong.
     """
     if not are_numbered(manifest) or not _has_place(format, manifest, options):
         return []
@@ -115,7 +116,7 @@ def need_one(format: Format, manifest: Manifest, options: Options) -> None:
 
 
 def _way_to_all(format: Format, manifest: Manifest, options: Options) -> str:
-    """A hint on how to write a target of all models; empty if there is no such target."""
+    """A hint on how to write a target with all models; empty if no target can have them."""
     choices = next((own.choices for own in format.options or () if own.name == DIALECT.name), ())
     if not are_numbered(manifest) or options[DIALECT] is not None:
         return ""
@@ -159,10 +160,10 @@ def _joined(
     lines: Sequence[Sequence[Notice]],
     of_source: Callable[[Manifest], Sequence[Notice]],
 ) -> list[Notice]:
-    """The notices about all models, without duplicates: the reader's, then the writers'.
+    """Lists the notices about all models, without duplicates: the reader's, then the writers'.
 
-    `lines` has the notices about each model in `parts`. `of_source` returns the reader's notices
-    about a model; all others are the writer's, and are prefixed with the model's name.
+    `lines` has the notices about each model in `parts`. `of_source` returns those that came from
+    the reader. All others come from a writer, and get the name of their model as a prefix.
     """
     lines_of_writer = [
         replace(line, message=f"{name}: {line.message}")

@@ -1,8 +1,8 @@
 """Changes a layout so that only file names are written: a loader fills the files in memory.
 
-The files of the engine's ranks are empty, and a note states the checkpoint that has the data. All
-other files are complete, except for weights, which no program of such an engine loads from there
-(`training/needs.py`).
+The files of the engine's ranks are empty, and a note (a JSON file) names the checkpoint that has
+the data. All other files are complete, except for weights, which no program of such an engine loads
+from there (`training/needs.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from ..training.needs import ROLES, WEIGHTS
 
 
 def names_only(layout: Layout, format: Format, source: Manifest, document: bytes) -> Layout:
-    """Makes the files of ranks in a layout empty, and adds the file with the note `document`.
+    """Makes the files of ranks in a layout empty, and adds a note with the contents `document`.
 
-    Other files that hold weights are left out, with a notice for each.
+    The note names the checkpoint that has the data. Other files with weights are left out, and a
+    notice says so for each.
     """
     omitted = [name for name, _ in layout.siblings if _has_weights(name)]
 

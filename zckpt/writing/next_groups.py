@@ -1,4 +1,4 @@
-"""Gives the target the optimizer groups of the next run instead of the source's.
+"""Gives the target the optimizer param groups of the next run instead of the source's.
 
     --groups-from RUN    members, their order and hyper-parameters are those of a checkpoint of the
                          next program; moments and steps are matched by the names of parameters
@@ -46,10 +46,11 @@ DOES_NOT_FIT = "like-does-not-fit"
 
 
 def as_asked(format: Format, named: Manifest, options: Options) -> tuple[Manifest, list[Report]]:
-    """Applies --groups-from or --set-group to the groups of the manifest `named`.
+    """Applies --groups-from or --set-group to the param groups of the manifest `named`.
 
     Also returns report lines about states that are dropped because their parameters are no longer
-    trained. Raises WrongOption, and MissingData for a run (--groups-from) that does not fit.
+    trained. Raises WrongOption, and MissingData if the checkpoint given by --groups-from does not
+    fit.
     """
     asked = [option.flag for option in (GROUPS_FROM, SET_GROUP) if options[option]]
     if asked and options.weights_only:
@@ -68,17 +69,17 @@ def as_asked(format: Format, named: Manifest, options: Options) -> tuple[Manifes
         named = named.replace(warnings=(*named.notices.warnings, line))
     dropped: list[Report] = []
     if (path := options[GROUPS_FROM]) is not None:
-        named, dropped = _RunsGroups(named, _run(path), path).taken()
+        named, dropped = _RunsGroups(named, _groups_from(path), path).taken()
     return (with_values(named, options) if options[SET_GROUP] else named), dropped
 
 
 # -- the groups of a run
 
 
-def _run(path: str) -> Manifest:
-    """Reads the run of --groups-from.
+def _groups_from(path: str) -> Manifest:
+    """Reads the checkpoint that the user named with --groups-from.
 
-    Raises MissingData if the run does not state its optimizer's groups or parameter names.
+    Raises MissingData if it does not state its optimizer's param groups or parameter names.
     """
     hint = (
         "let the next program save after its first update, with its optimizer and without "
@@ -97,9 +98,10 @@ def _run(path: str) -> Manifest:
 
 
 class _RunsGroups:
-    """Applies the groups of another run, at `path`, to the source's manifest `named`.
+    """Gives a checkpoint the param groups of another run: --groups-from PATH.
 
-    `named` has the target's names.
+    `named` is the manifest of the checkpoint under the target's names, `run` that of the other run
+    at `path`.
     """
 
     def __init__(self, named: Manifest, run: Manifest, path: str) -> None:
@@ -119,9 +121,9 @@ class _RunsGroups:
         self.origins = self._origins()
 
     def _owners(self) -> dict[str, str]:
-        """Maps every weight of the run to its name in the source.
+        """Maps every weight of the other run to its name in the source.
 
-        Raises MissingData if the run or the source has weights that the other one lacks.
+        Raises MissingData if one of them has weights that the other one lacks.
         """
         named, run = self.named, self.run
         names_of_weights = {
@@ -174,7 +176,7 @@ class _RunsGroups:
             )
 
     def _members(self) -> dict[str, int]:
-        """Maps each parameter that the run trains to its group, in the optimizer's order."""
+        """Maps each parameter that the other run trains to its param group, in optimizer order."""
         members: dict[str, int] = {}
         for name, parameter in self.run.parameters.items():
             if (
@@ -193,10 +195,9 @@ class _RunsGroups:
         return members
 
     def _origins(self) -> list[int]:
-        """For each group of the run, the number of the source's group from which values are taken.
+        """Finds, for each param group of the other run, the source's group that corresponds to it.
 
-        It is the group of the first parameter that the run's group and the source both train; 0 if
-        there is no such parameter.
+        It is the group of the first parameter that both train; 0 if there is no such parameter.
         """
         before = self.named.parameters
         first: dict[int, int] = {}
@@ -206,9 +207,9 @@ class _RunsGroups:
         return [first.get(number, 0) for number in range(len(self.run.groups or ()))]
 
     def taken(self) -> tuple[Manifest, list[Report]]:
-        """The source with the run's groups; also report lines about the states that are dropped.
+        """Returns the source with the other run's param groups, and report lines about lost states.
 
-        The states of parameters that the run does not train are dropped.
+        The states of parameters that the other run does not train are dropped.
         """
         named, members = self.named, self.members
         before = named.parameters
@@ -239,7 +240,7 @@ class _RunsGroups:
         return result.replace(warnings=(*result.notices.warnings, *self.warnings)), dropped
 
     def _parameter(self, name: str) -> Parameter:
-        """The parameter `name`, trained or frozen as in the run.
+        """The parameter `name`, trained or frozen as in the other run.
 
         It has no step if the source froze it.
         """
@@ -252,10 +253,10 @@ class _RunsGroups:
         return replace(before, trainable=True, group=self.members[name], step=step, updated=updated)
 
     def _group(self, number: int) -> Group:
-        """The run's hyper-parameters of a group, with the learning rate reached by the source.
+        """The other run's hyper-parameters of a param group, with the source's learning rate.
 
-        A scheduler changes the rate after each update. The run has saved the rate of its first
-        update.
+        The other run has saved the rate of its first update. The source's rate is the one that the
+        scheduler has reached.
         """
         assert self.run.groups is not None
         group = dict(self.run.groups[number])
@@ -283,10 +284,9 @@ class _RunsGroups:
         return group
 
     def _engine(self) -> Any:
-        """What is known of the source's engine.
+        """The source's engine, marked as having hyper-parameters if its files lack them.
 
-        If the source's files lack hyper-parameters, the result states that they were given by the
-        user, since they now come from the run.
+        They now come from the other run, as if the user had stated them.
         """
         engine = self.named.run.engine
         if isinstance(engine, FlatBufferEngine) and engine.elastic:
@@ -294,19 +294,19 @@ class _RunsGroups:
         return engine
 
     def _pipeline(self) -> Any:
-        """The division into pipeline stages: the run's if it has as many stages as the source's.
+        """The pipeline stages: those of the other run if it has as many stages as the source.
 
-        Otherwise it is the source's. The run's stages list the parameters that the run trains.
+        They list the parameters that the other run trains. Otherwise they are the source's.
         """
         stages, its = self.named.run.pipeline, self.run.run.pipeline
         fits = stages and its and len(stages.parameters) == len(its.parameters)
         return its.renamed(self.owners) if fits and its else stages
 
     def _state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The source's state, with the run's lists of names in each group (`optimizer.members`).
+        """The source's state with the other run's list of names in each param group.
 
-        A name is given as an index into the source's list of the module's names. The result has no
-        such lists if the run has none, or if a name is not in the source.
+        The list is `optimizer.members`: indices into the source's list of the module's names. It is
+        missing if the other run has none, or if a name is not in the source.
         """
         optimizer = dict(state.get("optimizer") or {})
         listed_before = optimizer.pop("members", None)
@@ -324,7 +324,6 @@ class _RunsGroups:
 
 
 def _lacks_frozen(run: Manifest) -> bool:
-    """Whether the files of a run do not contain its frozen weights."""
     engine = run.run.engine
     if isinstance(engine, FlatBufferEngine):
         return engine.excludes_frozen is True
@@ -337,7 +336,7 @@ def _shape(manifest: Manifest, name: str) -> tuple[int, ...]:
 
 
 def _lines(manifest: Manifest, names: Sequence[str]) -> list[Report]:
-    """Report lines, one for each state that is dropped for the parameters `names`."""
+    """Makes a report line for each optimizer state that is dropped for these parameters."""
     counts = {
         key: len({*names} & state.tensors.keys())
         for key, state in states.states_of(manifest).items()
@@ -351,7 +350,6 @@ def _lines(manifest: Manifest, names: Sequence[str]) -> list[Report]:
 
 
 def _without_states_of(manifest: Manifest, names: frozenset[str]) -> Manifest:
-    """Drops all states of these parameters."""
     gone = {
         tensor
         for state in states.states_of(manifest).values()

@@ -26,10 +26,9 @@ from ..training.options import DIALECT, Options
 
 
 def as_run(manifest: Manifest) -> Manifest:
-    """Places the checkpoint in a numbered folder inside the target.
+    """Places the checkpoint in a numbered folder inside the target, named like the source's folder.
 
-    The folder has the same name as the source's. A source that is not in a numbered folder is
-    returned unchanged.
+    A source that is not in a numbered folder is returned unchanged.
     """
     name, origin = name_of(manifest), manifest.run.origin
     if not name or origin.inside is None:
@@ -45,13 +44,13 @@ def as_run(manifest: Manifest) -> Manifest:
 def in_its_folder(
     layout: Layout, source: Manifest, format: Format, target: str, options: Options
 ) -> Layout:
-    """Places a target's files as those of its source, which may be in a numbered folder.
+    """Places a target's files like those of a source in a numbered folder.
 
-    `layout` is unchanged for a source without such a folder. A target of the same format and kind
-    gets the source's subfolder for its own files. The files around this subfolder are copied to the
-    same place; a warning is added if the target's name has no number. A target of another format,
-    or with tags, has all these files in one folder. If only weights are written, the files around
-    the subfolder are left out.
+    A target of the same format and kind gets the source's subfolder for its own files. The files
+    around this subfolder are copied to the same place; a warning is added if the target's name has
+    no number. A target of another format, or with tags, has all these files in one folder. If only
+    weights are written, the files around the subfolder are left out. Without a numbered folder,
+    `layout` is unchanged.
     """
     inside, around = source.run.origin.inside, source.files.around
     if format.is_neutral or not inside:

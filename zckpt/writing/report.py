@@ -21,7 +21,7 @@ def report_on(
     files: dict[str, int],
     options: Options,
 ) -> Report:
-    """The report of a conversion, without what is known only after its files are written."""
+    """Makes the report of a conversion, as far as it is known before files are written."""
     warnings = list(layout.warnings)
     takes_others = format.overrides_groups and options[LIKE] is None
     if not (takes_others or options.weights_only):

@@ -24,11 +24,11 @@ def write_run(
     running: Running,
     write_one: Callable[[str, str, Running, str], Report],
 ) -> Report:
-    """Writes several checkpoints of a Trainer's run, which appear together.
+    """Writes several checkpoints of a Trainer's run, which appear at their place together.
 
-    `which` is "all" or "best-and-last". `write_one` writes one checkpoint; its arguments are the
-    source's and the target's path, the options of running, and the directory in which the best
-    checkpoint will lie.
+    `which` is "all" or "best-and-last". `write_one` writes one checkpoint. Its arguments are the
+    source's path, the target's path, `running`, and the directory in which the best checkpoint will
+    lie.
     """
     if not running.sharing.is_alone:
         raise WrongOption(
@@ -92,7 +92,7 @@ def write_run(
 def _summary(
     source: str, target: str, names: Sequence[str], reports: Sequence[Report], folder: str
 ) -> Report:
-    """The report of all checkpoints written to `folder`, combined from a report of each."""
+    """Combines the reports on single checkpoints into the report on all of them."""
     last = "the last one " if len(names) > 1 else ""
     summary: Report = {
         "zckpt": VERSION,

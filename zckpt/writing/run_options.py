@@ -13,7 +13,7 @@ from ..core.storage.folder import Folder
 
 
 class Keywords(TypedDict, total=False):
-    """The options of running as keyword arguments; see `zckpt.convert`."""
+    """How a conversion runs, as keyword arguments of functions such as `zckpt.convert`."""
 
     copying: Copying
     dry_run: bool
@@ -32,18 +32,19 @@ class Keywords(TypedDict, total=False):
 class Running(Struct, frozen=True):
     """How a conversion runs, as opposed to what it writes.
 
-    With `dry_run`, the run reports what it would write, and writes nothing. With `resume`, it
-    continues an earlier run. On a filesystem without locks nothing can be continued: `resume` is
-    then refused, unless `begins_anew` is set. In this case the run starts from the beginning, and
-    accepts a target that another run completes meanwhile. If that target has other options or
-    another source, a run that `gives_way` reports it (`is_of_another`) instead of raising an error.
-
-    If the source is in a numbered folder and `as_run` is set, the target gets such a folder inside.
-    With `read_back`, uploads to an object store that states no MD5 are read again. `before_rename`
-    is called just before the target gets its final name. If `names` is set (the content of a note),
-    the target gets only file names (names_only.py). `sharing` says which portions of the target
-    this process writes. `above` is the directory of the target, if that is itself a part of an
-    unfinished target.
+    dry_run          report what would be written, and write nothing
+    resume           continue an earlier run
+    begins_anew      on a filesystem without locks, where nothing can be continued: let `resume`
+                     start from the beginning instead of refusing it; accept a target that another
+                     run completes meanwhile
+    gives_way        with `begins_anew`: if that target has other options or another source,
+                     report it (`is_of_another`) instead of raising an error
+    as_run           if the source is in a numbered folder, put such a folder into the target
+    read_back        read uploads again, on object stores that state no MD5
+    before_rename    called just before the target gets its final name
+    names            write only file names, and a note with these contents (names_only.py)
+    sharing          which portions of the target this process writes
+    above            the directory of the target, if that is a part of an unfinished target
     """
 
     copying: Copying = DEFAULT_COPYING

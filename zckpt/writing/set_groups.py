@@ -1,4 +1,4 @@
-"""Replaces hyper-parameters of groups, also where the files store them a second time.
+"""Replaces hyper-parameters of param groups, also where the files store them a second time.
 
     lr    in the group, its `initial_lr`, and the lists of rates in states of torch's schedulers
 
@@ -27,9 +27,9 @@ OTHER_RATES = ("max_lr", "min_lr", "swa_lr")
 
 
 def with_values(manifest: Manifest, options: Options) -> Manifest:
-    """Sets the hyper-parameters of --set-group in the groups, and where files store them again.
+    """Sets the hyper-parameters of --set-group, wherever the files store them.
 
-    Raises WrongOption for hyper-parameters or groups that do not exist.
+    Raises WrongOption for hyper-parameters or param groups that do not exist.
     """
     counts = {len(own.groups or ()) for own in manifest.rank_manifests}
     if 0 in counts or are_inferred(manifest):
@@ -89,7 +89,7 @@ def _known_keys(manifest: Manifest) -> str:
 
 
 def _with_rates(manifest: Manifest, options: Options) -> Manifest:
-    """Sets the groups' learning rates in schedulers' states too.
+    """Copies the param groups' learning rates into the states of schedulers.
 
     Warns of schedulers that will set other rates.
     """
@@ -119,7 +119,7 @@ def about_files(names: Sequence[str]) -> list[Notice]:
 
 
 def _about_schedules(manifest: Manifest, options: Options) -> list[Notice]:
-    """Warnings about schedulers that will replace the learning rates that the user has set.
+    """Warns about schedulers that will replace the learning rates that the user has set.
 
     Such a scheduler takes its rates from the ds_config or the program, not from its state in the
     checkpoint, and sets them after the first update. Further warnings name other hyper-parameters
@@ -166,7 +166,7 @@ def number_of(value: Any) -> float | None:
 
 
 def of_form(key: str, before: Any, value: Any) -> Any:
-    """Converts a value of --set-group to the type of the group's present value `before`.
+    """Converts a value of --set-group to the type of the present value `before`.
 
     Raises WrongOption if the value does not fit this type.
     """

@@ -33,7 +33,7 @@ from ..training.options import DROP_STATE, OPTIMIZER, WEIGHTS_ONLY, Options
 
 
 def dropped_states(manifest: Manifest, options: Options) -> list[Report]:
-    """Report lines about the states that --drop-state or --weights-only drops.
+    """Report lines about the optimizer states that --drop-state or --weights-only drops.
 
     Raises WrongOption if --drop-state names a state that the checkpoint does not have.
     """
@@ -53,10 +53,10 @@ def dropped_states(manifest: Manifest, options: Options) -> list[Report]:
 
 
 def unable_to_step(manifest: Manifest, options: Options) -> list[Notice]:
-    """A warning if the optimizer will fail at its first update, because it needs a dropped state.
+    """Warns if the optimizer will fail at its first update, because it needs a dropped state.
 
     `manifest` has no dropped states any more. A parameter without any state causes no failure: the
-    optimizer makes new states for it.
+    optimizer makes new states for it. The result is a list of at most one warning.
     """
     if options.weights_only:
         return []
@@ -80,10 +80,10 @@ def unable_to_step(manifest: Manifest, options: Options) -> list[Notice]:
 
 
 def _numbers(manifest: Manifest) -> dict[str, Any]:
-    """The numbers in the optimizer's state that belong to no parameter, by key.
+    """Maps keys to the optimizer's numbers that belong to no parameter.
 
     A number `n` inside the optimizer's dictionary `state` has the key `state.n`. A number beside
-    that dictionary has its own key.
+    this dictionary has its own key.
     """
     numbers: dict[str, Any] = {}
     for rank in manifest.rank_manifests:
@@ -98,11 +98,13 @@ def _line(state: State, reason: str) -> Report:
 
 
 class Keeping(Struct, frozen=True):
-    """Checks that a target can store all states of the source, unless the user drops them.
+    """Checks that a target can store all optimizer states that the user does not drop.
 
-    `source` is what was read, without dropped states. `named` has the target's names. `grouped`
-    lacks the states of parameters that the next run does not train. `admitted` lacks the pickled
-    objects that no target may contain without --allow-object. Findings are added to `report`.
+    source      what was read, without dropped states
+    named       the same under the target's names
+    grouped     the same without the states of parameters that the next run does not train
+    admitted    the same without pickled objects that need --allow-object
+    report      gets the findings
     """
 
     source: Manifest
@@ -116,9 +118,8 @@ class Keeping(Struct, frozen=True):
     def read_back(self, layout: Layout) -> Callable[[str], Manifest]:
         """Returns a function that reads a target's files, and checks which states they can store.
 
-        The files have no tensor data yet. The function raises UnsupportedState for a state that the
-        files cannot store, and UnsupportedCheckpoint if no bytes of the source would fill some
-        elements of a tensor.
+        The files need no tensor data. The function raises UnsupportedState for a state that the
+        files cannot store, and UnsupportedCheckpoint if the source has no values for some elements.
         """
         reader_of_shells = layout.read_back or self.format.read_shells
 
@@ -136,7 +137,7 @@ class Keeping(Struct, frozen=True):
         return read_and_check
 
     def try_out(self, layout: Layout) -> None:
-        """Lays the target out in a temporary folder and reads it back; used by dry runs."""
+        """Creates the target's files in a temporary folder and checks them; used by dry runs."""
         asks = self.has_states or _numbers(self.source) or any(self._unsupported_in_groups)
         if asks and layout.read_back is not None:
             with _laid_out(layout.shells()) as folder:
@@ -144,7 +145,7 @@ class Keeping(Struct, frozen=True):
 
     @property
     def is_known(self) -> bool:
-        """Whether the target can certainly store all states, so that its files need not be built.
+        """Whether the target can certainly store all states, so that trying it out is unnecessary.
 
         Every format can store the moments of Adam. Formats without a stated limit (`states` is
         empty) can also store every number.
@@ -170,9 +171,9 @@ class Keeping(Struct, frozen=True):
 
     @property
     def _unsupported_in_groups(self) -> list[dict[str, Any]]:
-        """The hyper-parameters of each group that are objects, and that the user has not allowed.
+        """Lists, for each param group, the hyper-parameters that are objects and not allowed.
 
-        `--allow-object` allows objects of a class.
+        The user allows objects of a class with `--allow-object`.
         """
         if self.options.weights_only:
             return []
@@ -193,9 +194,9 @@ class Keeping(Struct, frozen=True):
         return lost
 
     def _keep_groups(self) -> None:
-        """Raises UnsupportedState for a hyper-parameter that is an object and not allowed.
+        """Raises UnsupportedState for a hyper-parameter that is an object.
 
-        `--allow-object` allows objects of a class.
+        The user allows objects of a class with `--allow-object`.
         """
         values = self._unsupported_in_groups
         if not (keys := dict.fromkeys(str(key) for own in values for key in own)):
@@ -229,7 +230,7 @@ class Keeping(Struct, frozen=True):
         return [_line(state, reasons[key]) for key, state in lost.items()]
 
     def _beside(self, shells: Manifest) -> list[Notice]:
-        """A notice about numbers of the optimizer, not of a parameter, that the target lacks."""
+        """Reports numbers of the optimizer that belong to no parameter and get lost."""
         lost = _numbers(self.source).keys() - _numbers(shells).keys()
         if not lost or self.options.weights_only or not self.format.is_resumed:
             return []
@@ -237,7 +238,7 @@ class Keeping(Struct, frozen=True):
         return [note("state-omitted", message, subject=min(lost))]
 
     def _of_texts(self, shells: Manifest) -> list[Notice]:
-        """A warning about text keys of groups, schedulers and client state.
+        """Warns about keys in param groups, schedulers and client state that look like numbers.
 
         They may have been numbers before torch.distributed.checkpoint turned all keys into texts.
         """
@@ -286,7 +287,7 @@ class Keeping(Struct, frozen=True):
         )
 
     def _classes(self, keys: Iterable[str]) -> list[str]:
-        """The classes of the objects in these states that `--allow-object` could allow."""
+        """The classes that the user could allow with `--allow-object`, to keep these states."""
         rows = [
             row
             for m in self.grouped.rank_manifests
@@ -297,7 +298,7 @@ class Keeping(Struct, frozen=True):
 
 
 def _of_counts(before: StepPlace | None, after: StepPlace | None) -> list[Notice]:
-    """A warning if the target's optimizer counts its step in other units than the source's."""
+    """Warns if the target's optimizer counts its step in other units than the source's."""
     if before is None or after is None or before.times == after.times:
         return []
     return [
@@ -315,7 +316,7 @@ OBJECTS = "objects whose classes would run when a program loads the target"
 
 @contextmanager
 def _laid_out(shells: Iterable[Shell]) -> Iterator[str]:
-    """Yields a temporary folder with the target's files, which have no tensor data."""
+    """Yields a temporary folder with the target's files, without tensor data."""
     with tempfile.TemporaryDirectory(prefix="zckpt-") as folder:
         for shell in shells:
             path = os.path.join(folder, shell.name)

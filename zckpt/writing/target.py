@@ -49,7 +49,7 @@ from .numbered import in_its_folder
 
 
 def named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
-    """Gives the source the target's names, and the order of --param-names."""
+    """Renames the source's parameters for the target, and applies the order of --param-names."""
     family_of_origin = formats.family_of(str(manifest.run.origin.format))
     is_plain = has_plain_names(format, manifest, options)
     if options[RENAME]:
@@ -78,11 +78,11 @@ def named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
 
 
 def has_plain_names(format: Format, manifest: Manifest, options: Options) -> bool:
-    """Whether wrappers' prefixes, such as `_orig_mod`, are removed from the target's names.
+    """Whether prefixes of wrappers, such as `_orig_mod`, are removed from the target's names.
 
     They are removed for a target that is loaded into a plain model: for weights alone, and for
-    formats of complete files. They stay if the source has the target's format, because that run
-    loads the names that it saved, and if the user adds such prefixes with --rename.
+    formats of complete files. They stay if the source has the target's format, because its program
+    loads the names that it saved. They also stay if the user adds such prefixes with --rename.
     """
     is_same = format.name == manifest.format and not format.is_neutral
     adds_words = any(plain(f"{new}.") != f"{new}." for _, new in options[RENAME])
@@ -90,10 +90,10 @@ def has_plain_names(format: Format, manifest: Manifest, options: Options) -> boo
 
 
 def _is_in_order(manifest: Manifest) -> bool:
-    """Whether the reader has already put parameters in the order of --param-names.
+    """Whether the reader has already applied --param-names.
 
-    That is so in ZeRO stage 0 if the manifest keeps model ranks separate, or if there are layers
-    with experts: the option then lists the names of one rank, not those of the complete model.
+    That is so in ZeRO stage 0 if model ranks are not merged, or if there are layers with experts.
+    Then the option lists the names of one rank, not those of the complete model.
     """
     is_apart = bool(manifest.ranks) or bool(layers_of(manifest.run.engine))
     return is_apart and manifest.run.origin.zero_stage == 0
@@ -108,7 +108,7 @@ def laid_out(
     options: Options,
     best_in: str | None,
 ) -> tuple[Manifest, Layout]:
-    """The manifest that fills the target's files, and the layout of these files.
+    """Lays out the target's files; also returns the manifest whose tensors fill them.
 
     `named` is the manifest under the target's names; `parts` are its models, if there are several.
     Raises a ZckptError if the target cannot be written; no file is written here.
@@ -125,7 +125,7 @@ def laid_out(
     else:
         assert functions.lay_out is not None
         source = functions.groups(admitted, options) if functions.groups else admitted
-        run = None if (path := options[LIKE]) is None else allowed(_run(path, format))
+        run = None if (path := options[LIKE]) is None else allowed(_checkpoint_like(path, format))
         if options[GROUPS_FROM] is not None:
             source = begun(source, run or source, format, options)
         if run is not None:
@@ -149,8 +149,8 @@ def laid_out(
     return source, layout
 
 
-def _run(path: str, format: Format) -> Manifest:
-    """Reads the run of --like; raises NotACheckpoint if its engine is not the target's."""
+def _checkpoint_like(path: str, format: Format) -> Manifest:
+    """Reads the checkpoint of --like; raises NotACheckpoint if its engine is not the target's."""
     try:
         run = read(path, USUAL)
     except MissingData as error:
@@ -173,7 +173,7 @@ def _run(path: str, format: Format) -> Manifest:
 
 
 def _with_files(layout: Layout, files: Sequence[Shell]) -> Layout:
-    """Adds files to a layout, in place of siblings of the same names."""
+    """Adds files to a layout; they replace copied files of the same names."""
     if not files:
         return layout
     unchanged, names = layout.shells, {file.name for file in files}
@@ -187,9 +187,9 @@ def _with_files(layout: Layout, files: Sequence[Shell]) -> Layout:
 def _pointing_to_the_best(
     layout: Layout, manifest: Manifest, to: str, target: str, best_in: str | None
 ) -> Layout:
-    """Sets the path of the best checkpoint, in trainer_state.json, to where it will lie.
+    """Changes the path of the best checkpoint in trainer_state.json to its place in the target.
 
-    If the best checkpoint is another one that is not written too, the layout gets a warning.
+    If the best checkpoint is not written too, the layout gets a warning.
     """
     path = best.best_of(manifest.files.siblings)
     if path is None:
