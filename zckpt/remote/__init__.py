@@ -1,7 +1,7 @@
 """Reads and writes checkpoints in object stores (`s3://`, `gs://`, `az://`, `https://`, `hf://`).
 
 A program can also pass its own store. To read a checkpoint, this package creates a local folder of
-empty files with the names and sizes of the objects (a mirror). The other packages read it like any
+empty files with the names and sizes of the objects: a mirror. The other packages read it like any
 folder, and `core/storage/byte_sources.py` fetches the bytes that they ask for. A target is written
 to a local folder and then uploaded. Its last file is sent when all others have arrived.
 

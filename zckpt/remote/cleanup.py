@@ -24,7 +24,7 @@ from .urls import Url, parse
 
 
 class Upload(Struct, frozen=True):
-    """An unfinished multipart upload of S3; `number` is its upload id."""
+    """A multipart upload to S3 that was never completed; `number` is its upload id."""
 
     url: Url
     key: str
@@ -32,7 +32,7 @@ class Upload(Struct, frozen=True):
 
     @property
     def command(self) -> str:
-        """The command of the AWS client that aborts this upload."""
+        """The `aws` command that aborts this upload."""
         where = f"--bucket {quote(self.url.root)} --key {quote(self.key)}"
         return f"aws s3api abort-multipart-upload {where} --upload-id {quote(self.number)}"
 
@@ -86,7 +86,7 @@ def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
 
 
 def _remains(url: Url, there: Mapping[str, StoredObject], note: Note) -> list[str]:
-    """The names of the objects to remove: the run's files that exist, and the run's note.
+    """The names of the objects to remove: the run's files that exist, and its note.
 
     The note (zckpt-unfinished.json) lists the run's files. If the target is complete, only the note
     is removed. Raises TargetExists if the run's last file exists, but another file does not.
@@ -105,7 +105,7 @@ def _remains(url: Url, there: Mapping[str, StoredObject], note: Note) -> list[st
 
 
 def _remove(url: Url, names: list[str], uploads: list[Upload], last: str) -> None:
-    """Removes the files `names`, the uploads, and finally the note (zckpt-unfinished.json).
+    """Removes files and multipart uploads, and finally the run's note (zckpt-unfinished.json).
 
     If a run has sent the file `last` meanwhile, the note is kept, and TargetExists is raised.
     """
@@ -128,7 +128,7 @@ def _remove(url: Url, names: list[str], uploads: list[Upload], last: str) -> Non
 
 
 def _nothing_begun(url: Url, there: Sequence[str]) -> WrongOption | NotACheckpoint:
-    """The error for a URL without a note; `there` are the names of the objects at the URL."""
+    """Makes the error that no run was stopped at this URL; `there` are the names of its objects."""
     if {name.rpartition("/")[2] for name in there} & {*LASTS}:
         return WrongOption(
             "nothing-to-clean",
@@ -152,7 +152,7 @@ def _client() -> Any:
 
 
 def _uploads(url: Url) -> list[Upload]:
-    """The unfinished multipart uploads whose keys begin with a URL's key (only S3, with boto3)."""
+    """Lists the unfinished multipart uploads below a URL (only S3, with boto3)."""
     if url.scheme != "s3" or find_spec("boto3") is None:
         return []
     try:

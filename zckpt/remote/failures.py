@@ -1,4 +1,4 @@
-"""Explains a store's refusal, and what to do, in one sentence without credentials.
+"""Explains why a store refused a request, and what to do, in one sentence without credentials.
 
 A library's message may contain a complete request with credentials. So only error codes are taken
 from it.
@@ -55,14 +55,14 @@ NO_CREDENTIALS = (
 
 
 class BrokenOff(StoreError):
-    """A store's answer ended too early. The store's library does not retry such a request."""
+    """Raised if a store's answer ends too early; the store's library does not retry that."""
 
 
 def asked(ask: Callable[[], Asked], url: Url, doing: str = "read") -> Asked:
-    """Calls `ask`, a request to a store, and returns its result; raises the errors of `explained`.
+    """Sends a request to a store by calling `ask`, and returns its result.
 
     The stores' libraries retry requests that fail before an answer begins. This function also
-    retries requests whose answer ends too early.
+    retries requests whose answer ends too early. Raises the errors of `explained`.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -139,7 +139,7 @@ def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
 
 
 def unsafe(url: Url, message: str) -> UnsupportedCheckpoint:
-    """The error for a key that cannot be the name of a file on this machine."""
+    """Makes the error for a key that cannot be the name of a file on this machine."""
     return UnsupportedCheckpoint(
         "unsafe-name",
         message,

@@ -72,7 +72,7 @@ LISTS = {
 
 
 class Blocks:
-    """A cache of the most recently read blocks of all files."""
+    """A cache of the most recently read blocks of all objects."""
 
     def __init__(self, most: int = KEPT) -> None:
         self._most, self._bytes = most, 0
@@ -99,7 +99,7 @@ _numbers = itertools.count()
 
 
 class File(Struct, eq=False, dict=True):
-    """Provides the bytes of one object to readers of its empty local file (a `ByteSource`)."""
+    """One object of a store, which supplies the bytes of an empty local file."""
 
     url: Url
     store: Store
@@ -111,7 +111,7 @@ class File(Struct, eq=False, dict=True):
         self._number = next(_numbers)  # unique, while an id may be reused
 
     def fetch(self, start: int, stop: int) -> bytes | memoryview:
-        """Reads bytes [start, stop) in one request, which is retried if its answer ends early."""
+        """Requests bytes [start, stop) from the store; retries if the answer ends too early."""
 
         def ask() -> bytes | memoryview:
             data = self.store.read(self.stored_object, start, stop)
@@ -146,9 +146,9 @@ class File(Struct, eq=False, dict=True):
         return stop - offset
 
     def _blocks_of(self, size: int, start: int, stop: int) -> bytes:
-        """Reads bytes [start, stop) of a file of `size` bytes through the cache.
+        """Reads bytes [start, stop) of an object of `size` bytes through the cache.
 
-        Consecutive blocks that are not in the cache are read in one request.
+        Consecutive blocks that are not in the cache are requested together.
         """
         with self._filling:  # another thread may be requesting the same blocks
             numbers, got = range(start // size, -(-stop // size)), dict[int, bytes]()
@@ -168,10 +168,10 @@ class File(Struct, eq=False, dict=True):
         return data[start - begin : stop - begin]
 
     def _extended(self, first: int, last: int) -> int:
-        """The number of the last block to request, if blocks `first` to `last` are needed.
+        """The last block to request, if blocks `first` to `last` are needed.
 
-        If the file is read in sequence, the number is greater than `last`: each request then reads
-        more blocks ahead, up to AHEAD.
+        It is a later one than `last` if the file is read in sequence: each request then reads more
+        blocks ahead, up to AHEAD.
         """
         follows = _blocks.get((self._number, DATA, first - 1)) is not None
         self._ahead = min(2 * self._ahead + 1, AHEAD) if follows else 0
@@ -196,7 +196,7 @@ def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 class Mirror(Struct, eq=False):
-    """The local folder of empty files for one URL; `path` in it stands for the URL itself."""
+    """A local folder of empty files that stands for a URL; `path` is the URL's place in it."""
 
     path: str
     top: str
@@ -206,7 +206,7 @@ class Mirror(Struct, eq=False):
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read_ahead(self, file: File) -> None:
-        """Reads both ends of a file, and of the next files with the same ending in its folder.
+        """Requests both ends of a file, and of the next files with its ending in the folder.
 
         This is done only once for each file.
         """
@@ -240,7 +240,7 @@ _top: list[str] = []
 
 
 def top() -> str:
-    """The temporary folder for the mirrors (folders of empty files) of this process.
+    """The temporary folder in which this process creates its folders of empty files (mirrors).
 
     It is removed when the process ends.
     """
@@ -260,12 +260,12 @@ _written: dict[str, str] = {}
 
 
 def spell(path: str, url: str) -> None:
-    """Registers the local path of a target, which `spelled` then replaces by the target's URL."""
+    """Registers that the local path of a target stands for a URL; `spelled` then shows the URL."""
     _written[path] = url
 
 
 def spelled(text: str) -> str:
-    """Replaces local paths that stand for URLs by these URLs in a text, such as a message."""
+    """Replaces local paths that stand for URLs by the URLs, in a text such as a message."""
     for path, url in _written.items():
         # an unfinished target has only a path
         text = re.sub(re.escape(path) + r"(?![\w.-])", lambda _, url=url: url, text)  # type: ignore[misc]
@@ -295,7 +295,7 @@ def mirrored(url: Url) -> Mirror:
 
 
 def _listed(store: Store, url: Url) -> dict[str, StoredObject]:
-    """Maps keys to the objects below the URL and beside it.
+    """Lists the objects below the URL and beside it, by their keys.
 
     If the URL is that of one object, the result has this object instead of objects below the URL.
     """
@@ -309,7 +309,7 @@ def _listed(store: Store, url: Url) -> dict[str, StoredObject]:
 
 
 def _beside(store: Store, url: Url) -> list[StoredObject]:
-    """The objects in the folder that contains the URL, if their keys can be paths of files.
+    """Lists the objects in the folder that contains the URL, if their keys can be paths of files.
 
     The list is empty if this user may not list the folder. An object whose key is also that of a
     folder is left out.
@@ -325,9 +325,9 @@ def _beside(store: Store, url: Url) -> list[StoredObject]:
 
 
 def _seen(look: Callable[[], T]) -> T | None:
-    """The result of `look`, a request for objects outside of the checkpoint.
+    """Returns the result of `look`, a request for objects outside of the checkpoint.
 
-    Returns None if this user has no permission for the request, or if a key cannot be a path.
+    None if this user has no permission for the request, or if a key cannot be a path.
     """
     try:
         return look()
@@ -346,10 +346,10 @@ def _folders(key: str) -> Iterator[str]:
 def _finished(
     store: Store, url: Url, objects: Mapping[str, StoredObject]
 ) -> dict[str, StoredObject]:
-    """Returns `objects` without those that belong to unfinished targets of zckpt below the URL.
+    """Drops the objects that belong to unfinished targets of zckpt below the URL.
 
     A target is unfinished if its note (zckpt-unfinished.json) lists files that do not exist, or if
-    the note cannot be parsed. The note of a finished target is left out too. Raises
+    the note cannot be parsed. The note of a finished target is dropped too. Raises
     IncompleteCheckpoint if the URL itself belongs to an unfinished target.
     """
     kept = dict(objects)
@@ -377,9 +377,9 @@ def _finished(
 
 
 def _notes_above(store: Store, url: Url) -> list[StoredObject]:
-    """The notes (zckpt-unfinished.json) in folders above the URL.
+    """Finds the files zckpt-unfinished.json in folders above the URL.
 
-    The URL may be a part of the target that such a note lists.
+    The URL may be a part of the target that such a file lists.
     """
     above = [url.key, *_folders(url.key)][2 if store.has_listing else 0 :]
 
@@ -391,14 +391,13 @@ def _notes_above(store: Store, url: Url) -> list[StoredObject]:
 
 
 def _size(store: Store, there: Mapping[str, StoredObject], folder: str, name: str) -> int | None:
-    """The size of a file in bytes; None if the store does not have it."""
     key = f"{folder}/{name}".lstrip("/")
     stored_object = there.get(key) if store.has_listing else store.head(key)
     return stored_object.size if stored_object else None
 
 
 def note_at(store: Store, stored_object: StoredObject) -> Note | None:
-    """Reads the note of an unfinished target (zckpt-unfinished.json); None if it is invalid."""
+    """Reads zckpt-unfinished.json, the note of an unfinished target; None if it is invalid."""
     if stored_object.size > unfinished.MOST:
         return None
     return unfinished.understood(bytes(store.read(stored_object, 0, stored_object.size)))
@@ -434,7 +433,7 @@ def _lay(mirror: Mirror, base: str, file: File) -> None:
 
 
 def _lay_named(mirror: Mirror, base: str, url: Url, store: Store) -> None:
-    """Creates the empty local files for a folder whose server cannot list it.
+    """Creates the empty local files for a folder on a web server that cannot list it.
 
     It tries the usual file names (`NAMED`), and the names that index files list.
     """

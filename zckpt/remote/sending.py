@@ -53,7 +53,7 @@ EXISTS has those for an object that exists.
 
 
 class Sums(Struct):
-    """Computes a file's checksums while it is sent: its CRC-32, and the MD5 of each part."""
+    """The checksums of a file, computed while it is sent: its CRC-32, and the MD5 of each part."""
 
     crc: int = 0
     size: int = 0
@@ -68,12 +68,12 @@ class Sums(Struct):
 
 
 def send(path: str, url: Url, run: str, words: Mapping[str, Any]) -> dict[str, Any]:
-    """Sends a complete target, removes its local copy, and returns keys for the report.
+    """Sends a complete target to a store and removes the local files; returns keys for the report.
 
-    `run` is the mark of this conversion, a text that is stored with its objects. `words` are the
-    arguments of the conversion. Files that an earlier run has sent are not sent again. Raises
-    StoreError, TargetExists if another program has written there meanwhile, and CorruptCheckpoint
-    if bytes have changed on the way to the store.
+    `run` is a text that identifies this conversion, and is stored with its objects (its mark).
+    `words` are the arguments of the conversion. Files that an earlier run has sent are not sent
+    again. Raises StoreError, TargetExists if another program has written there meanwhile, and
+    CorruptCheckpoint if bytes have changed on the way to the store.
     """
     sizes = {
         os.path.relpath(file.path, path): file.stat().st_size
@@ -118,11 +118,12 @@ def send(path: str, url: Url, run: str, words: Mapping[str, Any]) -> dict[str, A
 
 
 class _Sending(Struct, dict=True):
-    """A target that is being sent from the local `path` to `url`.
+    """One target that is being sent from the local `path` to `url`.
 
-    `run` is the mark of the conversion, a text that is stored with its objects. With `read_back`, a
-    stored file is read again and compared, if the store states no checksum of it; `again` counts
-    the files that were read again. `notes` are warnings for the report.
+    run          a text that identifies the conversion, and is stored with its objects (its mark)
+    read_back    read a stored file again and compare it, if the store states no checksum of it
+    again        how many files were read again
+    notes        warnings for the report
     """
 
     store: Store
@@ -137,7 +138,7 @@ class _Sending(Struct, dict=True):
         return f"{self.url.key}/{name}"
 
     def begin(self, sizes: dict[str, int], last: str) -> set[str]:
-        """Writes the note (zckpt-unfinished.json); returns the names of files already sent.
+        """Writes zckpt-unfinished.json to the store; returns the names of files already sent.
 
         Raises TargetExists if another program has written there.
         """
@@ -164,10 +165,9 @@ class _Sending(Struct, dict=True):
         return {*self.target.sent}
 
     def state(self, create: bool = False) -> None:
-        """Writes the note (zckpt-unfinished.json) to the store.
+        """Writes zckpt-unfinished.json, the note with the progress so far, to the store.
 
-        The note contains the CRC-32s of all files that have arrived so far. With `create` it must
-        not replace another run's note.
+        With `create` it must not replace another run's note.
         """
         with tempfile.NamedTemporaryFile() as file:
             file.write(json.dumps(to_builtins(self.target)).encode())
@@ -206,7 +206,7 @@ class _Sending(Struct, dict=True):
         )
 
     def note(self, name: str, crc: int) -> None:
-        """Writes into the note (zckpt-unfinished.json) that a file has arrived and was compared.
+        """Records in zckpt-unfinished.json that a file has arrived and was compared.
 
         The note is sent to the store only if it was last sent more than NOTED seconds ago.
         """
@@ -239,7 +239,7 @@ class _Sending(Struct, dict=True):
         return sums.crc
 
     def _crc(self, stored: StoredObject) -> int:
-        """The CRC-32 of a stored object, whose bytes are read again."""
+        """Reads a stored object again, and returns its CRC-32."""
         crc = 0
         for start in range(0, stored.size, BLOCK):
             stop = min(start + BLOCK, stored.size)
@@ -249,9 +249,9 @@ class _Sending(Struct, dict=True):
         return crc
 
     def _is_ours(self, name: str) -> bool:
-        """Whether the stored object has the bytes of the local file, and no other run sent it.
+        """Whether the stored object equals the local file, and was not sent by another run.
 
-        Each run stores its own text, the mark, with its objects, if the store supports that.
+        Each run stores a text, its mark, with its objects, if the store supports that.
         """
         stored, path = self.store.head(self.key(name)), os.path.join(self.path, name)
         if stored is None or stored.size != os.path.getsize(path):
@@ -273,9 +273,9 @@ class _Sending(Struct, dict=True):
         )
 
     def _has_sent(self, stored: StoredObject, etag: str | None) -> bool:
-        """Whether this run has sent the stored object: the object has the ETag `etag`.
+        """Whether this run has sent the stored object, as its ETag shows.
 
-        If `etag` is None, the run's mark, a text stored with each of its objects, decides.
+        If `etag` is None, the run's mark decides, a text stored with each of its objects.
         """
         if etag is not None:
             return etag == stored.etag

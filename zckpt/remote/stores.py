@@ -32,7 +32,7 @@ OWN_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNAT
 
 
 class StoredObject(Struct, frozen=True):
-    """An object's key, size in bytes, ETag (if the store has one), and time in nanoseconds.
+    """One object of a store: key, size in bytes, ETag (None without one), time in nanoseconds.
 
     A folder has a key that ends in a slash, and the size 0.
     """
@@ -44,12 +44,12 @@ class StoredObject(Struct, frozen=True):
 
 
 def part_size(size: int) -> int:
-    """The size of each part, in bytes, of a multipart upload of `size` bytes."""
+    """The size in bytes of the parts in a multipart upload of `size` bytes."""
     return max(PART, ((size // MOST_PARTS >> 20) + 1) << 20)
 
 
 def etag_of(digests: Sequence[bytes]) -> str:
-    """The ETag that S3 computes for an object, given the MD5 of each part of its upload.
+    """The ETag that S3 computes for an object, from the MD5 of each part of its upload.
 
     For an object of one part it is the MD5 itself.
     """
@@ -61,14 +61,14 @@ def etag_of(digests: Sequence[bytes]) -> str:
 
 
 def blocks_of(path: str, size: int) -> Iterator[bytes]:
-    """Yields the bytes of a local file in blocks of `size` bytes; the last may be shorter."""
+    """Reads a local file in blocks of `size` bytes; the last may be shorter."""
     with open(path, "rb") as file:
         while data := file.read(size):
             yield data
 
 
 class Objects:
-    """Accesses an object store by the package obstore. `Filesystem` has the same methods."""
+    """An object store, accessed by the package obstore; `Filesystem` has the same methods."""
 
     has_listing = True
 
@@ -84,7 +84,7 @@ class Objects:
             yield from map(_stored_object, batch)
 
     def directly_in(self, key: str) -> list[StoredObject]:
-        """The objects and folders directly in the folder `key`, without those in subfolders."""
+        """Lists the objects and folders directly in the folder `key`, not those in subfolders."""
         level = self._call.list_with_delimiter(self.client, key or None)
         folders = [StoredObject(f"{folder}/", 0) for folder in level["common_prefixes"]]
         return [*folders, *map(_stored_object, level["objects"])]
@@ -97,7 +97,7 @@ class Objects:
             return None
 
     def read(self, stored_object: StoredObject, start: int, stop: int) -> bytes | memoryview:
-        """Reads bytes [start, stop); raises the library's error if the object was replaced."""
+        """Reads bytes [start, stop) of an object; raises an error if it was replaced since."""
         options: dict[str, Any] = {"range": (start, stop)}
         if stored_object.etag and not stored_object.etag.startswith(
             "W/"
@@ -140,7 +140,10 @@ class Objects:
         return _quoted(answer["e_tag"])
 
     def mark(self, stored_object: StoredObject) -> str | None:
-        """The text that `put` stored as the object's mark; None if there is none."""
+        """Reads the mark that `put` has stored with an object; None if there is none.
+
+        The mark is a text that identifies the run which has sent the object.
+        """
         attributes = self._call.get(
             self.client, stored_object.key, options={"head": True}
         ).attributes
@@ -163,7 +166,7 @@ def _quoted(etag: str | None) -> str | None:
 
 
 class Web(Objects):
-    """A web server, whose folders cannot be listed."""
+    """A web server that serves files but cannot list folders."""
 
     has_listing = False
 
@@ -212,7 +215,7 @@ class Hub(Objects):
 
 
 class Filesystem:
-    """An fsspec filesystem, with the methods of `Objects`."""
+    """A store that is accessed by an fsspec filesystem; it has the methods of `Objects`."""
 
     has_listing = True
 
@@ -266,7 +269,7 @@ Store = Objects | Filesystem
 
 
 def store_of(url: Url) -> Store:
-    """The store of a URL.
+    """Opens the store of a URL.
 
     Raises MissingExtra if a package is not installed, and WrongOption if the program passed an
     object that is not a store.
@@ -304,7 +307,7 @@ def store_of(url: Url) -> Store:
 
 
 def _profile() -> dict[str, Any]:
-    """Options for an S3 store: credentials and region as boto3 finds them.
+    """Options for an S3 store: the credentials and the region that boto3 finds.
 
     boto3 also reads profiles and the results of `aws sso login`. The result is empty if the
     environment has credentials, if boto3 is not installed, or if boto3 finds no credentials.

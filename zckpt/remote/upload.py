@@ -1,4 +1,4 @@
-"""Where a target for a URL is written first on this machine; refuses URLs that exist already."""
+"""Where a target for a URL is written on this machine before it is sent; refuses taken URLs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OF_RUNNING = {
 
 
 def order(name: str) -> tuple[int, str]:
-    """A sort key for file names: the order in which files are sent. Names in `LASTS` come last.
+    """A sort key for file names, in the order of sending: names in `LASTS` come last.
 
     Of two files of the same name, the one in a deeper folder is sent first.
     """
@@ -68,7 +68,10 @@ def folder_for(url: Url) -> str:
 
 
 def mark_of(command: str, words: Mapping[str, Any], sources: Sequence[str]) -> str:
-    """A checksum as text that identifies a run by its command, options and source files."""
+    """A checksum that identifies a run, from its command, options and source files, as text.
+
+    It is stored with the objects that the run sends.
+    """
     said = {
         name: word
         for name, word in words.items()
@@ -86,11 +89,10 @@ def mark_of(command: str, words: Mapping[str, Any], sources: Sequence[str]) -> s
 
 @contextmanager
 def outgoing(url: Url, words: Mapping[str, Any], run: str) -> Iterator[tuple[str, bool]]:
-    """Yields the local path at which the target for a URL is written, and whether it is complete.
+    """Yields the local path for a target, and whether it was already sent completely.
 
-    The second value is True if this conversion has already sent the complete target; `run` is the
-    text by which its objects are recognized. Raises TargetExists if another target is at the URL,
-    and WrongOption if several processes share the conversion.
+    `run` is the text by which the objects of this conversion are recognized. Raises TargetExists if
+    another target is at the URL, and WrongOption if several processes share the conversion.
     """
     if url.scheme in ("https", "http", "hf"):
         raise WrongOption(
@@ -143,10 +145,8 @@ def refuse_inside(source: Url, target: Url) -> None:
 def is_complete(url: Url, run: str, resume: bool) -> bool:
     """Whether this conversion has already completed the target at the URL.
 
-    `run` is the mark, a text that is stored with all objects of one conversion.
-
-    Raises TargetExists if other objects are at the URL. With `resume`, an unfinished target is no
-    error.
+    `run` is the text that is stored with all objects of this conversion. Raises TargetExists if
+    other objects are at the URL. With `resume`, an unfinished target is no error.
     """
     there = names_at(url)
     if not there:
@@ -173,7 +173,7 @@ def is_complete(url: Url, run: str, resume: bool) -> bool:
 
 
 def note_of(url: Url, store: Store, stored_object: StoredObject) -> Note:
-    """Reads the note of an unfinished target (zckpt-unfinished.json).
+    """Reads a file zckpt-unfinished.json, the note of an unfinished target.
 
     Raises UnsupportedCheckpoint if it is invalid.
     """
@@ -189,9 +189,9 @@ def note_of(url: Url, store: Store, stored_object: StoredObject) -> Note:
 
 
 def _client_line(url: Url) -> str:
-    """The end of a hint: ": " and the client's command that removes everything below a URL.
+    """The end of a hint: the store client's command that removes everything below a URL.
 
-    It is "" for a store whose client zckpt does not know.
+    It begins with ": ". It is "" for a store whose client zckpt does not know.
     """
     command = REMOVING.get(url.scheme)
     return f": {command.format(quote(str(url)))}" if command else ""

@@ -36,10 +36,10 @@ Result = TypeVar("Result")
 def takes_urls(
     *sources: str, target: str | None = None, keep: bool = False
 ) -> Callable[[Callable[Words, Result]], Callable[Words, Result]]:
-    """Makes a function accept URLs: its parameters `sources` are read, and `target` is written.
+    """Decorates a function so that its arguments may be URLs.
 
-    With `keep`, the local folders that stand for sources exist until the process ends, because the
-    function's result reads from them.
+    The parameters `sources` are read, and `target` is written. With `keep`, the local folders that
+    stand for sources exist until the process ends, because the function's result reads from them.
     """
 
     def decorate(function: Callable[Words, Result]) -> Callable[Words, Result]:
@@ -77,9 +77,10 @@ def takes_urls(
 def _sent(
     function: Callable[..., Any], words: dict[str, Any], target: str, url: Url, run: str
 ) -> Any:
-    """Calls a function that writes a local target, sends the target to a store; returns the report.
+    """Calls a function that writes a local target, and sends the target to the store.
 
     `words` are the function's arguments, and `run` is a text that is stored with the objects.
+    Returns the function's report.
     """
     started = time.monotonic()
     with upload.outgoing(url, words, run) as (path, is_done):
@@ -102,7 +103,7 @@ def _sent(
 
 
 def jobs_for(memory: int, *paths: Any) -> int:
-    """The number of threads with which a command reads; greater if one of the paths is a URL.
+    """The number of threads with which a command reads; more if one of the paths is a URL.
 
     With a URL, threads mostly wait for requests. Each uses two buffers of at least 1 MiB, which
     must fit into `memory` bytes.
@@ -112,7 +113,7 @@ def jobs_for(memory: int, *paths: Any) -> int:
 
 
 def _more_jobs(names: Mapping[str, inspect.Parameter], words: dict[str, Any], url: Any) -> None:
-    """Sets a higher number of threads in `words` if `url` is a URL and the caller set none."""
+    """Increases the number of threads in `words` if `url` is a URL and the caller set none."""
     if "jobs" in names:
         memory = words.get("memory", names["memory"].default)
         words.setdefault("jobs", jobs_for(memory, url))
@@ -143,7 +144,7 @@ def kept(path: Any) -> str:
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Replaces local paths that stand for URLs in errors raised inside the `with` block."""
+    """Inside the block, errors name URLs instead of the local paths that stand for them."""
     try:
         yield
     except ZckptError as error:
@@ -157,7 +158,7 @@ def telling() -> Iterator[None]:
 
 
 def translated(value: Any) -> Any:
-    """Returns a report in which local paths that stand for URLs are replaced by the URLs."""
+    """Replaces local paths that stand for URLs by the URLs, in a report."""
     if isinstance(value, str):
         return spelled(value)
     if isinstance(value, dict):

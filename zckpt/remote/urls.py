@@ -17,10 +17,11 @@ MOST_NAME = 255  # bytes; the longest name on this machine's filesystems
 
 
 class Url(Struct, frozen=True):
-    """A URL of an object store, or of a folder in it.
+    """A URL in an object store, parsed.
 
-    `root` is the bucket, the container, the host, or the Hub's repository with its revision. `key`
-    has no slash at its ends. `store` is a store that a program has passed.
+    root     the bucket, the container, the host, or the Hub's repository with its revision
+    key      the rest, without slashes at its ends
+    store    the store object, if the program has passed one
     """
 
     scheme: str
@@ -32,12 +33,12 @@ class Url(Struct, frozen=True):
         return f"{self.scheme}{SLASHES}{self.root}{'/' if self.key else ''}{self.key}"
 
     def beside(self, key: str) -> Url:
-        """The URL of another key in the same store."""
+        """The URL of another key in the same bucket."""
         return Url(self.scheme, self.root, key, self.store)
 
 
 class At(Struct, frozen=True):
-    """A path in a program's store: an obstore store, or an fsspec filesystem.
+    """A path in a store that a program passes: an obstore store, or an fsspec filesystem.
 
     zckpt.convert(zckpt.At(store, "runs/7"), "universal")
     """
@@ -108,7 +109,7 @@ def _key(key: str, url: str) -> str:
 
 
 def strange(key: str) -> str:
-    """The reason why a key cannot be the path of a file, as the end of a sentence; "" if it can."""
+    """Why a key cannot be the path of a file, as the end of a sentence; "" if it can be one."""
     parts = key.split("/")
     if wrong := [part for part in parts if part in ("", ".", "..")]:
         return f"has the part {wrong[0]!r} between slashes"

@@ -1,6 +1,6 @@
 """The section `against` of a report: how a checkpoint differs from another one.
 
-The section is made from the report of `zckpt diff`.
+It is made from the report of `zckpt diff`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OTHERS = {
 
 
 def section(checkpoint: Found, report: Report, other: str, step: Any) -> Report:
-    """The section `against`: changes by layer, the first and the largest difference, and the proof.
+    """Makes the section `against`: changes by layer, first and largest difference, and a proof.
 
     `report` is that of `zckpt diff`. `other` and `step` are the path and step of the other
     checkpoint. The key `proof` says what was compared, with which result. A layer's root mean
@@ -60,7 +60,7 @@ def section(checkpoint: Found, report: Report, other: str, step: Any) -> Report:
 def _layers(
     checkpoint: Found, lines: Mapping[str, Report]
 ) -> tuple[list[Report], list[Counter[int]]]:
-    """How much each layer's weights changed, and for each layer a histogram of the changes.
+    """Computes how much each layer's weights changed, and a histogram of the changes per layer.
 
     If a parameter has an fp32 master, the changes of the master are used. `lines` are those of
     `diff`, by tensor.
@@ -83,7 +83,7 @@ def _layers(
 
 
 def _layer(name: str, weights: Sequence[tuple[int, Entry]], lines: Mapping[str, Report]) -> Report:
-    """How much the weights of the layer `name` changed, as keys for the report.
+    """Computes how much the weights of one layer changed, as keys for the report.
 
     `weights` are pairs: the index of a tensor in the report's table of tensors, and the tensor.
     `lines` are those of `diff`, by tensor; they contain only tensors that differ.
@@ -109,7 +109,7 @@ def _layer(name: str, weights: Sequence[tuple[int, Entry]], lines: Mapping[str, 
 
 
 def _place(checkpoint: Found, line: Report) -> Report:
-    """The first element that differs in a tensor, its two values, and the largest difference."""
+    """Report keys: a tensor's first differing element, its two values, the largest difference."""
     return {
         "tensor": checkpoint.numbers.get(line["tensor"]),
         "name": line["tensor"],
@@ -121,7 +121,7 @@ def _place(checkpoint: Found, line: Report) -> Report:
 
 
 def _proof(report: Report, lines: Iterable[Report]) -> Iterator[Report]:
-    """Yields a line for each kind of things compared (such as masters, or steps), with the result.
+    """Yields a line with the result for each kind of things compared, such as masters or steps.
 
     Tensors are compared bit by bit, everything else by value.
     """
@@ -147,7 +147,7 @@ def _not_compared(report: Report) -> Iterator[Report]:
 
 
 def _differences(report: Report) -> Iterator[Report]:
-    """Yields the differences in values that are not tensors, and values that one side lacks."""
+    """Yields differences in values that are no tensors, and values that one checkpoint lacks."""
     for key in OTHERS:
         for line in report[key]:
             if "only" in line:

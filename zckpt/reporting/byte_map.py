@@ -27,7 +27,7 @@ Piece = tuple[str, int, int, int, int]
 
 
 def section(checkpoint: Found, problems: Sequence[Report]) -> Report:
-    """The section `map`: the files, the byte ranges of tensors in them, and damaged bytes."""
+    """Makes the section `map`: the files, the byte ranges of tensors in them, and damaged bytes."""
     manifest, entries, places = checkpoint.known, checkpoint.entries, checkpoint.places
     damaged = [line for line in problems if line.get("file") and "offset" in line]
     numbers = {path: number for number, path in enumerate(manifest.files.paths)}
@@ -63,7 +63,7 @@ def section(checkpoint: Found, problems: Sequence[Report]) -> Report:
 
 
 def files_alone(checkpoint: Found) -> Report:
-    """The section `map` for a checkpoint that could not be read: it lists only the files."""
+    """Makes the section `map` for a checkpoint that could not be read: only the files."""
     wrong: dict[str, State] = {
         checkpoint.real(line["file"]): "missing" if line["kind"] == "missing" else "unreadable"
         for line in checkpoint.faults
@@ -80,7 +80,7 @@ def _file(row: Row, origin: Origin | None, state: str, size: int | None) -> Repo
 
 
 def rank_of(origin: Origin | None, row: Row) -> Report | None:
-    """The rank that wrote a file, as numbers by parallel dimension, from the file's name.
+    """The rank that wrote a file, from its name, such as `{"dp": 3, "tp": 0}`.
 
     DeepSpeed's number `mp` of a model-parallel rank is split into `pp` and `tp` if these sizes are
     known. None if the name has no rank.
@@ -96,10 +96,10 @@ def rank_of(origin: Origin | None, row: Row) -> Report | None:
 
 
 def _columns(entries: Sequence[Entry], groups: Sequence[int], files: dict[str, int]) -> Report:
-    """The pieces of tensors (contiguous byte ranges in files) as columns, one row per piece.
+    """Makes a table of the tensors' pieces (contiguous byte ranges in files), as columns.
 
     If there are too many pieces, all pieces of one file, layer and slot (kind of tensor, such as
-    `exp_avg`) are summed in one row.
+    `exp_avg`) become one row.
     """
     rows: list[tuple[Any, ...]] = []
     sums: dict[Key, list[int]] = {}
@@ -124,7 +124,6 @@ def _columns(entries: Sequence[Entry], groups: Sequence[int], files: dict[str, i
 
 
 def _add(sums: dict[Key, list[int]], key: Key, start: int, stop: int, at: int, length: int) -> None:
-    """Adds a piece to a sum: its number of elements and of bytes, and the lowest file offset."""
     total = sums.setdefault(key, [0, 0, at, 0])
     total[:] = 0, total[1] + stop - start, min(total[2], at), total[3] + length
 
@@ -134,7 +133,7 @@ def _count(entry: Entry) -> int:
 
 
 def _pieces(entry: Entry) -> Iterator[Piece]:
-    """Yields the pieces of a tensor: file, first and last element, byte offset, and length.
+    """Yields the pieces of a tensor: file, first element, end, byte offset, and length.
 
     A box (a rectangular slice of the tensor) is one piece, from its first to its last element.
     """

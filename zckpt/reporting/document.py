@@ -42,7 +42,7 @@ def report(
     begin: Begin | None = None,
     **source: Unpack[api.NamedKeywords],
 ) -> Report:
-    """The JSON document about the checkpoint or the run at `path`, from which a page is made.
+    """Makes the JSON document about the checkpoint or the run at `path`; a page shows it.
 
     `docs/report.md` describes its sections. Every byte is read once, and once more to compare with
     the checkpoint `against`. Problems, such as a lost rank, damaged bytes or steps that differ, are
@@ -89,18 +89,18 @@ def report(
 
 
 def _nothing(candidate: Candidate, error: ZckptError) -> Report:
-    """The document for a folder of a run that contains no checkpoint, such as an empty folder."""
+    """The document for a folder in a run that has no checkpoint, such as an empty folder."""
     checkpoint = Found(candidate.path)
     checkpoint.faults.append(line_of(error.notice, kind="unreadable", fault=True))
     return _not_read(checkpoint, candidate)
 
 
 def _checkpoints(path: str, source: Mapping[str, Any]) -> tuple[list[Candidate], list[Candidate]]:
-    """The checkpoints to show, the oldest first, and the names of missing ones that the run states.
+    """The checkpoints to show, the oldest first, and those that are missing in the run.
 
     If `source` chooses a checkpoint (such as by `tag`), or if `path` is not a run, only one is
-    shown. A checkpoint is missing if it was removed, or if the file that contains its name was cut
-    short.
+    shown. A checkpoint is missing if a file of the run names it and it was removed, or if the file
+    with its name was cut short.
     """
     itself = [alone(path, source.get("tag"))]
     if source.get("tag") or source.get("format") or not os.path.isdir(path):
@@ -161,7 +161,6 @@ def _not_read(checkpoint: Found, candidate: Candidate) -> Report:
 
 
 def _begun(checkpoint: Found, candidate: Candidate) -> Report:
-    """The beginning of a document: the keys that every document has."""
     return {
         "zckpt": VERSION,
         "command": "report",
@@ -173,7 +172,6 @@ def _begun(checkpoint: Found, candidate: Candidate) -> Report:
 
 
 def _metadata_sections(checkpoint: Found) -> Report:
-    """The sections of the document that are made without reading a tensor."""
     return {
         "tensors": numbers.table(checkpoint),
         "layers": numbers.names(checkpoint),
@@ -183,7 +181,7 @@ def _metadata_sections(checkpoint: Found) -> Report:
 
 
 def _read(checkpoint: Found, copying: Copying, begin: Begin | None, lines: list[Report]) -> Report:
-    """Reads the tensors and returns the sections about them; adds the faults found to `lines`."""
+    """Reads the tensors, and makes the sections about them; adds faults to `lines`."""
     done = measured(checkpoint, copying, begin)
     lines += done.problems
     lines += faults.contradictions(checkpoint.known)
@@ -213,7 +211,7 @@ def _against(
     begin: Begin | None,
     lines: list[Report],
 ) -> Report:
-    """The section `against` of the document, made from a comparison with the checkpoint `against`.
+    """Compares with the checkpoint `against`, and makes the section of that name.
 
     If the comparison fails, the section is left out, and a fault is added to `lines`.
     """

@@ -41,7 +41,7 @@ ORDER = {kind: place for place, kind in enumerate(KINDS)}
 
 
 def section(checkpoint: Found, lines: Iterable[Report]) -> list[Report]:
-    """Sorts the fault lines, worst first, without duplicates.
+    """Sorts the lines about faults, worst first, and drops duplicates.
 
     Paths of files become relative to the checkpoint.
     """
@@ -51,7 +51,7 @@ def section(checkpoint: Found, lines: Iterable[Report]) -> list[Report]:
 
 
 def ordered(lines: Iterable[Report]) -> list[Report]:
-    """Sorts the fault lines, worst first. Keys of FIELDS that a line lacks are added as None."""
+    """Sorts the lines about faults, worst first; missing keys (of FIELDS) become None."""
     full = [{key: line.get(key) for key in FIELDS} for line in lines]
     return sorted(full, key=lambda line: ORDER[line["kind"]])
 
@@ -86,7 +86,7 @@ def of_files(checkpoint: Found) -> Iterator[Report]:
 
 
 def contradictions(manifest: Manifest) -> Iterator[Report]:
-    """Yields lines about tensors that share bytes, and about bytes that belong to no tensor."""
+    """Yields lines about byte ranges that two tensors share, and about bytes of no tensor."""
     for notice in damage.overlapping(manifest):
         yield line_of(notice, kind="missing")
     for line in damage.unused(manifest):

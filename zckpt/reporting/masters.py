@@ -13,9 +13,9 @@ from .measuring import Distance, original, place_of
 
 
 def section(checkpoint: Found, distances: Mapping[str, Distance]) -> Report | None:
-    """The section `masters`: how far weights are from their masters, by layer.
+    """Makes the section `masters`: how far weights are from their fp32 masters, by layer.
 
-    Distances are in ULP (units in the last place). None if no weight has a master to compare with.
+    Distances are in ULP (units in the last place). None if no weight has a master.
     """
     places = checkpoint.places
     rows: dict[int, Report] = {}
@@ -45,10 +45,10 @@ def faults(
     distances: Mapping[str, Distance],
     ranges: Mapping[str, Sequence[tuple[int, int]]],
 ) -> Iterator[Report]:
-    """Yields a fault for each master that does not round to its weight.
+    """Yields a fault for each fp32 master that does not round to its weight.
 
-    `distances` are those of masters, by name. `ranges` has the elements that were read, for tensors
-    that were not read completely.
+    `distances` are those of masters, by name. `ranges` has the element ranges that were read, for
+    tensors that were not read completely.
     """
     for name, (elements, difference) in distances.items():
         if not difference.count:

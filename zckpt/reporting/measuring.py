@@ -36,10 +36,10 @@ UPDATE = "UPDATE"
 
 
 class Rule(Struct, frozen=True):
-    """The numbers that are needed to compute Adam's next update of one parameter.
+    """What is needed to compute Adam's next update of one parameter.
 
-    `first` and `second` are the bias corrections 1 - beta**step. `slot` is the name of the state
-    that contains the second moment, such as `exp_avg_sq`.
+    `first` and `second` are the bias corrections 1 - beta**step. `slot` is the key of the second
+    moment, such as `exp_avg_sq`.
     """
 
     eps: float
@@ -51,8 +51,8 @@ class Rule(Struct, frozen=True):
 class Pass(health.Measuring):
     """One pass over all tensors, for statistics, CRC-32s, distances of masters, Adam's updates.
 
-    `rules` is keyed by parameter. `totals` has the statistics of each tensor, and of Adam's next
-    update under the name `parameter/UPDATE`.
+    `rules` maps a parameter to the numbers for its update. `totals` has the statistics of each
+    tensor, and of Adam's next update under the name `parameter/UPDATE`.
     """
 
     histograms: bool = False
@@ -84,10 +84,9 @@ class Pass(health.Measuring):
             self._update(rule, slots[FIRST], slots[rule.slot], view)
 
     def _compare(self, master: ReadRequest, weight: ReadRequest, view: memoryview) -> None:
-        """Adds the distance of a part of a weight from its master to the total for this master.
+        """Measures how far a part of a weight is from its fp32 master, and adds it to the total.
 
-        The master is first rounded to the weight's type if the types differ. `view` has the bytes
-        of both.
+        The master is first rounded to the weight's type. `view` has the bytes of both.
         """
         how = agreement(master.entry, weight.entry)
         if how is None:
@@ -125,7 +124,7 @@ class Pass(health.Measuring):
 
 
 def rule_of(manifest: Manifest, parameter: str, slots: dict[str, Entry]) -> Rule | None:
-    """The numbers for Adam's next update of a parameter, whose states are `slots`.
+    """Finds the numbers for Adam's next update of a parameter, whose states are `slots`.
 
     None if one of the numbers is unknown, or if the optimizer's update is not Adam's.
     """
@@ -163,8 +162,8 @@ Distance = tuple[int, Difference]
 class Measured(Struct, frozen=True):
     """The results of a pass over all tensors.
 
-    `updates` has the root mean square of Adam's next update, by parameter. For tensors that were
-    not read completely, because files are lost, `ranges` has the ranges of elements that were read.
+    `updates` has the root mean square of Adam's next update, by parameter. `ranges` has the element
+    ranges that were read, for tensors that could not be read completely because files are lost.
     """
 
     lines: dict[str, Report]
@@ -177,9 +176,9 @@ class Measured(Struct, frozen=True):
 
 
 def measured(checkpoint: Found, copying: Copying, begin: Begin | None) -> Measured:
-    """Measures all tensors of a checkpoint, then checks the bytes outside of tensors.
+    """Measures all tensors of a checkpoint, and compares all bytes with the stated checksums.
 
-    Bytes are checked if the file has checksums. Every byte is read once.
+    Every byte is read once.
     """
     manifest, lost = checkpoint.known, checkpoint.lost
     entries, ranges = checkpoint.entries, {}
@@ -222,7 +221,7 @@ def measured(checkpoint: Found, copying: Copying, begin: Begin | None) -> Measur
 
 
 def digest_of(entries: Sequence[Entry], covers: dict[str, Cover]) -> str:
-    """One CRC-32 over the names, types, shapes and contents of all tensors, sorted by name."""
+    """One CRC-32 that covers the names, types, shapes and contents of all tensors."""
     lines = (
         f"{entry.name} {entry.dtype} {list(entry.shape)} {covers[entry.name].crc:08x}\n"
         for entry in sorted(entries, key=lambda entry: entry.name)
@@ -231,7 +230,7 @@ def digest_of(entries: Sequence[Entry], covers: dict[str, Cover]) -> str:
 
 
 def place_of(entry: Entry, element: int) -> tuple[str, int] | None:
-    """The path of the file that stores an element of a tensor, and the byte offset of this element.
+    """Where an element of a tensor is stored: the path of the file, and the byte offset.
 
     None if no file has the element.
     """
@@ -240,7 +239,7 @@ def place_of(entry: Entry, element: int) -> tuple[str, int] | None:
 
 
 def original(element: int, ranges: Sequence[tuple[int, int]] | None) -> int:
-    """The index of an element in its tensor, given its index among the elements that were read.
+    """Converts an index among the elements that were read to an index in the tensor.
 
     `ranges` are the ranges [start, stop) that were read; None if all elements were.
     """

@@ -29,7 +29,7 @@ MOST = 3  # names in a sentence
 
 
 class Harm(Struct):
-    """What is lost of one kind of tensor (such as masters): the layers, and numbers of elements.
+    """What is lost of one kind of tensor, such as masters: which layers, and how many elements.
 
     `lost` is the number of lost elements, and `total` that of all elements of this kind.
     """
@@ -41,7 +41,7 @@ class Harm(Struct):
 
 
 def section(checkpoint: Found, candidate: Candidate, faults: Sequence[Report]) -> Report:
-    """The section `next`: what the user can do, as sentences and commands.
+    """Makes the section `next`: what the user can do, as sentences and commands.
 
     Its key `older` is None here; `with_older` sets it to an older checkpoint from which to resume.
     """
@@ -85,7 +85,7 @@ def section(checkpoint: Found, candidate: Candidate, faults: Sequence[Report]) -
 
 
 def mending(path: str, tag: str | None = None, older: str | None = None) -> Report | None:
-    """The advice to run `mend`, with its command; None if `mend` would not help.
+    """Advises to run `zckpt mend`, with the command; None if it would not help.
 
     `older` is an earlier complete checkpoint of the run, from which `mend` may take values.
     """
@@ -98,7 +98,7 @@ COMPLETE, ALONE = "weights complete", "weights without an optimizer: no run resu
 
 
 def with_older(report: Report, older: Iterable[Candidate]) -> Report:
-    """Adds to `report` (a section `next`) the older checkpoint from which the user can resume.
+    """Adds the older checkpoint from which the user can resume to `report`, a section `next`.
 
     It is the first complete one in `older`, which are checkpoints of the same run, the newest
     first. If none is complete, `report` is returned unchanged.
@@ -135,7 +135,7 @@ def _step(what: str, command: str | None) -> Report:
 
 
 def _lost(checkpoint: Found, faults: Sequence[Report]) -> Iterator[str]:
-    """Yields a phrase for each kind of tensor (such as masters) with lost or damaged elements."""
+    """Says in a phrase what is lost or damaged, for each kind of tensor such as masters."""
     if _has_weights_alone(checkpoint) and any(
         line["kind"] in ("missing", "unreadable") for line in faults
     ):
@@ -164,7 +164,7 @@ def _has_weights_alone(found: Found) -> bool:
 
 
 def _kind(checkpoint: Found, entry: Entry) -> str:
-    """The kind of a tensor: weights, masters, or other optimizer state.
+    """Whether a tensor counts as weights, masters, or other optimizer state.
 
     If a parameter has no 16-bit weight, its fp32 master counts as weights.
     """
@@ -176,7 +176,7 @@ def _kind(checkpoint: Found, entry: Entry) -> str:
 
 
 def _harms(checkpoint: Found) -> Mapping[str, Harm]:
-    """What lost files contained: for each kind of tensor, the layers and the number of elements."""
+    """What lost files contained, by kind of tensor: the layers and the number of elements."""
     harms: dict[str, Harm] = {}
     for entry in checkpoint.entries if checkpoint.lost else ():
         rest, _ = kept(entry, checkpoint.lost)
@@ -191,7 +191,7 @@ def _harms(checkpoint: Found) -> Mapping[str, Harm]:
 
 
 def _damaged(checkpoint: Found, faults: Sequence[Report]) -> Mapping[str, dict[str, Any]]:
-    """The layers with damaged values, by the kind of tensor (weights, masters, other state)."""
+    """Which layers have damaged values, by kind of tensor (weights, masters, other state)."""
     kinds: dict[str, dict[str, Any]] = {}
     for line in faults:
         if line["kind"] in DAMAGED and line["tensor"] in checkpoint.numbers:

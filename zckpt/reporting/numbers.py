@@ -15,7 +15,7 @@ NUMBERS = ("rms", "min", "max", "mean", "std", "nan", "inf", "zero", "denormal")
 
 
 def table(checkpoint: Found, lines: Mapping[str, Report] | None = None) -> Report:
-    """The table of all tensors as columns, with statistics if `lines` has them by tensor."""
+    """Makes the table of all tensors as columns, with statistics if `lines` has them by tensor."""
     entries = checkpoint.entries
     report: Report = {
         "name": [entry.name for entry in entries],
@@ -32,22 +32,22 @@ def table(checkpoint: Found, lines: Mapping[str, Report] | None = None) -> Repor
 
 
 def names(checkpoint: Found) -> dict[str, str]:
-    """Maps rows of the heat maps to the names of layers, such as "0" to `h.0`.
+    """Maps rows of the heat maps to names of layers: `{"0": "h.0"}` for GPT-2's first layer.
 
-    Rows that are called like their layer are left out.
+    A row that has the same name as its layer is left out.
     """
     pairs = zip(checkpoint.places.rows, checkpoint.places.names, strict=True)
     return {row: name for row, name in pairs if name != row}
 
 
 def finite(value: Any) -> Any:
-    """The value if it is a finite number, else None: JSON and pictures have no infinities."""
+    """Returns a finite number unchanged, and None for any other value: JSON has no infinities."""
     is_number = type(value) is int or (type(value) is float and math.isfinite(value))
     return value if is_number else None
 
 
 def section(checkpoint: Found, lines: Mapping[str, Report], updates: Mapping[str, float]) -> Report:
-    """The section `numbers`: heat maps with a number for each layer and kind of parameter.
+    """Makes the section `numbers`: heat maps with a number per layer and kind of parameter.
 
     There is one heat map per slot (such as `exp_avg`). For weights the number is the root mean
     square of the module's weight, or of the master if there is no such weight. `lines` has

@@ -21,7 +21,7 @@ MEASURES = {"norms": "param", "updates": "update", "moments": "exp_avg", "second
 
 
 def section(checkpoints: Sequence[Report], shown: Report, losses: Sequence[Any] = ()) -> Report:
-    """The section `run`: a row per checkpoint, the oldest first, and the losses by step.
+    """Makes the section `run`: a row per checkpoint, the oldest first, and the losses by step.
 
     `checkpoints` are the rows, made by the function `checkpoint`, and `shown` is the full document
     of the newest one. `losses` are pairs of a step and a logged loss, also of steps between
@@ -38,10 +38,10 @@ def section(checkpoints: Sequence[Report], shown: Report, losses: Sequence[Any] 
 
 
 def checkpoint(document: Report, name: str) -> Report:
-    """The row of one checkpoint in the table of a run, from the checkpoint's document.
+    """Makes the row of one checkpoint in the table of a run, from the checkpoint's document.
 
-    `reason` is the first fault. `why` is the message of this fault, with the number of further
-    faults.
+    Its key `reason` is the first fault, and `why` the message of this fault, with the number of
+    further faults.
     """
     line = document["line"]
     broken = [each for each in document["faults"] if each["kind"] in BROKEN]
@@ -68,20 +68,20 @@ STATED = ("saved", "loss", "evaluation_loss", "learning_rate", "epoch")
 
 
 def of_layers(document: Mapping[str, Any], key: str) -> dict[str, float]:
-    """One number for each layer of the model, about a slot or about Adam's update.
+    """One number for each layer: the norm of its weights, or the root mean square of a state.
 
-    If `key` is "param", it is the norm of the layer's weights. If `key` is another slot, such as
-    "exp_avg", or the measure of Adam's update, it is the root mean square.
+    `key` is "param" for the norm. It is another slot, such as "exp_avg", or the measure of Adam's
+    update, for the root mean square.
     """
     roots = {row: _root(key, sums) for row, sums in _sums(document, key).items()}
     return {row: root for row, root in roots.items() if finite(root) is not None}
 
 
 def total(document: Mapping[str, Any], key: str) -> float | None:
-    """One number for the complete model: the norm of all weights, or a root mean square.
+    """One number for the model: the norm of all weights, or the root mean square of a state.
 
-    It is the norm if `key` is "param". If `key` is another slot, such as "exp_avg", or the measure
-    of Adam's update, it is the root mean square of the elements. None if the number is unknown.
+    `key` is "param" for the norm. It is another slot, such as "exp_avg", or the measure of Adam's
+    update, for the root mean square. None if the number is unknown.
     """
     every = [*_sums(document, key).values()]
     sums = [sum(squares for squares, _ in every), sum(elements for _, elements in every)]
@@ -95,9 +95,9 @@ def _root(key: str, sums: Sequence[float]) -> float:
 
 
 def _sums(document: Mapping[str, Any], key: str) -> dict[str, list[float]]:
-    """For each layer, the sum of squares of all elements of one measure, and their number.
+    """For each layer, [sum of squares, number] of the elements of one slot, such as "exp_avg".
 
-    `key` is the measure: a slot (such as "exp_avg"), or that of Adam's update.
+    `key` may also be the measure of Adam's update.
     """
     numbers, table = document.get("numbers") or {}, document.get("tensors") or {}
     sums: dict[str, list[float]] = {}
@@ -113,7 +113,7 @@ def _sums(document: Mapping[str, Any], key: str) -> dict[str, list[float]]:
 
 
 def faults_of(checkpoints: Sequence[Report]) -> list[Report]:
-    """The first fault of each earlier checkpoint of a run, with the name of that checkpoint."""
+    """The first fault of each earlier checkpoint of a run, with that checkpoint's name."""
     return [
         {
             **reason,
@@ -129,7 +129,7 @@ def faults_of(checkpoints: Sequence[Report]) -> list[Report]:
 
 
 def notes_of(checkpoints: Sequence[Candidate]) -> list[Report]:
-    """Report lines with the warnings of a run's checkpoints, such as about their order.
+    """Converts the warnings about a run's checkpoints, such as about their order, to report lines.
 
     These lines are not faults.
     """
@@ -142,7 +142,7 @@ def notes_of(checkpoints: Sequence[Candidate]) -> list[Report]:
 
 
 def missing_checkpoints(run: str, checkpoints: Sequence[Candidate]) -> list[Report]:
-    """A fault for each checkpoint that is missing although the run states it as its last one."""
+    """A fault for each checkpoint that is missing, although a file of the run names it as the last."""
     lost = [
         (
             problem(

@@ -12,10 +12,10 @@ from ..judging.damaged_source import Found, file_in
 
 
 def section(checkpoint: Found) -> Report:
-    """The section `steps`: every place that stores a step, and every group's hyper-parameters.
+    """Makes the section `steps`: all stored steps, and the hyper-parameters of all groups.
 
-    The key `agrees` of a place is True if it has the same step as the checkpoint, and None for a
-    counter of an engine or a trainer, which is not the optimizer's step.
+    Each place that stores a step has a key `agrees`. It is True if the step is that of the
+    checkpoint, and None for a counter of an engine or a trainer, which is not the optimizer's step.
     """
     manifest = checkpoint.known
     owners = Counter(item.step for item in manifest.parameters.values() if item.trainable)
@@ -69,7 +69,7 @@ def _named(found: Found, where: str) -> str | None:
 
 
 def agreeing(manifest: Manifest, stated_steps: tuple[tuple[str, float | int], ...]) -> str:
-    """A part of a sentence: each step that is stored, and in how many places it is stored."""
+    """Part of a sentence: each stored step, and the number of places that store it."""
     steps = [step for _, step in stated_steps] or [
         each.step for each in manifest.run.steps if each.truth
     ]

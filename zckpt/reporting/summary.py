@@ -46,7 +46,7 @@ EMPTY: Report = {
 
 
 def section(checkpoint: Found) -> Report:
-    """The section `line`: format, sizes, step and other facts, from metadata only."""
+    """Makes the section `line`: format, sizes, step and other facts, from metadata only."""
     files = [*_files(checkpoint)]
     report = EMPTY | {
         "name": os.path.basename(os.path.abspath(checkpoint.root)),
@@ -59,7 +59,7 @@ def section(checkpoint: Found) -> Report:
 
 
 def about(checkpoint: Found, candidate: Candidate) -> Report:
-    """The section `about`: the name of the trainer's folder, the date, and what its files state."""
+    """Makes the section `about`: the name of the trainer's folder, the date, its files' facts."""
     folder = folder_of(candidate)
     facts = (
         about_folder(folder) if checkpoint.manifest is None else about_manifest(checkpoint.manifest)
@@ -72,7 +72,6 @@ def about(checkpoint: Found, candidate: Candidate) -> Report:
 
 
 def _files(checkpoint: Found) -> Iterable[str]:
-    """The paths of the checkpoint's files that exist."""
     if checkpoint.manifest is None:
         return files_below(checkpoint.root)
     return (
@@ -103,7 +102,10 @@ def _known(manifest: Manifest, checkpoint: Found) -> Report:
 
 
 def checked(records: RecordCounts, damaged: int, lacks: bool) -> str:
-    """A phrase about how many checksums are right; with `lacks`, some files could not be read."""
+    """A phrase about the result of comparing checksums, such as "2 checksums are wrong".
+
+    With `lacks`, some files could not be read.
+    """
     if damaged:
         return f"{counted(damaged, 'checksum')} {'is' if damaged == 1 else 'are'} wrong"
     every = records.checked + records.unchecked

@@ -105,7 +105,7 @@ def auto_resume(
 
 
 def _what_is_resumed(resumed: Resumed | None) -> str:
-    """A line for the log: which checkpoint is resumed, and why newer ones are not."""
+    """A line for the log: which checkpoint is resumed, and why newer ones were skipped."""
     if resumed is None:
         return ""
     report = resumed.report
@@ -189,5 +189,4 @@ def _warn(lines: Sequence[Report]) -> None:
 
 
 def _sentence(line: Report) -> str:
-    """The message and the hint of a line of a report, as one sentence."""
     return "; ".join(filter(None, (line["message"], line.get("hint"))))

@@ -47,7 +47,7 @@ _held: dict[str, int] = {}  # descriptors that stay open, by path
 
 
 def folder_of(run: str, scratch: str | os.PathLike[str] | None) -> str:
-    """The folder for the resharded checkpoints of a run; in `scratch`, a subfolder per run."""
+    """The folder for a run's resharded checkpoints: RUN/.zckpt, or a subfolder of `scratch`."""
     if scratch is None:
         return os.path.join(os.path.abspath(run), CACHE)
     if not is_url(run):
@@ -57,7 +57,10 @@ def folder_of(run: str, scratch: str | os.PathLike[str] | None) -> str:
 
 
 def make(folder: str, run: str) -> None:
-    """Creates the folder; raises UnsupportedCheckpoint if this process cannot write there."""
+    """Creates the folder for resharded checkpoints of a run.
+
+    Raises UnsupportedCheckpoint if this process cannot write there.
+    """
     try:
         os.makedirs(folder, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -73,7 +76,7 @@ def make(folder: str, run: str) -> None:
 
 
 def opened(folder: str) -> Folder:
-    """Opens the folder.
+    """Opens the folder for resharded checkpoints.
 
     Raises TargetExists if it is a link that belongs to another user, or leads to a directory of
     another user.
@@ -97,7 +100,7 @@ def opened(folder: str) -> Folder:
 
 
 def _is_ours(above: Folder, uid: int) -> bool:
-    """Whether files whose owner is `uid` are this user's.
+    """Whether files whose owner is `uid` belong to this user.
 
     A network filesystem may give files of this user another owner.
     """
@@ -108,7 +111,7 @@ def _is_ours(above: Folder, uid: int) -> bool:
 
 @contextmanager
 def alone_in(folder: str) -> Iterator[None]:
-    """Waits for the folder's lock, and holds it inside the `with` block: no other job writes."""
+    """Inside the block, no other job writes into the folder: waits for its lock and holds it."""
     path = os.path.join(folder, LOCK)
     with opened(folder) as above, above.opened(path, os.O_RDWR | os.O_CREAT) as file:
         if os.fstat(file).st_nlink > 1:
@@ -164,7 +167,7 @@ def hold(path: str) -> None:
 
 
 def let_go(path: str) -> None:
-    """Releases the lock of `hold`, for a directory that will be written again."""
+    """Releases the lock of `hold`, because this job will write the directory again."""
     if (file := _held.pop(path, None)) is not None:
         os.close(file)
 
@@ -181,10 +184,10 @@ def remove(path: str) -> bool:
 
 
 def sweep(folder: str, current: str) -> list[str]:
-    """Deletes unfinished directories of dead jobs, and returns their paths.
+    """Deletes the unfinished directories of dead jobs; returns their paths.
 
-    The `.partial` of the target `current` stays, since this job continues it. The caller holds the
-    folder's lock.
+    The `.partial` directory of the target `current` stays, since this job continues it. The caller
+    holds the folder's lock.
     """
     with opened(folder) as above:
         begun = [os.path.join(folder, name) for name in above.names() if BEGUN.fullmatch(name)]
@@ -192,10 +195,11 @@ def sweep(folder: str, current: str) -> list[str]:
 
 
 def tidy(folder: str, current: str, keep: int) -> list[str]:
-    """Removes the oldest directories until `current` and `keep` others are left; returns the paths.
+    """Removes old resharded checkpoints until `current` and `keep` others are left.
 
-    The oldest is the one that was written first, whatever its step, because a directory that was
-    needed recently may be needed again. All of them can be written again from the run.
+    Returns the paths that were removed. Those written first are removed first, whatever their step,
+    because one that was needed recently may be needed again. All of them can be written again from
+    the run.
     """
     with opened(folder) as above:
         times = {}
@@ -224,7 +228,7 @@ def _remove(above: Folder, path: str) -> bool:
 
 @contextmanager
 def _of_zckpt(above: Folder, path: str) -> Iterator[Folder | None]:
-    """Opens a directory that zckpt has written for this user; yields None for anything else."""
+    """Opens a directory that zckpt has written for this user; yields None for any other."""
     try:
         directory = above.inner(path)
     except (NotADirectoryError, PermissionError, FileNotFoundError, TargetExists):
@@ -251,7 +255,7 @@ def _is_begun(path: str) -> bool:
 
 
 def _remove_begun(above: Folder, directory: Folder) -> bool:
-    """Removes an unfinished directory, and its journal last: a later job can finish the removal.
+    """Removes an unfinished directory, its journal last, so that a later job can finish that.
 
     Returns False if a running job has locked the journal.
     """
@@ -267,9 +271,10 @@ def _remove_begun(above: Folder, directory: Folder) -> bool:
 
 
 def _remove_marked(above: Folder, directory: Folder) -> bool:
-    """Removes a complete directory, or finishes its removal if that was interrupted.
+    """Removes a complete directory, or finishes a removal that was interrupted.
 
-    The directory is renamed first, so that other jobs find it complete or not at all.
+    The directory is renamed first, so that other jobs find it complete or not at all. Returns False
+    if the rest of an earlier removal is in the way and cannot be removed.
     """
     path = directory.path.removesuffix(GONE)
     gone = f"{path}{GONE}"
@@ -287,14 +292,13 @@ def _remove_marked(above: Folder, directory: Folder) -> bool:
 
 
 def _empty(directory: Folder, last: str = "") -> None:
-    """Removes everything in an open directory; the file `last` after all others."""
+    """Removes everything in an open directory, the file `last` after all others."""
     paths = [os.path.join(directory.path, name) for name in directory.names()]
     for path in sorted(paths, key=lambda path: path == last):
         directory.remove(path)
 
 
 def _is_at(file: int, path: str) -> bool:
-    """Whether the open directory (descriptor `file`) is still the one at `path`."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except FileNotFoundError:

@@ -33,11 +33,12 @@ SAID_WITH_FIX = (MUST_SET, "begins-afresh", "begins-late", "state-dropped")
 
 
 class Question(Struct, frozen=True):
-    """What the user asks `check`.
+    """What the user asks `zckpt check`.
 
-    `asked` are the sizes of the next run. `like` is the path of a run given with `--like`, and
-    `other` its manifest. `files` maps an option to the file that has its value, for the proposed
-    command.
+    asked    the sizes of the next run
+    like     the path given with `--like`: a checkpoint of the program that will load this one
+    other    the manifest of that checkpoint
+    files    maps an option to the file that has its value, for the proposed command
     """
 
     asked: Asked
@@ -58,12 +59,12 @@ def check(
     files: Mapping[str, str] = {},
     tag: str | None = None,
 ) -> Words:
-    """The report of `zckpt check`: whether `engine` loads a checkpoint, or a run's newest one.
+    """Makes the report of `zckpt check`: whether `engine` loads a checkpoint as it is.
 
-    `tag` chooses a checkpoint of a run. If no program can resume from the newest one,
-    `goes_on_from` is the report on the checkpoint that `auto_resume` would take. Missing or damaged
-    files, and files from different saves, are listed as `obstacles`. Raises only a ZckptError that
-    says nothing about a checkpoint's state, such as NotACheckpoint.
+    `path` is a checkpoint, or a run, whose newest checkpoint is taken unless `tag` chooses one. If
+    no program can resume from it, the key `goes_on_from` is the report on the checkpoint that
+    `auto_resume` would take. Missing or damaged files, and files from different saves, are listed
+    as `obstacles`. Other errors, such as NotACheckpoint, are raised.
     """
     checkpoints, older = candidates(path), list[Candidate]()
     first = alone(path)  # weights, maybe
@@ -90,7 +91,7 @@ def check(
 
 
 def chosen(checkpoints: Sequence[Candidate], tag: str, run: str) -> Candidate:
-    """The checkpoint of a run with this tag or name; raises WrongOption if there is none."""
+    """Finds the checkpoint of a run by its tag or name; raises WrongOption if there is none."""
     for candidate in checkpoints:
         if tag in (candidate.tag, candidate.name):
             return candidate
@@ -102,7 +103,7 @@ def chosen(checkpoints: Sequence[Candidate], tag: str, run: str) -> Candidate:
 
 
 def _report(candidate: Candidate, verdict: Verdict, question: Question) -> Words:
-    """The report of `check` on one checkpoint; most keys are empty if it cannot be read."""
+    """The report on one checkpoint; most keys are empty if it cannot be read."""
     report: Words = {
         "zckpt": VERSION,
         "command": "check",
@@ -146,7 +147,7 @@ def _report(candidate: Candidate, verdict: Verdict, question: Question) -> Words
 def _reasons(
     manifest: Manifest, other: Manifest | None, words: Words, to: str
 ) -> tuple[list[Notice], list[Notice]]:
-    """The reasons why a program does not load a complete checkpoint, and warnings."""
+    """Why a program does not load a complete checkpoint, and warnings: two lists of notices."""
     if to == manifest.format:
         try:
             reasons = [*obstacles(manifest, words), *missing_of(manifest, to, words)]
@@ -166,7 +167,7 @@ def _reasons(
 
 
 def _as_in(other: Manifest | None, manifest: Manifest, words: Words, to: str) -> Words:
-    """Returns the options `words`, with the ZeRO stage of the run `other` (--like) added.
+    """Adds the ZeRO stage of the run given by `--like` (`other`) to the options `words`.
 
     The stage is added only if `words` has none, and if it differs from the checkpoint's stage.
     """
@@ -224,7 +225,7 @@ def _fix(
 def _tried(
     source: Candidate, manifest: Manifest, cure: Conversion, reading: Mapping[str, Any]
 ) -> api.Decision:
-    """What the conversion `cure` would write; raises the error that the conversion would raise.
+    """Plans the conversion `cure` without running it; raises the errors that it would raise.
 
     The source is read again only if the conversion reads it differently: with --param-names for an
     optimizer without names, or without joining model-parallel ranks.

@@ -42,10 +42,10 @@ FLAGS = {"config": "ds-config", "format": "from"}
 
 
 class Asked(Struct, frozen=True):
-    """The next run: `size` processes, and the sizes and options in `words`.
+    """What the user says about the next run: the number of processes and the options.
 
-    `words` are keywords of `zckpt.reshard`; None means not given. If `size` is None, the
-    data-parallel size is the source's.
+    `size` is the number of processes; if it is None, the data-parallel size is the source's.
+    `words` are keywords of `zckpt.reshard`; None means not given.
     """
 
     size: int | None
@@ -59,10 +59,10 @@ class Asked(Struct, frozen=True):
         options_of(of_target(self.words))  # raises WrongOption for a wrong value
 
     def of(self, manifest: Manifest) -> Words:
-        """The options of the next run for this checkpoint.
+        """Completes the options of the next run for this checkpoint.
 
-        dp       the number of processes / (tp * pp), if it is not given
-        stage    the ZeRO stage of the ds_config
+            dp       the number of processes / (tp * pp), if it is not given
+            stage    the ZeRO stage of the ds_config
 
         Raises WrongOption if tp * pp does not divide the number of processes.
         """
@@ -86,7 +86,7 @@ class Asked(Struct, frozen=True):
         return words
 
     def unused(self, to: str) -> list[Notice]:
-        """Warnings about options that do not apply to the format `to`, such as a ZeRO stage.
+        """Warns about options that do not apply to the format `to`, such as a ZeRO stage.
 
         Sizes such as `dp` get no warning: if a format's files are not divided among ranks, they can
         be loaded with any size. The universal format gets no warnings, because no engine loads it
@@ -101,9 +101,9 @@ class Asked(Struct, frozen=True):
 
 
 class Conversion(Struct, frozen=True):
-    """A conversion that makes a checkpoint fit: `zckpt.reshard`, or `zckpt.convert`.
+    """A conversion that makes a checkpoint fit the next run.
 
-    `to` is the format for `zckpt.convert`.
+    It is run by `zckpt.convert` if `to` is set (the format), else by `zckpt.reshard`.
     """
 
     words: Words
@@ -131,11 +131,12 @@ class Conversion(Struct, frozen=True):
 
 
 def conversion(manifest: Manifest, to: str, words: Mapping[str, Any]) -> Conversion:
-    """The conversion that makes a checkpoint fit a run of the format `to` with these options.
+    """Finds the conversion that makes a checkpoint fit a run of the format `to`.
 
-    Sizes equal to the source's are dropped. The number of ranks is dropped too if the files fit any
-    number. If `to` is another engine, options that its format does not have are dropped. A
-    universal checkpoint is written for the engine from which it was converted.
+    `words` are the options of that run. Sizes equal to the source's are dropped. The number of
+    ranks is dropped too if the files fit any number. If `to` is another engine, options that its
+    format does not have are dropped. A universal checkpoint is written for the engine from which it
+    was converted.
     """
     origin = manifest.run.origin
     to = str(origin.format) if to == manifest.format else to
@@ -156,19 +157,19 @@ def conversion(manifest: Manifest, to: str, words: Mapping[str, Any]) -> Convers
 
 
 def to_load(candidate: Candidate, manifest: Manifest) -> str:
-    """Tells what the user must set to make the program load this checkpoint; "" if nothing."""
+    """Tells the user what to set so that the program loads this checkpoint; "" if nothing."""
     say, tag = formats.named(manifest.format).to_load, str(manifest.run.origin.tag)
     is_below = say is not None and os.path.isdir(os.path.join(candidate.path, tag))
     return say(candidate.path, tag) if say and is_below else ""
 
 
 def sizes_of(words: Mapping[str, Any]) -> Words:
-    """The sizes and the ZeRO stage among the options of a run."""
+    """Selects the sizes (`dp`, `tp` and so on) and the ZeRO stage from the options of a run."""
     return {name: words[name] for name in IN_NAMES if name in words}
 
 
 def name_for(name: str, words: Mapping[str, Any]) -> str:
-    """The name of a resharded checkpoint, such as checkpoint-500-dp16."""
+    """The name of a resharded copy of the checkpoint `name`, such as checkpoint-500-dp16."""
     parts = [f"{IN_NAMES[word]}{size}" for word, size in sizes_of(words).items()]
     return "-".join([name.replace("/", "-"), *parts])
 
@@ -176,9 +177,10 @@ def name_for(name: str, words: Mapping[str, Any]) -> str:
 def batch(
     manifest: Manifest, words: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]
 ) -> list[Notice]:
-    """A warning about the batch size per rank, if the number of data-parallel ranks changes.
+    """Warns that the batch size per rank changes with the number of data-parallel ranks.
 
-    The list is empty if one of `lines`, the report's notices so far, warns of this already.
+    The list is empty if that number stays, or if one of `lines`, the report's notices so far,
+    already warns of this.
     """
     before, now = manifest.run.origin.dp, words["dp"]
     of_zero = manifest.format in ("deepspeed", "onnxruntime")  # other formats state no size

@@ -26,13 +26,15 @@ from .runs import Candidate, candidates, judged, others
 def interrupted(
     path: str, tag: str | None = None, reading: Mapping[str, Any] | None = None
 ) -> Report | None:
-    """Reports on the newest checkpoint of a run, if its save was interrupted; None otherwise.
+    """Reports on a run's newest checkpoint if its save was interrupted; None otherwise.
 
-    `path` is a run, or a checkpoint of a run; `tag` chooses a checkpoint. The report's `files`
-    lists the files of this checkpoint and whether each is complete. `older` is the newest complete
-    checkpoint. `tensors` counts the tensors of the interrupted checkpoint, and `alike` those
-    tensors that have the same type and shape in `older`. `frozen` names the frozen weights among
-    the tensors in `alike`.
+    `path` is a run, or a checkpoint of a run; `tag` chooses a checkpoint. Keys of the report:
+
+        files      the files of this checkpoint, and whether each is complete
+        older      the newest complete checkpoint
+        tensors    the number of tensors in the interrupted checkpoint
+        alike      how many of these have the same type and shape in `older`
+        frozen     the names of frozen weights among these
     """
     reading = reading or {}
     with suppress(ZckptError, OSError):
@@ -86,7 +88,7 @@ def _newest_whole(
 
 
 def _fitting(manifest: Manifest | None, older: Manifest | None) -> Report:
-    """Counts the tensors that have the same name, type and shape in an older checkpoint.
+    """Counts the tensors with the same name, type and shape in an older checkpoint.
 
     Returns the keys `tensors`, `alike` and `frozen` of the report.
     """

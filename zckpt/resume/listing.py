@@ -61,7 +61,7 @@ def list_checkpoints(
     begin: Begin | None = None,
     **source: Unpack[api.NamedKeywords],
 ) -> Report:
-    """The checkpoints of a run, the oldest first, each with its state.
+    """Lists the checkpoints of a run, the oldest first, each with its state.
 
     Metadata show whether a checkpoint is complete and from one save. With `intact`, all bytes are
     read, as by `verify`, with `jobs` threads and `memory` bytes. With a size (`dp`, `tp`, `pp`,
@@ -107,7 +107,6 @@ def list_checkpoints(
 
 
 def _is_gone(path: str) -> bool:
-    """Whether the path does not exist; False if the disk fails."""
     with suppress(OSError):
         return sources.status(path) is None
     return False
@@ -119,7 +118,7 @@ def _row(
     reading: Mapping[str, Any],
     proving: Mapping[str, Any] | None,
 ) -> Report:
-    """The row of one checkpoint, whatever is wrong with it.
+    """Makes the row of one checkpoint, whatever is wrong with it.
 
     `proving` are the arguments of `verify`, or None if no bytes are to be read.
     """
@@ -186,16 +185,15 @@ def _row(
 
 
 def _answer(problems: Sequence[Notice], is_known: bool) -> bool | None:
-    """False if there are problems, True if it is known that there are none, otherwise None."""
     return False if problems else True if is_known else None
 
 
 def _failed(error: ZckptError | OSError, question: str, row: Report) -> Report:
-    """The keys to change in the row of a checkpoint after an error.
+    """The keys that change in the row of a checkpoint because of an error.
 
-    `question` is the key whose value was to be determined, such as "whole". It becomes False if
-    the error shows that the checkpoint is broken, and None (unknown) for any other error, such as
-    an error of the disk. An InconsistentCheckpoint changes the key "of_one_save" instead.
+    `question` is the key whose value was to be determined, such as "whole". It becomes False if the
+    error shows that the checkpoint is broken, and None (unknown) for any other error, such as an
+    error of the disk. An InconsistentCheckpoint changes the key "of_one_save" instead.
     """
     notices = error.notices if isinstance(error, ZckptError) else [notice_of(error)]
     is_answer = isinstance(error, BROKEN) and not isinstance(error, NO_ANSWER)
@@ -208,7 +206,7 @@ def _failed(error: ZckptError | OSError, question: str, row: Report) -> Report:
 
 
 def _obstacles(manifest: Manifest, asked: Asked) -> list[Notice]:
-    """The reasons why the engine cannot load a checkpoint on the requested number of ranks."""
+    """Why the engine cannot load a checkpoint on the requested number of ranks; may be empty."""
     try:
         return obstacles(manifest, asked.of(manifest))
     except ZckptError as error:  # such as sizes that do not fit this one

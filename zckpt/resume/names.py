@@ -1,7 +1,7 @@
-"""Resumes without a copy: the run gets the path of a directory of empty files with right names.
+"""Resumes without a copy: the program gets the path of a directory with empty files.
 
-When the engine's own loader is given that path, it loads the source checkpoint instead
-(`zckpt/loading/`).
+They have the names of the engine's files. When the engine's own loader is given that path, it loads
+the source checkpoint instead (`zckpt/loading/`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ HINT = "leave out copy=False: then zckpt writes a copy for this number of ranks"
 
 
 def refuse_engine(source: str, engine: str) -> None:
-    """Raises WrongOption for a checkpoint of another engine, or if DeepSpeed has another version.
+    """Raises WrongOption if a checkpoint cannot be loaded without a copy.
 
-    Raises MissingExtra if torch or DeepSpeed is not installed.
+    It must be one of DeepSpeed, of a version that was tested. Raises MissingExtra if torch or
+    DeepSpeed is not installed.
     """
     if engine != ENGINE:
         what = "only DeepSpeed can load a checkpoint without a copy"
@@ -38,7 +39,7 @@ def refuse_engine(source: str, engine: str) -> None:
 
 
 def tag_in(source: str, report: Mapping[str, Any]) -> str:
-    """Returns the target's tag: the folder with the target's files in the report of `reshard`.
+    """Finds the tag in the report of `reshard`: the folder with the target's files.
 
     Raises WrongOption if the engine could not load these files from memory.
     """
@@ -51,12 +52,12 @@ def tag_in(source: str, report: Mapping[str, Any]) -> str:
 
 
 def absolute(path: str) -> str:
-    """Returns the absolute path, which is valid in other processes too; a URL unchanged."""
+    """Makes a path absolute, so that it is valid in other processes; a URL stays unchanged."""
     return path if api.is_url(path) else os.path.abspath(path)
 
 
 def serve(directory: str, candidate: Candidate, plan: Mapping[str, Any]) -> None:
-    """Makes the engine's loader load `candidate` when it is given `directory`.
+    """Makes the engine's loader load the checkpoint `candidate` when it is given `directory`.
 
     Raises WrongOption for a version of DeepSpeed that was not tested.
     """

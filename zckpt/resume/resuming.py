@@ -60,10 +60,11 @@ UNSUPPORTED, ALONE = "unsupported", "alone"
 
 
 class Resumed(str):
-    """The path to give to the engine's loader.
+    """The checkpoint from which a run resumes; its path is for the engine's loader.
 
-    `step` counts completed updates, or is Megatron-Core's iteration. `tag` is the checkpoint's tag
-    or None. `report` is the document of `zckpt auto-resume --json`.
+    step      completed updates; for Megatron-Core its iteration
+    tag       the checkpoint's tag, or None
+    report    the document of `zckpt auto-resume --json`
     """
 
     step: int | float | None
@@ -82,8 +83,8 @@ class Resumed(str):
 class Resuming(Struct, dict=True):
     """One call of `auto_resume` in one rank.
 
-    Methods that begin with `_` run in rank 0 only, except `_none_is_whole`, and `_written` when it
-    writes a copy: these run in all ranks.
+    Methods that begin with `_` run in rank 0 only. Two of them run in all ranks: `_none_is_whole`,
+    and `_written` when it writes a copy.
     """
 
     ranks: Ranks
@@ -132,7 +133,7 @@ class Resuming(Struct, dict=True):
         return None, said([] if is_there else [note("no-checkpoint", message, file=self.run)])
 
     def _none_is_whole(self, left: list[Words]) -> ZckptError:
-        """The error if all checkpoints of a run were skipped.
+        """Makes the error that all checkpoints of a run were skipped.
 
         `left` has a dictionary for each checkpoint, the newest first, with `path`, `kind` and
         `reason`.
@@ -158,7 +159,7 @@ class Resuming(Struct, dict=True):
         )
 
     def planned(self, candidate: Candidate) -> Words:
-        """How to resume from a checkpoint, after checking the bytes that will be read.
+        """Plans how to resume from a checkpoint, and checks the bytes that will be read.
 
         The result has a `reason` if the checkpoint cannot be used.
         """
@@ -181,7 +182,7 @@ class Resuming(Struct, dict=True):
             self.ranks.told(partial(self._discard, target))
 
     def damage(self, path: str, tag: str | None, reading: Words) -> Report | None:
-        """The first fault of a checkpoint, or None if it has none; all ranks read it together."""
+        """The first fault of a checkpoint, or None; all ranks read its bytes together."""
         more = {"jobs": self.copying.jobs, "memory": self.copying.memory, **self._shared}
         report = api.verify(path, tag=tag, **reading, **more)
         self.records = report.get("records")  # None if the files contradict each other
@@ -191,7 +192,7 @@ class Resuming(Struct, dict=True):
     def taken(
         self, candidate: Candidate, plan: Words, left: list[Words]
     ) -> tuple[Resumed, list[Report]] | None:
-        """The path to resume from, after writing a resharded copy if `plan` asks for one.
+        """Returns the path to resume from; writes a resharded copy if `plan` asks for one.
 
         Returns None if meanwhile another job has put another copy at this path, which can happen on
         a filesystem without locks. The caller then plans again.
@@ -240,7 +241,7 @@ class Resuming(Struct, dict=True):
         return Resumed(report["path"], report), lines
 
     def _written(self, candidate: Candidate, plan: Words, more: Words) -> Words:
-        """Writes the target, and returns the report of `reshard`."""
+        """Writes the resharded copy; returns the report of `reshard`."""
         more = {"gives_way": True, "copying": self.copying, **more}
         words = {**GOING_ON, **plan["words"], **more}
         return api.reshard(candidate.path, plan["target"], tag=candidate.tag, **words)
@@ -252,7 +253,7 @@ class Resuming(Struct, dict=True):
             return api.translated(to_builtins(candidates(run)))
 
     def _plan(self, candidate: Candidate) -> Words:
-        """How to resume: from the checkpoint itself, or from a resharded copy.
+        """Plans how to resume: from the checkpoint itself, or from a resharded copy.
 
         The result has a `reason` if the checkpoint cannot be used.
         """
@@ -267,7 +268,7 @@ class Resuming(Struct, dict=True):
             return {**plan, "removed": self._removed}
 
     def _plan_at(self, candidate: Candidate, here: Candidate) -> Words:
-        """How to resume from `candidate`, as in `_plan`.
+        """Plans how to resume from `candidate`; see `_plan`.
 
         `here` is the same checkpoint with a path on this machine, if `candidate` has a URL.
         """
@@ -357,19 +358,18 @@ class Resuming(Struct, dict=True):
             }
 
     def _tried(self, candidate: Candidate, target: str, words: Words) -> Words:
-        """Returns the report of `reshard --dry-run` for this target."""
         words = {**GOING_ON, **words, "dry_run": True, "names": self._note(candidate)}
         return api.reshard(candidate.path, target, tag=candidate.tag, **words)
 
     def _note(self, candidate: Candidate) -> bytes | None:
-        """The content of zckpt-names.json: the source that the engine loads without a copy.
+        """The content of zckpt-names.json, which names the checkpoint to load without a copy.
 
         None if a copy is written.
         """
         return None if self.copy else note_of(names.absolute(candidate.path), candidate.tag)
 
     def _becomes_alone(self, target: str) -> bool:
-        """Waits for the folder's lock and acquires it; returns False if this job already has it."""
+        """Waits for the folder's lock and takes it; returns False if this job has it already."""
         if self._is_alone:
             return False
         cache.make(self.folder, self.run)
@@ -390,7 +390,7 @@ class Resuming(Struct, dict=True):
         return is_gone
 
     def _missing(self, target: str) -> Report | None:
-        """The first problem of a resharded copy from an earlier start, as a line of the report.
+        """The first problem of a resharded copy from an earlier start, as a report line.
 
         Files of the copy may have been lost after that start. None if there is no problem.
         """
@@ -426,6 +426,6 @@ class Resuming(Struct, dict=True):
 
 
 def _of(candidate: Words) -> str:
-    """A message: the path of a checkpoint, and why the checkpoint was skipped."""
+    """Says which checkpoint was skipped, and why, as a message."""
     path, message = candidate["path"], str(candidate["reason"]["message"])
     return message if message.startswith(path) else f"{path}: {message}"

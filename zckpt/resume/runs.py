@@ -7,7 +7,7 @@
 
 A folder whose name differs from that of a checkpoint only in its numbers counts as a checkpoint
 too, even if a save has just begun to write it. `formats.by_age` decides which one is the newest. A
-checkpoint that the run's own pointer file names comes first.
+checkpoint that the run's own pointer file (such as `latest`) names comes first.
 """
 
 from __future__ import annotations
@@ -75,33 +75,33 @@ class Candidate(Struct, frozen=True):
 
     @property
     def where(self) -> str:
-        """The folder of the checkpoint's own files, or its only file: `path` with the tag."""
+        """The folder with the checkpoint's own files, or its only file: `path` with the tag."""
         return os.path.join(self.path, self.tag) if self.tag else self.path
 
 
 def alone(path: str, tag: str | None = None) -> Candidate:
-    """The checkpoint at a path that is not a run."""
+    """The checkpoint at `path`, which is not a run with several checkpoints."""
     return Candidate(path, os.path.basename(os.path.abspath(path)), path, tag)
 
 
 def no_checkpoint(run: str, error: NotACheckpoint) -> NotACheckpoint:
-    """Returns the error "the run has no checkpoint", with the hint of `error`."""
+    """Makes the error "the run has no checkpoint", with the hint of `error`."""
     if error.code == "no-such-path":
         return error.again(code="no-checkpoint")
     return error.again(code="no-checkpoint", message=f"{run} has no checkpoint", file=run)
 
 
 def folder_of(candidate: Candidate) -> str:
-    """The trainer's folder of a checkpoint, for messages, instead of the engine's folder inside.
+    """The trainer's folder of a checkpoint, for messages: `run5/checkpoint-500`.
 
-    For example, `run5/checkpoint-500` if the path is `run5/checkpoint-500/global_step500`.
+    The engine's own folder may be inside: `run5/checkpoint-500/global_step500`.
     """
     above = os.path.dirname(candidate.where) or os.curdir
     return above if formats.is_of_trainer(above) else candidate.where
 
 
 def since(checkpoints: Iterable[Candidate], step: float, run: str) -> list[Candidate]:
-    """The checkpoints of step `step` or later, and the checkpoints without a known step.
+    """Selects the checkpoints of step `step` or later, and those without a known step.
 
     Raises WrongOption if all are older.
     """
@@ -118,7 +118,7 @@ def since(checkpoints: Iterable[Candidate], step: float, run: str) -> list[Candi
 
 
 def judged(candidate: Candidate, reading: Mapping[str, Any]) -> Verdict:
-    """Judges from metadata whether a checkpoint is complete and from one save."""
+    """Judges, from metadata only, whether a checkpoint is complete and from one save."""
     # if the tag's folder is missing, reading without a tag blames the file that names it
     tag = candidate.tag if candidate.tag and os.path.isdir(candidate.where) else None
     return verdict.judged(
@@ -127,10 +127,10 @@ def judged(candidate: Candidate, reading: Mapping[str, Any]) -> Verdict:
 
 
 def instead_of(path: str, tag: str | None = None) -> str | None:
-    """The newest other checkpoint of the same run that is complete by its metadata, or None.
+    """The newest complete checkpoint of the same run, other than the one at `path`; or None.
 
-    It is another one than the checkpoint at `path`. If `path` is a run, it is another one than the
-    run's checkpoint `tag`, by default the newest.
+    If `path` is a run, it is another one than the run's checkpoint `tag`, by default the newest.
+    Only metadata are read.
     """
     with suppress(ZckptError, OSError):
         for candidate in others(path, tag):
@@ -160,7 +160,7 @@ def others(path: str, tag: str | None) -> list[Candidate]:
 
 
 def damage(report: Report, accept_weights: bool = False) -> list[Notice]:
-    """The faults in a report of `verify`, including damage in files that resuming does not read."""
+    """The faults in a report of `verify`, also in files that resuming does not read."""
     fields = Notice.__struct_fields__
     notices = [Notice(**{key: line[key] for key in fields}) for line in report["problems"]]
     for line in () if accept_weights else report["differences"]:
@@ -171,7 +171,7 @@ def damage(report: Report, accept_weights: bool = False) -> list[Notice]:
 
 @sources.looks_again
 def candidates(run: str) -> list[Candidate]:
-    """The checkpoints of the run, the newest first; empty if there is none.
+    """Finds the checkpoints of a run, the newest first; empty if there is none.
 
     Raises NotACheckpoint if `run` is a file and no checkpoint.
     """
@@ -197,7 +197,7 @@ def candidates(run: str) -> list[Candidate]:
 
 
 def _by_tag(run: str, inside: bool = False) -> list[Candidate]:
-    """The checkpoints of a run that stores tags; empty if `run` stores none.
+    """Finds the checkpoints of a run that stores tags (`global_step500`); empty for other runs.
 
     With `inside`, `run` is a folder in a run. It may be a trainer's folder of one checkpoint, in
     which the engine stores one tag.
@@ -245,7 +245,7 @@ def _set_back(run: str, pointed: str, newest: str) -> Notice:
 def _newest_first(paths: Iterable[str]) -> dict[str, Notices]:
     """Sorts the paths of checkpoints, the newest first, and maps each to its warnings.
 
-    A checkpoint gets a warning if its position in the order rests only on the times of its files.
+    A checkpoint gets a warning if only the times of its files decide its place in the order.
     """
     order = formats.by_age(paths)[::-1]
     notes: dict[str, Notices] = {standing.path: () for standing in order}
@@ -263,7 +263,7 @@ def _newest_first(paths: Iterable[str]) -> dict[str, Notices]:
 
 
 def _in_folders(run: str) -> list[Candidate]:
-    """The checkpoints that are folders or files below a run.
+    """Finds the checkpoints that are folders or files below a run.
 
     The run's folder is searched first. If it contains no checkpoint, the folders in it are
     searched, and so on down to DEPTH levels.
@@ -289,7 +289,7 @@ def _in_folders(run: str) -> list[Candidate]:
 
 
 def _checkpoints(folder: str, names: Iterable[str]) -> list[str]:
-    """The paths of the checkpoints in a folder.
+    """Finds the checkpoints in a folder: returns their paths.
 
     Names that differ only in numbers are treated alike: when one of them is found to be a
     checkpoint, all count as checkpoints, and the others are not opened.
@@ -303,7 +303,7 @@ def _checkpoints(folder: str, names: Iterable[str]) -> list[str]:
 
 
 def _ordered(paths: Iterable[str]) -> list[Candidate]:
-    """The checkpoints, the newest first, except that the current one comes before all others.
+    """Sorts checkpoints, the newest first, except that the current one comes before all others.
 
     The current checkpoint is the one to which a link such as `latest` leads, or which a file of the
     program names. Without a link or file, it is the newest one.
@@ -338,7 +338,7 @@ def _is_tracked(path: str) -> bool:
 
 
 def _lacking(paths: Iterable[str]) -> dict[str, list[Notice]]:
-    """Maps each path to warnings about a trainer's file that only this checkpoint of the run lacks.
+    """Warns about a trainer's file that only one checkpoint of the run lacks; by its path.
 
     At least two other checkpoints must have the file.
     """
@@ -374,13 +374,13 @@ def _refuse_several(run: str, runs: list[str]) -> None:
 
 
 def _paths(inside: dict[str, list[str]]) -> list[str]:
-    """The paths of all folders of one level; `inside` maps folders to the names in them."""
+    """The paths of all subfolders; `inside` maps folders to the names in them."""
     paths = (os.path.join(folder, name) for folder, names in inside.items() for name in names)
     return [path for path in paths if sources.is_folder(path)]
 
 
 def _names(folder: str) -> list[str]:
-    """The names in a folder that may be checkpoints: subfolders, and files by their endings.
+    """Lists what may be a checkpoint in a folder: subfolders, and files by their endings.
 
     Hidden names are left out, and so are links to another name in the same folder.
     """
@@ -399,7 +399,7 @@ def _names(folder: str) -> list[str]:
 
 
 def _tags_of_same_shape(run: str, tags: Iterable[str]) -> list[str]:
-    """The names of folders in `run` that equal one of `tags`, or differ from it only in numbers.
+    """Lists the folders in `run` whose names differ from one of `tags` only in numbers, if at all.
 
     A tag without a number is not considered.
     """

@@ -1,4 +1,4 @@
-"""Computes the positions of bars in bar charts; defines the signs and colors of all figures."""
+"""Lays out bar charts: computes the positions of bars. Defines the signs and colors of figures."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def power_of_ten(exponent: int) -> str:
 
 
 def _apart(labels: Sequence[str], step: float) -> Iterator[str]:
-    """Yields the labels of a chart, with "" for each label that would overlap the label before it.
+    """Yields the labels of a chart; a label that would overlap the one before becomes "".
 
     `step` is the distance in pixels between the centers of neighboring labels.
     """

@@ -1,4 +1,4 @@
-"""Computes the positions of lines and points in a run's charts: loss and norms by step."""
+"""Lays out a run's line charts: computes the positions of lines and points."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Axis(Struct, frozen=True):
     last: float
 
     def across(self, at: float) -> float:
-        """The x coordinate, in pixels, of a position on the axis."""
+        """The x coordinate in pixels of a value on the axis, such as a step."""
         part = (at - self.first) / (self.last - self.first) if self.last > self.first else 0.5
         return round(LEFT + (WIDTH - LEFT - RIGHT) * part, 2)
 
@@ -135,7 +135,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _parts(line: Iterable[Point]) -> list[list[tuple[float, float]]]:
-    """Splits a line into parts without NaN and infinite values."""
+    """Splits a line where a value is NaN or infinite."""
     parts: list[list[tuple[float, float]]] = [[]]
     for x, y in line:
         if y is None:
@@ -146,7 +146,7 @@ def _parts(line: Iterable[Point]) -> list[list[tuple[float, float]]]:
 
 
 def _apart(labels: Iterable[tuple[float, str]]) -> Iterable[tuple[float, str]]:
-    """Yields labels with their positions, without those that would overlap the label before."""
+    """Yields labels with their positions; a label that would overlap the one before is dropped."""
     free = -math.inf
     for x, label in labels:
         half = 3.4 * len(label)

@@ -101,7 +101,7 @@ SHOWN_IN = {
 
 
 def _target(document: Mapping[str, Any], fault: Mapping[str, Any]) -> str:
-    """The id of the page's section to which a line of the fault list links; "" for none."""
+    """The id of the section of the page that shows a fault; "" if there is none."""
     sections = SHOWN_IN.get(fault["kind"], ())
     there = (name for name in sections if _has(document.get(name), SECTIONS[name]))
     return next(there, "")
@@ -112,7 +112,7 @@ def _has(section: Mapping[str, Any] | None, part: str) -> bool:
 
 
 def packed(document: Mapping[str, Any]) -> str:
-    """The document for the page's script: base64 of gzip of JSON."""
+    """Packs the document for the page's script: base64 of gzip of JSON."""
     text = json.dumps(document, allow_nan=False, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), 4, mtime=0)).decode()
 
@@ -129,7 +129,7 @@ def _hash(text: str) -> str:
 
 
 def _listed(value: Any) -> str:
-    """The value of a hyper-parameter; a float is rounded to twelve digits."""
+    """Formats the value of a hyper-parameter; a float is rounded to twelve digits."""
     if isinstance(value, float):
         return f"{value:.12g}"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else str(value)
@@ -144,7 +144,6 @@ def _names(document: Mapping[str, Any]) -> Any:
 
 
 def _charts(document: Mapping[str, Any]) -> dict[str, Chart]:
-    """The bar charts of the page by name; they are drawn without a script."""
     charts: dict[str, Chart] = {}
     if run := document.get("run"):
         points = run["checkpoints"]

@@ -32,7 +32,7 @@ SHARED = {
 
 
 def render_markdown(document: Mapping[str, Any], picture: str = "report.svg") -> tuple[str, str]:
-    """The Markdown text, and the SVG picture to which it links, with colors for light and dark."""
+    """The Markdown text, and the SVG picture to which it links, for light and dark pages."""
     path = _plain(document["path"])
     name = " of ".join(filter(None, words.title(document)))
     faults = sorted(document.get("faults") or [], key=lambda fault: bool(fault.get("checkpoint")))
@@ -66,7 +66,6 @@ def render_markdown(document: Mapping[str, Any], picture: str = "report.svg") ->
 
 
 def _facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The rows of the Markdown table, as pairs of a name and a value."""
     facts = dict(words.facts(document))
     rows: dict[str, str] = {}
     owner = {key: line for line, others in SHARED.items() for key in (line, *others)}
@@ -85,7 +84,7 @@ def _sign(fault: Mapping[str, Any]) -> str:
 
 
 def _plain(text: str, most: int = 200) -> str:
-    """A text with Markdown's special characters escaped, cut to `most` characters."""
+    """Escapes Markdown's special characters, and cuts the text to `most` characters."""
     text = words.cut(words.shown(text), most)
     return re.sub(r"[\\`*\[\]<>|~&$@]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", text)
 
@@ -95,7 +94,7 @@ def _xml(text: str, most: int = 34) -> str:
 
 
 def _picture(document: Mapping[str, Any], name: str) -> Iterator[str]:
-    """The lines of the SVG: a card with the name, the verdict, and the heat map."""
+    """Yields the lines of the SVG: a card with the name, the verdict, and the heat map."""
     numbers = document.get("numbers") or {}
     measures = numbers.get("measures") or [{"title": "", "cells": []}]
     marked = _marked(document)
@@ -169,7 +168,6 @@ def _scale(title: str, low: float, high: float, powers: bool, y: int) -> Iterato
 
 
 def _long(names: list[str], each: float) -> int:
-    """The width in pixels of the longest name."""
     return round(each * max((len(words.cut(name, 34)) for name in names), default=0))
 
 
@@ -182,10 +180,10 @@ def _part(value: float, low: float, high: float, powers: bool) -> float:
 
 
 def _marked(document: Mapping[str, Any]) -> dict[int, str]:
-    """For each tensor with a fault: its index in the document's `tensors`, and the fault's sign.
+    """Maps the index of each tensor with a fault to the sign of the fault, such as `N` for NaN.
 
-    The picture shows the sign (one of `SIGNS`, such as `N` for NaN) in the tensor's cell of the
-    heat map. If a tensor has several faults, the sign is that of the first one in the document.
+    The picture shows the sign (one of `SIGNS`) in the tensor's cell of the heat map. If a tensor
+    has several faults, the sign is that of the first one in the document.
     """
     names = (document.get("tensors") or {}).get("name") or []
     signs = {fault["tensor"]: _sign(fault) for fault in reversed(document.get("faults") or [])}
@@ -214,9 +212,9 @@ def _fitting(
 
 
 def _merged(names: list[str], most: int) -> tuple[int, list[str]]:
-    """How many neighboring rows are joined so that at most `most` remain, and the new names.
+    """Joins neighboring rows, or columns, until at most `most` remain.
 
-    `names` are the names of rows or of columns.
+    `names` are their names. Returns how many are joined each time, and the new names.
     """
     parts = neighbors(names, most)
     size = len(parts[0]) if parts else 1
@@ -224,7 +222,6 @@ def _merged(names: list[str], most: int) -> tuple[int, list[str]]:
 
 
 def _style() -> str:
-    """The CSS of the picture: the colors of a light page, and of a dark one."""
     themes = {
         "": ("#fff", "#dfe3e2", "#16191d", "#565e66", "#b3123f", "#12663f", "#7a5200", "#f0f2f1"),
         "dark": (
@@ -250,7 +247,7 @@ def _style() -> str:
 
 
 def _color(place: float) -> tuple[int, ...]:
-    """The red, green and blue of the palette's color at `place`, a number from 0 to 1."""
+    """The color of a number from 0 to 1 in the palette: red, green and blue."""
     below = min(int(place * (len(PALETTE) - 1)), len(PALETTE) - 2)
     part = place * (len(PALETTE) - 1) - below
     pairs = zip(PALETTE[below], PALETTE[below + 1], strict=True)

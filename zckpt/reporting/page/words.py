@@ -17,7 +17,7 @@ NONE = "\N{EN DASH}"
 
 
 def shown(value: Any) -> Any:
-    """A text in which invisible characters are replaced by their code points.
+    """Replaces invisible characters in a text by their code points.
 
     Values that are not texts, and HTML that is already escaped, are returned unchanged.
     """
@@ -27,7 +27,7 @@ def shown(value: Any) -> Any:
 
 
 def cut(name: str, most: int) -> str:
-    """A name cut in its middle to at most `most` characters."""
+    """Shortens a name to at most `most` characters, by a cut in its middle."""
     if len(name) <= most:
         return name
     tail = (most - 1) // 2
@@ -35,7 +35,7 @@ def cut(name: str, most: int) -> str:
 
 
 def short(value: Any) -> str:
-    """A number with four digits; a dash for None; other values as text."""
+    """Formats a number with four digits; a dash for None; other values as text."""
     if value is None:
         return NONE
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -46,17 +46,17 @@ def short(value: Any) -> str:
 
 
 def number(value: int | None) -> str:
-    """An integer with separators: 2,345; a dash for None."""
+    """Formats an integer with separators: 2,345; a dash for None."""
     return f"{value:,}" if isinstance(value, int) else NONE
 
 
 def size(value: int | None) -> str:
-    """A number of bytes: 1.49 GB; a dash for None."""
+    """Formats a number of bytes: 1.49 GB; a dash for None."""
     return sized(value) if isinstance(value, int) else NONE
 
 
 def rounded(value: int) -> str:
-    """A count for a headline: 6.74 billion; all digits below a million."""
+    """Formats a count for a headline: 6.74 billion; all digits below a million."""
     for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if value >= size:
             return f"{value / size:.3g} {word}"
@@ -64,7 +64,7 @@ def rounded(value: int) -> str:
 
 
 def sizes(line: Mapping[str, Any]) -> str:
-    """The parallel sizes of a checkpoint as text: "dp 2, tp 4".
+    """Formats the parallel sizes of a checkpoint: "dp 2, tp 4".
 
     Sizes of 1 are omitted, unless all are 1.
     """
@@ -88,12 +88,12 @@ def title(document: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def layer(document: Mapping[str, Any], row: str) -> str:
-    """The name of the layer in a row of the heat maps, such as `h.0` for the row "0"."""
+    """The name of a layer that is a row of the heat maps: `h.0` for the row "0"."""
     return str((document.get("layers") or {}).get(row, row))
 
 
 def alone(message: str, kind: str) -> str:
-    """The message of a fault without the kind at its beginning ("KIND: ").
+    """Removes the kind of a fault ("KIND: ") from the beginning of its message.
 
     The page prints the kind in another place.
     """
@@ -107,19 +107,19 @@ def is_by_step(run: Mapping[str, Any]) -> bool:
 
 
 def run_labels(run: Mapping[str, Any]) -> list[str]:
-    """Short names of checkpoints: the steps, or the full names if steps are equal or unknown."""
+    """Short names of checkpoints: their steps, or full names if steps are equal or unknown."""
     points = run["checkpoints"]
     return [short(point["step"]) if is_by_step(run) else point["name"] for point in points]
 
 
 def of_this(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The faults of the checkpoint that is shown, without those of older checkpoints of its run."""
+    """The faults of the checkpoint that is shown, not those of older checkpoints of its run."""
     faults = document.get("faults") or []
     return [line for line in faults if not (document.get("run") and line.get("checkpoint"))]
 
 
 def of_run(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Faults of older checkpoints that the run's table cannot show.
+    """The faults of older checkpoints that are not in the run's table.
 
     For example, a missing checkpoint has no row in this table.
     """
@@ -173,7 +173,7 @@ def facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def learning_rate(document: Mapping[str, Any]) -> str | None:
-    """The learning rate as text: that of the trainer's log, and the optimizer's if it differs.
+    """Formats the learning rate: that of the trainer's log, and the optimizer's if it differs.
 
     The two may differ: the Trainer logs the rate of the last step (transformers 5.24), but the
     groups of the optimizer have the rate of the next step.
@@ -189,7 +189,7 @@ def learning_rate(document: Mapping[str, Any]) -> str | None:
 
 
 def loss(about: Mapping[str, Any], step: Any) -> str:
-    """The last logged loss with its step, and the loss of the last evaluation, as text."""
+    """Formats the last logged loss with its step, and the loss of the last evaluation."""
     if about.get("loss") is None:
         return ""
     at = about.get("loss_step")
@@ -203,14 +203,14 @@ def _known(value: Any) -> str | None:
 
 
 def time(saved: Any) -> str:
-    """A time in UTC to the minute: 2026-11-29 10:32 UTC."""
+    """Formats a time in UTC to the minute: 2026-11-29 10:32 UTC."""
     return f"{saved[:10]} {saved[11:16]} UTC" if isinstance(saved, str) else ""
 
 
 def advice(following: Mapping[str, Any]) -> str:
-    """The section `next` as one sentence: what is lost, what is left and what to do.
+    """Puts the section `next` into one sentence: what is lost, what is left and what to do.
 
-    Commands are left out that fill in other values for lost ones.
+    Commands that fill in other values for lost ones are left out.
     """
     parts = [*(following.get("lost") or []), following.get("left") or ""]
     steps = following.get("do") or []
@@ -221,7 +221,7 @@ def advice(following: Mapping[str, Any]) -> str:
 
 
 def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
-    """The verdict on the checkpoint of a document, and a short reason.
+    """The verdict on the checkpoint that is shown, and a short reason.
 
     The verdict is "bad" if there is a fault, "odd" if the user should look at something else, such
     as a difference, and otherwise "good".
