@@ -26,7 +26,7 @@ TENSOR, SOURCE = "tensor", "source"
 
 
 class Target(Protocol):
-    """A target file that is being filled, of which `file` is the descriptor.
+    """A target file that is being filled; `file` is its descriptor.
 
     It already has its final size, headers, and holes where tensors go.
     """

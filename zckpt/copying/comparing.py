@@ -134,7 +134,7 @@ class Row:
         return Differing(difference.first, difference.count, distance, nans)
 
     def compared(self, part: ComparedPart, difference: Differing | None) -> Region | None:
-        """Counts a part as compared, and adds its difference to those of its region.
+        """Counts a part as compared, and adds its difference to the differences of its region.
 
         If this was the last part of the region, returns the region with all its differences.
         """
@@ -161,7 +161,7 @@ def rows_of(checks: Sequence[FullCheck], memory: int) -> dict[str, Row]:
 
 
 def is_row(name: str) -> bool:
-    """Whether a name in the journal stands for tensors to compare (a row), and not for a file."""
+    """Whether a name in the journal is that of a row (tensors to compare), not that of a file."""
     return name.endswith("/")
 
 

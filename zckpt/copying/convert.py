@@ -203,7 +203,7 @@ def take_part(
 
 
 def _strictest_mode(source: Manifest) -> int:
-    """The strictest permissions among a source's files; the target's files get them."""
+    """The permissions that all source files have; the target's files get them."""
     mode = 0o666
     for file in source.files.paths:
         mode &= os.stat(file).st_mode

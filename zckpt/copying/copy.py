@@ -158,7 +158,8 @@ class _Copy(Struct, eq=False, dict=True):
     def take(self, regions: Iterable[Region]) -> list[Region]:
         """Counts regions as complete that an earlier run or another process has written.
 
-        Adds their CRC-32s to those of the target. Returns the regions that were not counted before.
+        Adds the regions' CRC-32s to the target's CRC-32s. Returns the regions that were not counted
+        before.
         """
         taken = []
         for region in regions:
@@ -174,7 +175,8 @@ class _Copy(Struct, eq=False, dict=True):
         return taken
 
     def _count(self, passed: Iterable[Passed]) -> None:
-        """Adds the CRC-32s of written parts to those of the target's tensors, files and records.
+        """Adds the CRC-32s of written parts to the sums for the target's tensors, files and
+        records.
 
         A record is a byte range with a checksum. CRC-32s of the source's records are left out,
         since the checker already has them.
@@ -224,7 +226,10 @@ class _Copy(Struct, eq=False, dict=True):
         return carry_out
 
     def _compare(self, part: ComparedPart, reader: ElementReader, buffers: Buffers) -> None:
-        """Compares one part of two tensors; after a region's last part, records the region."""
+        """Compares one part of two tensors.
+
+        After the last part of a region, records in the journal that the region was compared.
+        """
         with self.assembling:
             difference = part.row.compare(part, reader, buffers)
         self.sharing.check()

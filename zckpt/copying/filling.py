@@ -25,10 +25,10 @@ CoverOf = Callable[[Key], Cover | Scattered]
 
 
 class Sums(Struct, eq=False):
-    """Combines the CRC-32s of parts, in any order, to those of tensors, files and records.
+    """Combines the CRC-32s of parts to the CRC-32s of tensors, files and records.
 
-    A record is a byte range with a checksum. A small tensor has just one part, so a `Cover`, which
-    joins parts, is created only for the second one.
+    Parts may arrive in any order. A record is a byte range with a checksum. A small tensor has just
+    one part, so a `Cover`, which joins parts, is created only for the second one.
     """
 
     _alone: dict[Key, Passed] = field(default_factory=dict)
@@ -69,9 +69,10 @@ class Sums(Struct, eq=False):
 
 
 class UnfinishedRegion(Struct, eq=False):
-    """A region of a target file, of which `left` chunks are not written yet.
+    """A byte range [start, stop) of a target file that is not completely written yet.
 
-    A region is the byte range [start, stop). The CRC-32s are those of the written chunks.
+    `left` is the number of its chunks that are missing. The CRC-32s are those of the written
+    chunks.
     """
 
     start: int

@@ -282,7 +282,7 @@ def in_use(folder: str) -> TargetExists:
 
 
 def regions_in(lines: Sequence[bytes]) -> list[Region]:
-    """Parses the regions in a journal's lines; drops those of files that were lost later."""
+    """Parses the regions in a journal's lines; drops regions of files that were lost later."""
     regions: dict[str, list[Region]] = {}
     for line in lines[1:]:
         document = json.loads(line[9:])

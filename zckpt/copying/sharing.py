@@ -69,10 +69,10 @@ class Sharing:
         """Tells the other processes that the target's files exist and may be filled."""
 
     def begun(self) -> Begun | None:
-        """Waits for rank 0's `begin`; returns the length and the CRC-32 of rank 0's journal.
+        """Waits until rank 0 has called `begin`; returns the length and CRC-32 of its journal.
 
         On a filesystem without locks, the result also has the name that identifies rank 0's
-        process. It is None if rank 0 writes nothing.
+        process. The result is None if rank 0 writes nothing.
         """
         return None
 

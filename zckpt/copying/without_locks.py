@@ -144,7 +144,7 @@ def refuse(target: str, part: str) -> None:
 
 
 class Left(Struct, frozen=True):
-    """Unfinished targets of other runs: those that were just `removed`, and those that are left."""
+    """Unfinished targets of other runs: `removed` ones, and `staying` ones that are still there."""
 
     removed: list[str]
     staying: list[str]
@@ -172,9 +172,10 @@ class Left(Struct, frozen=True):
 def clear(above: Folder, name: str) -> Left:
     """Removes unfinished targets in the directory `above` whose processes have ended.
 
-    It is for a filesystem without locks, and removes only those of this machine's processes. The
-    result also lists those that could not be removed or are of other machines, and `name`.partial
-    of a run with locks. It does not list those that a living process of this machine writes.
+    It is for a filesystem without locks, and removes only targets of this machine's processes. The
+    result also lists targets that could not be removed, targets of other machines, and
+    `name`.partial of a run with locks. A target that a living process of this machine writes is not
+    listed.
     """
     left = Left([], [])
     with suppress(PermissionError):  # a directory may be writable and not listable

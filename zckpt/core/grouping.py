@@ -18,7 +18,10 @@ def by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
 
 
 def neighbors(items: Sequence[V], most: int) -> list[Sequence[V]]:
-    """Cuts `items` into at most `most` lists of consecutive items; only the last may be shorter."""
+    """Cuts a sequence into at most `most` lists of consecutive items.
+
+    All lists have the same length, except that the last may be shorter.
+    """
     length = max(-(-len(items) // most), 1)
     return [items[place : place + length] for place in range(0, len(items), length)]
 

@@ -168,7 +168,7 @@ def _last(lines: Sequence[Mapping[str, Any]], key: str, as_number: Callable[[Any
 
 
 def text(value: Any) -> str | None:
-    """Cuts a text to LONGEST characters; None for an empty text or any other value."""
+    """Cuts a string to LONGEST characters; None for an empty string or any other value."""
     return value[:LONGEST] if isinstance(value, str) and value.strip() else None
 
 

@@ -250,9 +250,10 @@ def _stand_in(
     temporary: str,
     older: Callable[[str], str | None],
 ) -> bool:
-    """Replaces the files that an error names by links to other files, and adds faults.
+    """Puts links to similar files in place of the files that an error names.
 
-    Returns False if no other file can replace any of them.
+    Adds the lost files to the faults in `found`. Returns False if no other file can replace any of
+    them.
     """
     kind, paths = _missing_in(found, error)
     gone = {*paths, *map(found.real, found.lost)}

@@ -75,9 +75,9 @@ def _state_of_tensors(file: BinaryIO, size: int) -> State:
 
 
 def _state_of_torch(file: BinaryIO, size: int) -> State:
-    """The state of a file of torch.save: a zip, or a pickle from before torch 1.6.
+    """The state of a torch.save file, which is a zip, or a pickle from before torch 1.6.
 
-    Members of a small zip are compared with their CRC-32s, if the zip states any.
+    If the zip is small and states CRC-32s, they are compared.
     """
     head = file.read(len(OLD))
     if not head.startswith(b"PK\3\4"):

@@ -110,7 +110,7 @@ class Verdict(Struct, frozen=True):
 
     @property
     def obstacles(self) -> tuple[Notice, ...]:
-        """The reasons why no program resumes from the checkpoint; empty if one can."""
+        """The reasons why no program can resume from the checkpoint; empty if one can."""
         return (*self.problems, *self.alone)
 
     @property

@@ -66,11 +66,11 @@ def load(
     is_sparing: bool = False,
     **words: Any,
 ) -> tuple[str | None, Any]:
-    """Loads the checkpoint at `source` into an engine; returns what the engine's loader returns.
+    """Loads the checkpoint at `source` into an engine, as `zckpt.deepspeed.load_checkpoint`.
 
     `given` are arguments of the engine's own loader, and `words` are arguments of `zckpt.reshard`.
-    If `is_sparing` is True, checksums are not compared. Raises the errors that
-    `zckpt.deepspeed.load_checkpoint` documents, in all ranks.
+    If `is_sparing` is True, checksums are not compared. Returns what the engine's loader returns.
+    Raises the errors that `zckpt.deepspeed.load_checkpoint` documents, in all ranks.
     """
     given = ARGUMENTS | given
     refuse_engine(engine, source, given["load_optimizer_states"])
@@ -119,7 +119,7 @@ def words_for(engine: Any, words: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Returns a ds_config that contains only JSON values; other objects become their `str`."""
+    """Converts a ds_config to JSON values; other objects become their `str`."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

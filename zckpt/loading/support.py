@@ -66,9 +66,9 @@ def unsupported(source: str, message: str) -> WrongOption:
 
 
 def refuse_files(source: str, paths: Iterable[str]) -> None:
-    """Raises WrongOption if some files at `paths` are from pipeline, expert or tensor parallelism.
+    """Raises WrongOption if files come from pipeline, expert or tensor parallelism.
 
-    These are files of single layers, of experts, and of tensor-parallel ranks. An engine without
+    They are files of single layers, of experts, or of tensor-parallel ranks. An engine without
     model parallelism does not load them.
     """
     for name in map(os.path.basename, paths):

@@ -67,7 +67,7 @@ class Place(Struct, frozen=True):
 
     @property
     def is_of_checksum(self) -> bool:
-        """Whether the stated checksum is damaged, and the bytes of the record are right."""
+        """Whether only the stated checksum is damaged, not the bytes of the record."""
         start, stop = self.extent.offset, self.extent.offset + self.extent.length
         return any(not start <= each.offset < stop for each in self.corrections)
 
@@ -160,7 +160,7 @@ CHANCE = "type --accept-chance to flip the bit back, or give an older checkpoint
 
 
 def one_in(chance: float) -> str:
-    """Writes a probability as words for a sentence: "1 of 2,000 cases"."""
+    """Formats a probability for a sentence: "1 of 2,000 cases"."""
     return f"1 of {round(1 / chance):,} cases" if chance < 1 else "every case"
 
 
@@ -237,7 +237,7 @@ def element_at(contents: Contents, offset: int) -> tuple[Entry, int, Extent] | N
 
 
 def values(entry: Entry, extent: Extent, correction: Correction) -> tuple[Value, Value]:
-    """An element's value before and after a correction of one byte.
+    """The value of an element before and after a correction of one byte.
 
     Both are None for a type whose values are no numbers.
     """

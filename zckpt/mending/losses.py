@@ -194,11 +194,11 @@ NEEDS_LAYER = (
 def whatever_is_there(
     path: str, reading: Reading, older: Manifest | None = None
 ) -> AbstractContextManager[Found]:
-    """Reads what still exists of the checkpoint at `path`, some of whose files are lost.
+    """Reads what still exists of a checkpoint that has lost files.
 
-    If the only model file is lost, that of the checkpoint `older` is read in its place, provided
-    that the format can tell what else the lost file contained. If the file of a pipeline's layer is
-    lost, the same file of `older` is read.
+    If the only model file is lost, the model file of the checkpoint `older` is read in its place,
+    provided that the format can tell what else the lost file contained. If the file of a pipeline's
+    layer is lost, the same file of `older` is read.
     """
     paths = older.files.paths if older is not None and continues(older.format) else ()
     models = {os.path.basename(path): path for path in paths}
@@ -218,19 +218,19 @@ def continues(format: str) -> bool:
 
 
 def is_model(path: str) -> bool:
-    """Whether a file's name is that of a file with the model of all data-parallel ranks."""
+    """Whether a file has the model of all data-parallel ranks, by its name."""
     file = parse_name(ALL_ROLES, path)
     return file is not None and file.role.name == "model" and "dp" not in file.axes
 
 
 def is_of_optimizer(path: str) -> bool:
-    """Whether a file's name is that of a file with a rank's part of the optimizer."""
+    """Whether a file has a rank's part of the optimizer, by its name."""
     file = parse_name(ALL_ROLES, path)
     return file is not None and file.role.name == "optimizer"
 
 
 def is_layer(path: str) -> bool:
-    """Whether a file's name is that of a file with the weights of one layer of a pipeline."""
+    """Whether a file has the weights of one layer of a pipeline, by its name."""
     file = parse_name(ALL_ROLES, path)
     return file is not None and file.role.name == "layer"
 
@@ -238,7 +238,7 @@ def is_layer(path: str) -> bool:
 def lacks_model(found: Found) -> bool:
     """Whether nothing could be read because the only model file is lost.
 
-    Also, a file of the optimizer must still exist.
+    A file of the optimizer must still exist; otherwise the result is False.
     """
     if found.manifest is not None:
         return False
@@ -347,7 +347,7 @@ def _unfit_layer(older: Manifest) -> ZckptError:
 
 
 def _continued(losses: Losses, found: Found, older: Manifest) -> Losses:
-    """Adds the values in the lost model file that are no tensors, such as counters.
+    """Adds to `losses` the lost values other than tensors, such as counters in the model file.
 
     They are computed from the model file of the checkpoint `older`.
     """
@@ -549,12 +549,12 @@ def _sources(manifest: Manifest, lost: dict[str, str], older: Manifest | None) -
 def _left(
     manifest: Manifest, entry: Entry, source_of: SourceOf, rounds: bool
 ) -> tuple[State, str, Entry | None]:
-    """Where values for the lost elements of `entry` are: a state, the reason, and a tensor or None.
+    """Finds values for the lost elements of `entry`: a state, the reason, and a tensor or None.
 
-    The state is `elsewhere`, `made-up` or `gone`: see the module. The tensor has the same elements,
-    if they are elsewhere; for a weight it is the rounded master. `source_of`, given the key of a
-    tensor, returns a tensor with all its elements, or None. Only if masters are known to round to
-    the run's weights (`rounds`), a master shows a weight.
+    The state is `elsewhere`, `made-up` or `gone`, as the module's docstring explains. The tensor
+    has the same elements, if the state is `elsewhere`. `source_of`, given the key of a tensor,
+    returns a tensor with all its elements, or None. With `rounds`, the run's weights are its
+    rounded masters, so a master shows the values of a lost weight.
     """
     if (source := source_of(entry.key)) is not None:
         return "elsewhere", source[1], source[0]

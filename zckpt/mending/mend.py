@@ -115,7 +115,7 @@ def mend(
         report = _found(source, target, diagnosis, losses, accept_chance, base)
         manifest = diagnosis.manifest
         if manifest is not None and target is not None:
-            report["next"] = about.resuming(manifest, *_moved(manifest, base, target)) or ""
+            report["next"] = about.resuming(manifest, *_paths_in_copy(manifest, base, target)) or ""
         if rebuild and not losses.lost:
             message = "--rebuild is not used: nothing is lost that could be made up"
             report["warnings"] += said([warning(UNUSED, message, subject="--rebuild")])
@@ -323,7 +323,7 @@ def _laid_out(
 
 
 def _files(manifest: Manifest, source: str, base: str) -> SiblingList:
-    """Lists the files to copy: the checkpoint's own, and those beside it.
+    """Lists the files to copy: those of the checkpoint, and those beside it.
 
     Files of other checkpoints of the run are left out. The engine's own files are read even if they
     are symbolic links.
@@ -391,8 +391,8 @@ def _pointing_elsewhere(manifest: Manifest, base: str) -> list[Notice]:
     return [warning("pointer-dangling", message, file=base)]
 
 
-def _moved(manifest: Manifest, base: str, target: str) -> tuple[str, str]:
-    """Where the engine's folder is in the copy, and the path of the copy."""
+def _paths_in_copy(manifest: Manifest, base: str, target: str) -> tuple[str, str]:
+    """Converts the path of the engine's folder to its path in the copy; also returns the copy's."""
     inside = relative(os.path.abspath(manifest.root), base)
     return os.path.normpath(os.path.join(target, inside)), target
 

@@ -45,9 +45,9 @@ TRIES = QUICK << 4  # bytes that are then parsed, all tries of flipped bits toge
 
 
 class Prospect(Struct, frozen=True):
-    """What `mend` would restore, as a phrase, and the options that it needs for this.
+    """What `mend` would restore, in words, and the options that it needs for this.
 
-    `makes_up` tells whether any restored value would differ from the lost one.
+    `makes_up` is True if some restored values would differ from the lost ones.
     """
 
     what: str
@@ -55,10 +55,7 @@ class Prospect(Struct, frozen=True):
     makes_up: bool = False
 
     def command(self, path: str, tag: str | None) -> str:
-        """The command line for the user, with the word DST for the target.
-
-        `path` is the damaged checkpoint.
-        """
+        """The `zckpt mend` command for the checkpoint at `path`; its target is the word DST."""
         words = [f"--tag {quote(tag)}"] if tag else []
         return " ".join(["zckpt mend", quote(path), "DST", *words, *self.options])
 

@@ -231,12 +231,12 @@ def _mended(
 
 
 def differing_copies(found: Found, losses: Losses) -> list[str]:
-    """The tensors of which a lost file had a replica whose values are not known.
+    """Finds tensors that cannot be restored because replicas on other ranks differ or are too few.
 
-    The values are known if other tensors supply them (`Losses.others`), and no replicas of this
-    parameter or of this slot have drifted apart. They are also known if at least two other ranks
-    have replicas, and all are equal. Replicas of running means differ from rank to rank. Replicas
-    that are made up are left out.
+    A lost file had a replica of such a tensor. Its values are known if other tensors supply them
+    (`Losses.others`), and no replicas of this parameter or of this slot have drifted apart. They
+    are also known if at least two other ranks have replicas, and all are equal. Replicas of running
+    means differ from rank to rank. Replicas that are made up are left out.
     """
     names, others = [], losses.others
     made_up = losses.made_up_keys - others.keys()

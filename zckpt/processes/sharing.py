@@ -169,11 +169,11 @@ class Processes(Group, Sharing, Pool):
 
 
 def group() -> Processes:
-    """All processes of a launch: use `with zckpt.group() as processes:` in each of them.
+    """Joins all processes of a launch: call `with zckpt.group() as processes:` in each of them.
 
-    Functions of zckpt accept `processes` as `sharing`. Without a launcher it has only this process.
-    If an error occurs in one process, do not catch it inside the block: the error then ends the
-    blocks of the other processes too.
+    Functions of zckpt accept `processes` as `sharing`. Without a launcher the group has only this
+    process. If an error occurs in one process, do not catch it inside the block: the error then
+    ends the blocks of the other processes too.
     """
     return Processes()
 

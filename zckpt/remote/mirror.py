@@ -404,7 +404,7 @@ def note_at(store: Store, stored_object: StoredObject) -> Note | None:
 
 
 def _lay(mirror: Mirror, base: str, file: File) -> None:
-    """Creates the empty local file that stands for an object, or a local folder."""
+    """Creates the empty local file for an object, or the local folder for a folder."""
     stored_object = file.stored_object
     is_folder = stored_object.key.endswith("/") and not stored_object.size
     if reason := strange(stored_object.key.rstrip("/") if is_folder else stored_object.key):

@@ -90,7 +90,7 @@ class Objects:
         return [*folders, *map(_stored_object, level["objects"])]
 
     def head(self, key: str) -> StoredObject | None:
-        """The size, ETag and time of the object at `key`; None if there is no object."""
+        """Looks up the size, ETag and time of the object at `key`; None if there is no object."""
         try:
             return _stored_object(self._call.head(self.client, key))
         except FileNotFoundError:
@@ -161,7 +161,7 @@ def _stored_object(item: Any) -> StoredObject:
 
 
 def _quoted(etag: str | None) -> str | None:
-    """An ETag in quotation marks, as HTTP requires; Azure's listings omit them."""
+    """Puts an ETag in quotation marks, as HTTP requires; Azure's listings omit them."""
     return etag if etag is None or etag.endswith('"') else f'"{etag}"'
 
 

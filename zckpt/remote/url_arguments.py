@@ -123,7 +123,11 @@ def _more_jobs(names: Mapping[str, inspect.Parameter], words: dict[str, Any], ur
 
 @contextmanager
 def local(path: Any) -> Iterator[str]:
-    """Yields the local folder (mirror) from which a URL can be read; a local path unchanged."""
+    """Inside the block, a URL can be read at the local path that is yielded.
+
+    This is a folder of empty files, whose bytes are fetched (a mirror). A local path is yielded
+    unchanged.
+    """
     if not is_url(path):
         yield path
         return
@@ -135,9 +139,10 @@ def local(path: Any) -> Iterator[str]:
 
 
 def kept(path: Any) -> str:
-    """The local folder (mirror) from which a URL can be read until the process ends.
+    """Returns a local path at which a URL can be read until the process ends.
 
-    A local path is returned unchanged.
+    This is a folder of empty files, whose bytes are fetched (a mirror). A local path is returned
+    unchanged.
     """
     return mirror.mirrored(parse(path)).path if is_url(path) else os.fspath(path)
 

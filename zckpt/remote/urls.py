@@ -101,7 +101,7 @@ def _repository(rest: str) -> tuple[str, str]:
 
 
 def _key(key: str, url: str) -> str:
-    """Returns the key without slashes at its ends; raises WrongOption if it cannot be a path."""
+    """Removes slashes at the ends of a key; raises WrongOption if the key cannot be a path."""
     key = key.strip("/")
     if key and (reason := strange(key)):
         raise _wrong(f"{url} {reason}", "give the key as the store lists it")

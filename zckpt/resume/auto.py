@@ -60,16 +60,16 @@ def auto_resume(
         keep        how many older resharded copies are kept in that directory
         ds_config   the ds_config of the next run, if it changes: a dictionary, or the path of a
                     JSON file
-        single      this process works alone and ignores a launcher's variables, such as to prepare
-                    the start of another job. Then dp defaults to the source's
+        single      True to work alone in this process and to ignore a launcher's variables, such as
+                    to prepare the start of another job. Then dp defaults to the source's
         copy        False: for DeepSpeed only empty files with the engine's names are written below
                     `run`/.zckpt. In this process `engine.load_checkpoint`, and so the program's
                     trainer, then loads the checkpoint through them;
                     `zckpt.deepspeed.undo()` reverts this
         copying     a `zckpt.Copying`: the number of threads, and the memory
-        tell        is called in rank 0 with the warnings. By default they become Python warnings,
-                    unless the logger "zckpt" prints them. The logger gets them in any case, and at
-                    INFO the path that is resumed
+        tell        a function that is called in rank 0 with the warnings. By default they become
+                    Python warnings, unless the logger "zckpt" prints them. The logger gets them in
+                    any case, and at INFO the path that is resumed
         begin       as for `zckpt.convert`, called for each pass over the bytes
         dp, tp, pp, ep, stage    the sizes of the next run. The default of `dp` is the number of
                     processes divided by tp * pp

@@ -175,7 +175,7 @@ def let_go(path: str) -> None:
 def remove(path: str) -> bool:
     """Removes a directory that zckpt has written, complete or unfinished.
 
-    Returns False if it stays, because a running process has locked it or zckpt did not write it.
+    Returns False if a running process has locked it, or if zckpt did not write it.
     """
     if not os.path.lexists(path):
         return True

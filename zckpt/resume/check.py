@@ -36,7 +36,7 @@ class Question(Struct, frozen=True):
     """What the user asks `zckpt check`.
 
     asked    the sizes of the next run
-    like     the path given with `--like`: a checkpoint of the program that will load this one
+    like     the path given with `--like`: a checkpoint saved by the program of the next run
     other    the manifest of that checkpoint
     files    maps an option to the file that has its value, for the proposed command
     """
@@ -237,7 +237,7 @@ def _tried(
 
 
 def _dialect_of(decision: api.Decision) -> str | None:
-    """The value of `--dialect` with which the trainer finds the target's files; None if any fits.
+    """The value of `--dialect` that the trainer needs to find the target's files; None for any.
 
     A dialect is a program whose file names and keys the format can write.
     """

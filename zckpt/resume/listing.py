@@ -214,7 +214,7 @@ def _obstacles(manifest: Manifest, asked: Asked) -> list[Notice]:
 
 
 def on_disk(path: str) -> Report:
-    """The time of the newest file of a checkpoint, and the number and bytes of its files."""
+    """Report keys: the time of the newest file, and the number and bytes of a checkpoint's files."""
     row: Report = {"saved": None, "being_written": False, "files": 0, "bytes": 0}
     with suppress(OSError):
         now = sources.status(path)

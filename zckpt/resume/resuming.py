@@ -314,10 +314,10 @@ class Resuming(Struct, dict=True):
         return {**plan, **place, "words": more, "lines": [*changes, *place["lines"]]}
 
     def _place(self, candidate: Candidate, name: str, words: Words) -> Words:
-        """Chooses the directory for the copy; tells whether a complete copy is there already.
+        """Chooses the directory for the copy; says whether a complete copy is there already.
 
-        If no complete copy is there, this job holds the folder's lock and must write the copy.
-        Raises NotEnoughSpace.
+        If none is there, this job holds the folder's lock and must write the copy. Raises
+        NotEnoughSpace.
         """
         if os.path.isdir(self.folder):
             cache.opened(self.folder).close()

@@ -127,10 +127,10 @@ def judged(candidate: Candidate, reading: Mapping[str, Any]) -> Verdict:
 
 
 def instead_of(path: str, tag: str | None = None) -> str | None:
-    """The newest complete checkpoint of the same run, other than the one at `path`; or None.
+    """Finds another complete checkpoint of the same run, the newest one; None if there is none.
 
-    If `path` is a run, it is another one than the run's checkpoint `tag`, by default the newest.
-    Only metadata are read.
+    If `path` is a run, the checkpoint `tag` is excluded, by default the newest; otherwise the
+    checkpoint at `path`. Only metadata are read.
     """
     with suppress(ZckptError, OSError):
         for candidate in others(path, tag):
@@ -328,7 +328,7 @@ def _ordered(paths: Iterable[str]) -> list[Candidate]:
 
 
 def _is_tracked(path: str) -> bool:
-    """Whether the run's file `latest_checkpointed_iteration.txt` has this checkpoint's number."""
+    """Whether `latest_checkpointed_iteration.txt` in the run has this checkpoint's number."""
     tracker, number = os.path.join(os.path.dirname(path), TRACKER), in_name(path)
     if number is None or not sources.is_file(tracker) or sources.size(tracker) > MOST:
         return False

@@ -56,7 +56,7 @@ def refuse_unread(options: Options) -> None:
 
 
 def unread(manifest: Manifest, options: Options) -> list[Notice]:
-    """Warnings about options that change nothing in a target whose files are laid out."""
+    """Warns about options that change nothing, after the target's files are laid out."""
     unused = {option.name: option for option in options.unread if option.name not in TOLERANT}
     reasons = {}
     if options.weights_only:

@@ -162,8 +162,8 @@ def _joined(
 ) -> list[Notice]:
     """Lists the notices about all models, without duplicates: the reader's, then the writers'.
 
-    `lines` has the notices about each model in `parts`. `of_source` returns those that came from
-    the reader. All others come from a writer, and get the name of their model as a prefix.
+    `lines` has the notices about each model in `parts`. `of_source` returns the reader's notices
+    about a model. All others come from a writer, and get the name of their model as a prefix.
     """
     lines_of_writer = [
         replace(line, message=f"{name}: {line.message}")

@@ -44,13 +44,13 @@ def as_run(manifest: Manifest) -> Manifest:
 def in_its_folder(
     layout: Layout, source: Manifest, format: Format, target: str, options: Options
 ) -> Layout:
-    """Places a target's files like those of a source in a numbered folder.
+    """Places a target's files like those of a source in a numbered folder, such as `step3`.
 
     A target of the same format and kind gets the source's subfolder for its own files. The files
-    around this subfolder are copied to the same place; a warning is added if the target's name has
+    around this subfolder are copied to the same place. A warning is added if the target's name has
     no number. A target of another format, or with tags, has all these files in one folder. If only
-    weights are written, the files around the subfolder are left out. Without a numbered folder,
-    `layout` is unchanged.
+    weights are written, the files around the subfolder are left out. If the source is in no
+    numbered folder, `layout` is unchanged.
     """
     inside, around = source.run.origin.inside, source.files.around
     if format.is_neutral or not inside:

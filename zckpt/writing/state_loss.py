@@ -240,7 +240,7 @@ class Keeping(Struct, frozen=True):
     def _of_texts(self, shells: Manifest) -> list[Notice]:
         """Warns about keys in param groups, schedulers and client state that look like numbers.
 
-        They may have been numbers before torch.distributed.checkpoint turned all keys into texts.
+        They may have been numbers before torch.distributed.checkpoint turned all keys into strings.
         """
         if has_texts_alone(shells) or not has_texts_alone(self.source):
             return []

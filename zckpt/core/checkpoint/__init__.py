@@ -14,7 +14,7 @@ unlisted.py           finds weights that no optimizer lists
 wrapper.py            finds tensors around the optimizer's state dict
 agreement.py          decides which step is true if several files or ranks state a step
 layers.py             the layer and the kind of a parameter, by its name
-keys.py               keys of dictionaries that may be texts of numbers
+keys.py               dictionary keys that may be numbers written as strings
 inert.py              objects of classes that are never imported
 grid.py               a rank's place among pipeline stages and tensor ranks
 slicing.py            tensors that are cut over ranks, as blocks of complete tensors

@@ -52,12 +52,12 @@ def need_whole(places: Iterable[tuple[str, Step]]) -> None:
 
 
 def need_one_save(steps_in_files: Iterable[tuple[str, Step]], policy: str | None) -> None:
-    """Raises InconsistentCheckpoint if each file states a single step, but not all the same one.
+    """Raises InconsistentCheckpoint if files state different steps, so they are of several saves.
 
     `steps_in_files` yields pairs: the path of a file, and a step that it states for one parameter.
-    If any file states several steps, the parameters were not updated equally often, for example
-    because layers were unfrozen late. In that case different steps prove nothing, and no error is
-    raised. With a `policy` (--step-policy), no error is raised either.
+    A file may state several steps if the parameters were not updated equally often, for example
+    because layers were unfrozen late. Then different steps prove nothing, and no error is raised.
+    With a `policy` (--step-policy), no error is raised either.
     """
     by_file: dict[str, set[Step]] = {}
     for file, step in steps_in_files:

@@ -51,7 +51,7 @@ def _tensors(manifest: Manifest) -> Iterator[Entry]:
 
 
 def uncovered(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Yields the tensors of which an element is in no fragment, or in two.
+    """Yields the tensors with an element that is in no fragment, or in two.
 
     A fragment is a range of elements with its byte range in a file. The time is linear in the
     number of fragments. For ZeRO-3 it does not depend on the number of ranks, because each flat

@@ -55,7 +55,7 @@ def layers_of(engine: Any) -> tuple[ExpertLayer, ...]:
 
 
 class FlatBufferEngine(Struct, frozen=True):
-    """An engine with ZeRO-like flat buffers, of which each rank holds a part: DeepSpeed.
+    """An engine whose ranks each hold a part of flat buffers, such as DeepSpeed's ZeRO.
 
     A writer for the same engine copies `config`, `version` and the param groups unchanged. An
     engine whose configuration has another structure needs another record class.
@@ -88,7 +88,7 @@ class FlatBufferEngine(Struct, frozen=True):
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "FlatBufferEngine":
-        """Makes the record from the value of `state.engine`: the inverse of `to_state`."""
+        """Parses the value of `state.engine` in a manifest: the inverse of `to_state`."""
         engine = _record(
             cls, {**state, "hyper_parameters": state.get("hyper_parameters") == "given"}
         )
@@ -158,7 +158,7 @@ class StateDictEngine(Struct, frozen=True):
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "StateDictEngine":
-        """Makes the record from the value of `state.engine`: the inverse of `to_state`."""
+        """Parses the value of `state.engine` in a manifest: the inverse of `to_state`."""
         return _record(cls, {**state, "whole": "dialect" in state, "experts": ()})
 
 
@@ -186,7 +186,7 @@ class NamedWeightsEngine(Struct, frozen=True):
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "NamedWeightsEngine":
-        """Makes the record from the value of `state.engine`: the inverse of `to_state`."""
+        """Parses the value of `state.engine` in a manifest: the inverse of `to_state`."""
         return _record(cls, state)
 
 
@@ -280,7 +280,7 @@ class Pipeline(Struct, frozen=True):
 
 
 class Vocabulary(Struct, frozen=True):
-    """The size of a vocabulary: the `rows` of its embedding, of which `used` are not padding."""
+    """The size of a vocabulary: its embedding has `rows` rows, and only `used` are not padding."""
 
     rows: int
     used: int
@@ -301,7 +301,7 @@ class TensorParallel(Struct, frozen=True):
     def to_state(self) -> dict[str, Any]:
         """Converts this record to JSON, the value of `state.tensor_parallel`.
 
-        Each parameter's cut becomes a text such as `0:2x`.
+        Each parameter's cut becomes a string such as `0:2x`.
         """
         rules = {name: own.text for name, own in self.placements.items()}
         return dict(to_builtins(_Rules(rules, self.vocabularies)))
@@ -315,7 +315,7 @@ class TensorParallel(Struct, frozen=True):
 
 
 class _Rules(Struct, frozen=True):
-    """The JSON form of a `TensorParallel`; `rules` maps a parameter to a text such as `0:2x`."""
+    """The JSON form of a `TensorParallel`; `rules` maps parameters to strings such as `0:2x`."""
 
     rules: Mapping[str, str]
     vocabulary: Mapping[str, Vocabulary]

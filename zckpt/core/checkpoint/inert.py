@@ -43,7 +43,7 @@ def is_dotted(name: Any) -> bool:
 
 
 class Size(tuple):  # type: ignore[type-arg]
-    """A torch.Size."""
+    """A torch.Size in a pickle, kept without importing torch."""
 
     __slots__ = ()
 
@@ -129,7 +129,7 @@ class Scalar(Struct, frozen=True):
 class TensorName(Struct, frozen=True):
     """Stands for a tensor inside the program's saved state, such as a random state.
 
-    The manifest has the tensor as an entry with the parameter name `name` and the slot `state`.
+    The tensor itself is in the manifest, under the parameter name `name` and the slot `state`.
     """
 
     name: str
@@ -150,8 +150,8 @@ def types_in(values: Iterable[Any]) -> set[type]:
 def map_values(value: Any, change: Callable[[Any, Any], Any]) -> Any:
     """Copies a container, and replaces each item by `change(item, key)`.
 
-    `key` is different for each item. Numbers, texts and other items of the types PLAIN stay as they
-    are.
+    `key` is different for each item. Numbers, strings and other items of the types PLAIN stay as
+    they are.
     """
     kind = type(value)
 
@@ -195,7 +195,7 @@ def inside(path: str, key: Any) -> str:
 
 
 def nested(value: Any, *keys: Any) -> Any:
-    """value[key][key]..., or None if any key is missing."""
+    """Returns value[key][key]..., or None if any key is missing."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
@@ -232,7 +232,7 @@ def require_tree(
     to one container a million times, or double the references at every level. So a container counts
     once per reference.
 
-        most               the allowed number of values; a key is a value, a text is one per 64
+        most               the allowed number of values; a key is a value, a string is one per 64
                            characters, and two numbers in a list of numbers count as one
         most_containers    the allowed number of containers
         most_nested        the allowed depth
@@ -333,8 +333,8 @@ def _parts(value: Any) -> Collection[Any]:
 def require_spread(keys: Iterable[Hashable]) -> None:
     """Raises CorruptCheckpoint if many keys of one dictionary or set have the same hash.
 
-    Python randomizes only the hashes of texts and bytes. A hostile file could contain many numbers
-    with one hash, and every insertion would compare the new key with all earlier keys.
+    Python randomizes only the hashes of strings and bytes. A hostile file could contain many
+    numbers with one hash, and every insertion would compare the new key with all earlier keys.
     """
     keys = list(keys)
     numbers = [key for key in keys if type(key) is int]
@@ -405,7 +405,7 @@ def _items(values: Iterable[Any]) -> list[Any]:
 
 
 def by_value(value: Any) -> Any:
-    """Converts a value for comparison by `==`: scalars become numbers, lists become tuples."""
+    """Converts a value so that `==` compares contents: scalars become numbers, lists tuples."""
     if isinstance(value, Scalar):
         return value.value
     if isinstance(value, Mapping):
@@ -414,7 +414,7 @@ def by_value(value: Any) -> Any:
 
 
 def plain_group(group: dict[str, Any]) -> dict[str, Any]:
-    """Converts a group's hyper-parameters to plain JSON for reports: tuples become lists."""
+    """Converts the hyper-parameters of a param group to plain JSON for reports; no tuples."""
     return {
         key if type(key) is str else brief(key): to_json(
             list(value) if type(value) is tuple else value

@@ -1,6 +1,6 @@
-"""Keys of dictionaries that were numbers in one checkpoint and are texts in another.
+"""Keys of dictionaries that were numbers in one checkpoint and are strings in another.
 
-torch.distributed.checkpoint turns all keys into texts: its files do not show whether `0.9` was a
+torch.distributed.checkpoint turns all keys into strings: its files do not show whether `0.9` was a
 number. When a program loads such files, torch puts the values under the keys of the program's own
 state dict.
 """
@@ -31,8 +31,7 @@ def has_texts_alone(manifest: Manifest) -> bool:
 def in_doubt(value: Any, path: str) -> Iterator[str]:
     """Yields the paths of dictionaries whose keys all look like numbers, such as "0.9".
 
-    torch.distributed.checkpoint saves every key as a text. So these keys may have been numbers
-    before.
+    torch.distributed.checkpoint saves every key as a string. So these keys may have been numbers.
     """
     if type(value) in _DICTIONARIES and value and all(map(_is_text_of_number, value)):
         yield path
@@ -53,7 +52,7 @@ def _is_text_of_number(key: Any) -> bool:
 
 
 def matched(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
-    """Makes the keys of two manifests comparable: all texts, if one of them has only texts.
+    """Makes the keys of two manifests comparable: if one has only strings, both get strings.
 
     Returns both manifests.
     """
@@ -63,7 +62,7 @@ def matched(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
 
 
 def with_texts(manifest: Manifest) -> Manifest:
-    """Converts all dictionary keys in a manifest's state and param groups to texts.
+    """Converts all dictionary keys in a manifest's state and param groups to strings.
 
     A dictionary keeps its keys if two of them would become equal. The name of a tensor in the state
     is the path of its keys, so the tensor may be renamed.

@@ -31,7 +31,7 @@ Hex = Annotated[str, Meta(pattern=r"\A[0-9a-f]{8}\Z")]
 
 
 class Parameter(Struct, frozen=True):
-    """Facts about one parameter; its tensors are entries of the manifest.
+    """Facts about one parameter; its tensors are in the manifest's `entries`.
 
     step         the number of completed updates; None if the optimizer keeps no step
     group        the index of its param group in the manifest; None if it is frozen, or if the
@@ -114,7 +114,7 @@ def sizes_from_json(value: Any) -> tuple[int, ...]:
 
 
 def texts_from_json(value: Any) -> tuple[str, ...]:
-    """Converts a list of texts, such as names, to a tuple; raises ValueError for other values."""
+    """Converts a JSON list of strings to a tuple; raises ValueError for other values."""
     return convert(value, tuple[str, ...])
 
 
@@ -170,9 +170,9 @@ def steps_to_json(steps: Iterable[Sighting]) -> list[dict[str, Any]]:
 
 
 class Sibling(Struct, frozen=True):
-    """A file of a trainer's directory that is not part of the checkpoint itself.
+    """A file in a trainer's directory that a conversion copies, but that is no checkpoint file.
 
-    If `content` is set, a target gets a file with this value instead of a copy of the original.
+    If `content` is set, the target gets a file with these bytes instead of a copy.
     """
 
     name: str
@@ -182,7 +182,7 @@ class Sibling(Struct, frozen=True):
 
 
 class Run(Struct, frozen=True):
-    """The training that saved a checkpoint: its engine, its step, and how it cut tensors."""
+    """Facts about the training run that saved a checkpoint: its engine, step, and tensor cuts."""
 
     origin: Origin = field(default_factory=Origin)
     """The format, the version and the grid of the engine that trained."""
@@ -203,7 +203,7 @@ class Run(Struct, frozen=True):
 
 
 class Files(Struct, frozen=True):
-    """The files of a checkpoint, and their contents other than tensors."""
+    """The files of a checkpoint, and what they contain besides tensors."""
 
     paths: tuple[str, ...] = ()
     """The checkpoint's own files, in the order of ranks."""
@@ -390,10 +390,10 @@ class Manifest(Struct, frozen=True):
 
     @property
     def with_models(self) -> "tuple[Manifest, ...]":
-        """All manifests in `ranks` and `models`; without separate ranks, only this manifest.
+        """All manifests in `ranks` and `models`; only this manifest if model ranks are merged.
 
         `models` has one manifest for each tensor rank: the model that its pipeline stages form.
-        Tensors in files of layers belong to no rank's manifest, only to those in `models`.
+        Tensors in layer files are in no rank's manifest, only in `models`.
         """
         return (*self.ranks, *self.models) if self.ranks else (self,)
 
@@ -421,7 +421,7 @@ class Manifest(Struct, frozen=True):
         return with_states(self.state, self.states, len(self.groups or ()))
 
     def with_state(self, state: Mapping[str, Any]) -> "Manifest":
-        """Replaces the saved values and the optimizer's states by those in `state`.
+        """Replaces the saved values and the optimizer's states by the contents of `state`.
 
         `state` has the form of `state_with_states`.
         """
@@ -450,7 +450,7 @@ class Manifest(Struct, frozen=True):
 
     @property
     def dp(self) -> int:
-        """The data-parallel size of the source; 1 if the source has no ranks."""
+        """The data-parallel size of the run that saved the checkpoint; 1 if it had no ranks."""
         return self.run.origin.dp or 1
 
     @property

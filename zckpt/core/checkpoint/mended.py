@@ -49,7 +49,7 @@ class Mended(Struct, frozen=True):
     witness                the bytes that confirm the repair; or, if bytes were lost and zckpt chose
                            new ones, where it took them from
     value                  the name of a value that is no tensor, such as `global_steps`; then
-                           `after` is its new value if it is a number or a text
+                           `after` is its new value if it is a number or a string
     """
 
     file: str
@@ -78,18 +78,18 @@ class MadeValue(Struct, frozen=True):
 
 
 def to_json(mended: Iterable[Mended]) -> list[dict[str, Any]]:
-    """The list of restored values as JSON, for manifests and zckpt-mended.json."""
+    """Converts a list of repairs to JSON, for manifests and zckpt-mended.json."""
     lines: list[dict[str, Any]] = to_builtins(list(mended))
     return lines
 
 
 def from_json(value: Any) -> tuple[Mended, ...]:
-    """Parses the JSON list of restored values; raises ValueError for other documents."""
+    """Parses the JSON list of repairs; raises ValueError for other documents."""
     return convert(value, tuple[Mended, ...])
 
 
 def text_of(mended: Iterable[Mended]) -> bytes:
-    """The contents of zckpt-mended.json for these restored values."""
+    """Makes the contents of zckpt-mended.json, which lists these repairs."""
     document = {"zckpt": 1, "mended": to_json(mended)}
     return json.dumps(document, indent=1).encode() + b"\n"
 
@@ -100,7 +100,7 @@ def path_beside(root: str) -> str:
 
 
 def beside(root: str) -> tuple[Mended, ...]:
-    """Reads the list of restored values from zckpt-mended.json beside a checkpoint.
+    """Reads the list of repairs by `zckpt mend` from zckpt-mended.json beside a checkpoint.
 
     Empty if there is no such file. Raises CorruptCheckpoint if the file is damaged.
     """
@@ -123,7 +123,7 @@ def beside(root: str) -> tuple[Mended, ...]:
 
 
 def warnings(mended: Iterable[Mended], where: str) -> list[Notice]:
-    """Warnings about restored values, which every command prints for a mended checkpoint."""
+    """Makes the warnings about repairs, which every command prints for a mended checkpoint."""
     kinds: Mapping[str, list[Mended]] = {"": [], "chance": [], "made-up": []}
     for record in mended:
         kinds[record.by if record.by in kinds else ""].append(record)

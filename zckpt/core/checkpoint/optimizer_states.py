@@ -6,8 +6,8 @@ The form of a state is one of
     other        any other value of a parameter
     partition    a state that each rank keeps for its part of a flat buffer, not for one parameter
     estimate     a hyper-parameter of a group that each rank has estimated separately
-    among        a number or text in the optimizer's `state` that belongs to no parameter
-    beside       a number or text beside the optimizer's `state`
+    among        a number or string in the optimizer's `state` that belongs to no parameter
+    beside       a number or string beside the optimizer's `state`
     unsupported  a state in the files that no target gets: it is only compared
 
 Tensors of a parameter's shape are entries of the manifest; `states.states_of` lists them too. The
@@ -227,9 +227,9 @@ KEYS = (OTHER, PARTITIONS, AMONG, BESIDE, BY_RANK)
 
 
 def with_states(state: Mapping[str, Any], states: States, groups: int) -> dict[str, Any]:
-    """Returns a manifest's `state` with `states` added under its key `optimizer`.
+    """Adds optimizer states to the JSON `state` of a manifest, under its key `optimizer`.
 
-    `groups` is the number of the manifest's parameter groups.
+    `groups` is the number of the manifest's param groups.
     """
     parts: dict[tuple[Part | None, tuple[str, ...]], dict[Any, Any]] = {}
     for row in states.of_form("partition"):

@@ -61,7 +61,7 @@ class Origin(Struct, frozen=True):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The stated sizes of the parallel axes, by name: `dp`, `tp`, `pp`, `ep`."""
+        """The parallel sizes that the files state, such as `{"dp": 4, "tp": 2}`."""
         sizes = {"dp": self.dp, "sp": self.sp, "tp": self.tp, "pp": self.pp, "ep": self.ep}
         return {name: size for name, size in sizes.items() if size}
 
@@ -73,7 +73,7 @@ class Origin(Struct, frozen=True):
         return self.sp if self.sp and dp % self.sp == 0 else 1
 
     def to_json(self) -> dict[str, Any]:
-        """The value of `source` in a manifest, under the keys of docs/format-v1.md."""
+        """Converts the origin to the JSON value of `source` in a manifest (docs/format-v1.md)."""
         document = {
             name: list(value) if isinstance(value, tuple) else value
             for name in STATED

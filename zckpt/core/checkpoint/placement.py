@@ -114,7 +114,7 @@ class Placement(Struct, frozen=True):
 
     @property
     def is_sum(self) -> bool:
-        """Whether each rank has a different weight of the full shape."""
+        """Whether the weight is the sum of the ranks' tensors, which have its full shape."""
         return not self.is_cut and not self.agree(are_weights=True)
 
     def sliced(self, shapes: Shapes, says: str) -> Sliced | None:
@@ -137,7 +137,7 @@ class Replicated(Placement, frozen=True):
 
 
 class Sum(Placement, frozen=True):
-    """Each rank has a summand: torch's Partial.
+    """Each rank has a different summand, and the weight is their sum: torch's Partial.
 
     The summands of all ranks have the same gradient, and so the same moments.
     """
@@ -224,7 +224,7 @@ class Cut(Placement, frozen=True):
 
 
 class PaddedRows(Placement, frozen=True):
-    """Each rank has a slice of a vocabulary's rows; the rows from `used` on are padding."""
+    """Each rank has a slice of a vocabulary's rows; rows from number `used` on are padding."""
 
     used: int
 
@@ -326,9 +326,10 @@ class Row(Struct, frozen=True):
 class Table(Struct, frozen=True):
     """How the ranks of one parallel axis share a model.
 
-    A parameter that is not in `cuts` is replicated. `word` is what messages call a rank of this
-    axis. `rows` lists the parameters of each rank. Only `split` needs `rows`: `merge` finds the
-    parameters in the manifests of the ranks.
+    cuts    maps a parameter to its placement; a parameter that is not there is replicated
+    word    what messages call a rank of this axis
+    rows    the parameters of each rank; only `split` needs them, since `merge` finds the
+            parameters in the manifests of the ranks
     """
 
     word: str

@@ -93,7 +93,7 @@ def links_out(paths: Iterable[str], omitted: Iterable[Notice], root: str) -> lis
 
     @cache
     def place_of(folder: str) -> tuple[str, bool, set[str]]:
-        """The real path of a folder, whether it is inside of `root`, and the names of links in it.
+        """Resolves a folder: its real path, whether that is in `root`, and the names of its links.
 
         A folder outside of `root` that the user named counts as inside.
         """
@@ -138,7 +138,7 @@ def relative(path: str, folder: str) -> str:
 
 
 def real_path(path: str) -> str:
-    """The path without links; raises OSError if a link cannot be read."""
+    """Resolves all links in a path; raises OSError if a link cannot be read."""
     try:
         return os.path.realpath(path, strict=True)
     except OSError as error:

@@ -83,7 +83,7 @@ class Slicing(Struct, frozen=True):
 
 
 def replicated(shape: Sequence[int], ranks: int) -> Slicing:
-    """A slicing in which every slice is the complete tensor."""
+    """Makes the slicing of a replicated tensor: every rank's slice is the complete tensor."""
     whole, at = tuple(shape), (0,) * len(shape)
     pieces = tuple(Piece(rank, at, at, whole) for rank in range(ranks))
     return Slicing(whole, (whole,) * ranks, pieces)

@@ -280,10 +280,10 @@ def with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
 
 
 def of_numbers(source: Manifest, target: Manifest) -> list[State]:
-    """Finds states with dictionaries whose keys may have been numbers before they became texts.
+    """Finds states with dictionaries whose keys may have been numbers before they became strings.
 
-    torch.distributed.checkpoint turns all keys into texts, so a target that needs the original
-    types cannot get them. Empty unless all keys of `source` are texts, and those of `target` need
+    torch.distributed.checkpoint turns all keys into strings, so a target that needs the original
+    types cannot get them. Empty unless all keys of `source` are strings, and those of `target` need
     not be.
     """
     if not has_texts_alone(source) or has_texts_alone(target):

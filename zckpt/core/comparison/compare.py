@@ -123,7 +123,7 @@ class _Comparison(Struct, eq=False, dict=True):
         self.lock = Lock()
 
     def run(self, claim: Claim) -> None:
-        """Runs the tasks that `claim` assigns to this process."""
+        """Runs this process's share of the tasks; `claim` assigns blocks of tasks to it."""
         tasks = claimed(self.tasks(), _bytes_of, claim, self.progress)
         stream(tasks, self.jobs, self.checkers, self.chunk, self.start)
 

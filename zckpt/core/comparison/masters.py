@@ -220,7 +220,7 @@ def _matches(master: Entry, weights: Iterable[Entry]) -> list[Match]:
 
 
 def begins_as(weight: Entry, master: Entry, count: int) -> bool:
-    """Whether the first `count` elements of a master, rounded, equal those of the weight.
+    """Whether the first `count` elements of an fp32 master round to those of the weight.
 
     Also True if zckpt does not round between the two dtypes.
     """
@@ -229,7 +229,7 @@ def begins_as(weight: Entry, master: Entry, count: int) -> bool:
 
 
 def results_of(manifest: Manifest, matches: Sequence[Match]) -> list[Result]:
-    """Compares pairs of tensors; returns the results in the same order. Checksums are ignored."""
+    """Compares pairs of tensors; returns the results in the same order. Ignores checksums."""
     if not matches:
         return []
     bare = manifest.replace(records=())

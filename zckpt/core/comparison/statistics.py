@@ -143,7 +143,7 @@ def json_number(number: float | None) -> Any:
 
 
 def extent(number: Any) -> float:
-    """A sort key for numbers in reports: the texts "nan" and "inf" sort as the largest."""
+    """A sort key for numbers in reports: the strings "nan" and "inf" sort as the largest."""
     return math.inf if isinstance(number, str) else float(number or 0)
 
 

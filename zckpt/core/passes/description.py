@@ -40,7 +40,10 @@ def said(notices: Iterable[Notice]) -> list[Report]:
 
 
 def proof_of(report: Report) -> Report:
-    """The report of `verify` as `--save-proof` writes it: version 1, in which notices are texts."""
+    """Converts the report of `verify` to the form of `--save-proof`, in which warnings are strings.
+
+    This is version 1 of the form.
+    """
     texts: Report = {
         key: [line["message"] for line in report[key]]
         for key in ("warnings", "notes", "not_compared")
@@ -55,7 +58,7 @@ def proof_of(report: Report) -> Report:
 
 
 def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
-    """The contents of a checkpoint, as `zckpt inspect --json` prints them.
+    """Describes the contents of a checkpoint as JSON, as `zckpt inspect --json` prints it.
 
     `objects` are the names of classes and functions in its pickles that no engine needs.
     """
@@ -174,7 +177,7 @@ MOST_COMPARED = 5000
 
 
 def _near(pattern: str, names: Sequence[str]) -> str:
-    """A hint for a glob that matches no name: similar names, or how names are written."""
+    """Makes a hint for a glob that matches no name: similar names, or how names are written."""
     owners = list(dict.fromkeys(name.rpartition("/")[0] for name in names))
     if any(fnmatchcase(owner, pattern) for owner in owners):
         return f"Did you mean {pattern + '/*'!r}? Names are parameter/slot"
@@ -218,7 +221,7 @@ def _tensor(entry: Entry, fragments: bool) -> Report:
 
 
 def state(manifest: Manifest) -> Any:
-    """Everything in the checkpoint that is not a tensor, as tagged JSON (see inert.py)."""
+    """Returns everything in the checkpoint that is not a tensor, as tagged JSON (see inert.py)."""
     return to_json(
         with_facts(
             manifest.state,

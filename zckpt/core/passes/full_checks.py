@@ -35,7 +35,7 @@ class Differing(Struct, frozen=True):
     nans: int = 0
 
     def with_more(self, other: Differing | None) -> Differing:
-        """Combines this with `other`, which covers other elements of the same two tensors."""
+        """Adds the differences of further elements of the same two tensors."""
         if other is None:
             return self
         distances = [one for one in (self.max_abs, other.max_abs) if one is not None]

@@ -63,7 +63,7 @@ def lasting(seconds: float) -> str:
 
 
 class Pace:
-    """The progress of one command, which may make several passes over its files."""
+    """Measures the progress of one command, which may make several passes over its files."""
 
     def __init__(self, about: str) -> None:
         self._about = about

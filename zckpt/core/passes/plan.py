@@ -65,7 +65,7 @@ class TargetPiece(Struct, frozen=True):
 
 
 class Chunk(Struct, frozen=True):
-    """Bytes [offset, offset + length) of a target file, and the pieces in them, in order."""
+    """A byte range of a target file, [offset, offset + length), and the pieces in it, in order."""
 
     file: str
     offset: int
@@ -96,7 +96,10 @@ def join(source: Manifest, target: Manifest, from_masters: bool) -> list[Pair]:
 
 
 def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) -> Entry:
-    """The source's tensor that supplies the target's `entry`; `name` is its parameter there."""
+    """Finds the source's tensor that supplies the target's `entry`.
+
+    `name` is the name of the parameter in the source.
+    """
     origin: Entry | None
     if entry.slot in WEIGHTS:
         weight = weight_of(source.entries, name)
@@ -258,7 +261,7 @@ def _counterpart(
 
 
 def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[TargetPiece]]]:
-    """The paths of target files, and a function that lists one file's pieces in byte order."""
+    """Lists the target files, and returns a function that lists one file's pieces in byte order."""
     listed: dict[str, list[tuple[Pair, Fragment]]] = {}
     # by the identity of the flat buffers that many tensors share
     sliced: dict[int, list[tuple[Pair, Slices]]] = {}

@@ -23,7 +23,7 @@ class Pass(Protocol):
     """
 
     def run(self, claim: Claim) -> None:
-        """Runs the tasks that `claim` assigns to this process."""
+        """Runs this process's share of the tasks; `claim` assigns blocks of tasks to it."""
 
     def tasks_by_name(self) -> Any:
         """Describes all tasks of the pass as JSON, to compare them with those of other processes.
@@ -33,7 +33,7 @@ class Pass(Protocol):
         ...
 
     def findings(self) -> Any:
-        """The results of this process, as JSON."""
+        """The results of this process as JSON, to send to the other processes."""
         ...
 
     def take(self, found: Any) -> None:
@@ -75,10 +75,11 @@ def claimed(
     claim: Claim,
     progress: Callable[[int], None] | None,
 ) -> Iterator[Task]:
-    """Yields the tasks that this process must run: those in the blocks that it claims.
+    """Yields the tasks that this process must run; the others are left to other processes.
 
-    `size_of` returns the number of bytes that a task reads. `progress` is called with this number
-    for each task that another process runs.
+    The tasks are divided into blocks of consecutive tasks, and `claim` decides which blocks are
+    this process's. `size_of` returns the number of bytes that a task reads. `progress` is called
+    with this number for each task that another process runs.
     """
     mine, number, filled = claim(), 0, 0
     for task in tasks:

@@ -34,9 +34,9 @@ class FlatMember(Struct, frozen=True):
 class Partitioned(Struct, frozen=True):
     """A flat buffer of which every rank holds one part, in the order of the ranks.
 
-    Without `interleaved`, the buffer is the concatenation of the parts, and a member's `first`
-    counts elements of the buffer. With `interleaved`, every member is padded and cut into one equal
-    slice per rank, and `first` counts elements of each rank's part.
+    Normally the buffer is the concatenation of the parts, and a member's `first` counts elements of
+    the buffer. If `interleaved` is true, every member is padded and cut into one equal slice per
+    rank, and `first` counts elements of each rank's part.
     """
 
     dtype: str

@@ -84,7 +84,7 @@ def of(file: int) -> ByteSource | None:
 
 
 class Content(io.RawIOBase):
-    """A file object for an open file whose bytes are read from a byte source.
+    """A file object that reads the bytes of an open file from its byte source.
 
     `fileno()` returns the descriptor of the open file.
     """
@@ -120,7 +120,7 @@ class Content(io.RawIOBase):
 
 @contextmanager
 def content(file: int, where: ByteSource) -> Iterator[BinaryIO]:
-    """Yields a buffered file object for an open file whose bytes are read from a byte source.
+    """Yields a buffered file object that reads an open file's bytes from its byte source.
 
     Closes the file in the end.
     """

@@ -76,7 +76,7 @@ class Cover(Struct, eq=False):
     _by_stop: dict[int, int] = field(default_factory=dict)  # stop -> start
 
     def add(self, start: int, stop: int, crc: int) -> None:
-        """Adds bytes [start, stop) with their CRC-32. A piece that was added before is ignored."""
+        """Adds a piece, bytes [start, stop), with its CRC-32; ignores it if it was added before."""
         if start == stop or start in self._by_start or stop in self._by_stop:
             return
         self.seen += stop - start
@@ -102,7 +102,10 @@ class Cover(Struct, eq=False):
         return crc if stop == self.length else None
 
     def gaps(self) -> list[tuple[int, int]] | None:
-        """The byte ranges not added yet; None if pieces overlap, so all must be read again."""
+        """The byte ranges that are still missing.
+
+        None if pieces overlap: then all bytes must be read again.
+        """
         gaps, end = [], 0
         for start in sorted(self._by_start):
             if start < end:

@@ -34,7 +34,7 @@ def by_counting(names: Iterable[str]) -> list[str]:
 
 
 def counting(name: str) -> tuple[list[str | int], str]:
-    """The sort key of a name: its texts and numbers in turn, then its ending (`.ckpt`)."""
+    """The sort key of a file name, which sorts its numbers by value: `step-9` before `step-10`."""
     stem, ending = os.path.splitext(name)
     parts = re.split(r"([0-9]+)", stem if ending[1:].isalpha() else name)
     return [int(part) if place % 2 else part for place, part in enumerate(parts)], name

@@ -77,7 +77,7 @@ ANY = role("file", r"(?P<stem>.*)")
 
 
 class ParsedName(Struct, frozen=True):
-    """A file name, parsed: the file's role, its rank, and its `stem` (a text in the name)."""
+    """A file name, parsed: the file's role, its rank, and its `stem` (a part of the name)."""
 
     role: Role
     rank: Rank
@@ -258,7 +258,7 @@ def refuse_gaps(
 
 
 def missing_file(path: str, stated_by: str = "", hint: str = "") -> IncompleteCheckpoint:
-    """The error for a file that is missing; `stated_by` is the file that names it."""
+    """Makes the error for a missing file; `stated_by` is the file that names it."""
     return IncompleteCheckpoint(
         "missing-file",
         f"{path} is missing" + (f", although {stated_by} lists it" if stated_by else ""),
@@ -310,7 +310,7 @@ class SavedName(Struct, frozen=True):
 def saved_names(
     roles: Sequence[Role], folders: Mapping[str, str | None], beside: Iterable[str] = ()
 ) -> list[SavedName]:
-    """Parses the name and the saved name of each file that has one of these roles.
+    """Finds the name under which torch.save wrote each file that has one of these roles.
 
     `folders` maps the path of a file to the name of the folder in its zip, or to None for a file
     that is no zip. `beside` are names of further files in the same directory.

@@ -77,7 +77,7 @@ def _has_journal(folder: Folder) -> bool:
 
 
 def document(text: bytes) -> dict[str, Any]:
-    """Parses a mark, the text by which zckpt recognizes its targets; empty for any other text."""
+    """Parses a mark, by which zckpt recognizes its targets; empty for other contents."""
     try:
         mark = json.loads(text)
     except ValueError:
@@ -94,7 +94,7 @@ def has_mark(above: Folder, path: str, file: int) -> bool:
 
 
 def is_marked(path: str) -> bool:
-    """Whether the folder at a path was written by zckpt, and has not been copied since."""
+    """Whether zckpt has written the folder at a path, and nobody has copied it since."""
     path = os.path.realpath(path)
     try:
         with Folder.at(os.path.dirname(path)) as above, above.inner(path) as folder:

@@ -47,7 +47,7 @@ class Damage(Struct, frozen=True):
 
 
 def damaged(extent: Extent) -> CorruptCheckpoint:
-    """The error for a byte range (record) whose CRC-32 is not the one that its file states."""
+    """Makes the error for a byte range whose CRC-32 differs from the one that its file states."""
     return CorruptCheckpoint(
         "record-damaged",
         f"{extent.file} is damaged: the {extent.length} bytes at {extent.offset} do not "

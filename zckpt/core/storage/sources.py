@@ -405,7 +405,7 @@ def names(folder: str) -> list[str]:
 
 
 def names_but_of_files(folder: str) -> list[str]:
-    """The names in a folder, except those of regular files: folders, links and everything else."""
+    """The names in a folder that are not regular files: folders, links and so on."""
     return [name for name, is_file in _listing(folder) if not is_file]
 
 

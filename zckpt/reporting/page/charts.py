@@ -50,7 +50,7 @@ class Bar(Struct, frozen=True):
 
 
 class Chart(Struct, frozen=True):
-    """A bar chart: its bars, and the lines across it."""
+    """A bar chart, laid out: its bars, and the lines across it."""
 
     width: float
     height: float

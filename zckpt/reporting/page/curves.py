@@ -50,7 +50,7 @@ class Curve(Struct, frozen=True):
 
 
 def curves(run: Mapping[str, Any]) -> list[Curve]:
-    """The line charts of a run's loss, weights, updates and moments.
+    """Lays out the line charts of a run: loss, weights, updates and moments.
 
     A chart is left out if fewer than two checkpoints have a value for it.
     """

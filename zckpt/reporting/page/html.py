@@ -31,7 +31,7 @@ SECTIONS = {
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """The HTML text of the page, with the sections that the document has.
+    """Renders the document as the HTML of a page, with the sections that the document has.
 
     Raises MissingExtra without jinja2.
     """
@@ -122,7 +122,7 @@ def _text(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """The hash of a style or script, as a Content-Security-Policy states it."""
+    """The hash of a style or script for the page's Content-Security-Policy."""
     import hashlib
 
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -155,7 +155,7 @@ def _head(document: Mapping[str, Any], name: str, width: int, height: int) -> It
 def _scale(title: str, low: float, high: float, powers: bool, y: int) -> Iterator[str]:
     """Yields the legend of the heat map's colors, at height `y` of the SVG.
 
-    `powers`: the colors are spaced by powers of ten.
+    With `powers`, the colors are spaced by powers of ten.
     """
     start = 86 + 6 * len(words.cut(title, 34))
     yield f"<text x='20' y='{y + 10}'>{_xml(title)}</text>"

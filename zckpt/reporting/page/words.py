@@ -133,7 +133,7 @@ def of_run(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The facts about a checkpoint for the page's first section, as pairs of name and value.
+    """Facts about a checkpoint for the page's first section, as (name, value) pairs.
 
     Unknown facts are left out.
     """
