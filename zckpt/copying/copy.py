@@ -175,8 +175,7 @@ class _Copy(Struct, eq=False, dict=True):
         return taken
 
     def _count(self, passed: Iterable[Passed]) -> None:
-        """Adds the CRC-32s of written parts to the sums for the target's tensors, files and
-        records.
+        """Adds the CRC-32s of written parts to those of the target's tensors, files and records.
 
         A record is a byte range with a checksum. CRC-32s of the source's records are left out,
         since the checker already has them.
