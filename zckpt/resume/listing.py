@@ -214,7 +214,7 @@ def _obstacles(manifest: Manifest, asked: Asked) -> list[Notice]:
 
 
 def on_disk(path: str) -> Report:
-    """Report keys: when a checkpoint's newest file was written, and its number of files and bytes."""
+    """Report keys: the time of a checkpoint's newest file, and its number of files and bytes."""
     row: Report = {"saved": None, "being_written": False, "files": 0, "bytes": 0}
     with suppress(OSError):
         now = sources.status(path)

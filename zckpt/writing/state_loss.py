@@ -253,9 +253,9 @@ class Keeping(Struct, frozen=True):
             warning(
                 "program-must-set",
                 f"the keys of {listed(paths, 4)} may have been numbers: "
-                "torch.distributed.checkpoint turns all keys into texts. Turn them back into "
+                "torch.distributed.checkpoint turns all keys into strings. Turn them back into "
                 "numbers before the program loads them: MultiStepLR, for example, does not find "
-                'its milestones under texts such as "30"',
+                'its milestones under strings such as "30"',
                 subject=paths[0],
             )
         ]

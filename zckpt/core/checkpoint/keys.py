@@ -17,7 +17,7 @@ from .inert import PLAIN, TensorName, inside, map_values
 from .manifest import Manifest
 
 OF_TEXTS = "dcp"
-"""The format of torch.distributed.checkpoint, in which all keys of dictionaries are texts.
+"""The format of torch.distributed.checkpoint, in which all keys of dictionaries are strings.
 
 A universal checkpoint that was converted from it names this format as its origin.
 """
