@@ -229,7 +229,7 @@ class Mirror(Struct, eq=False):
                     done.result()
 
     def remove(self) -> None:
-        """Removes the folder."""
+        """Removes the local folder with its empty files."""
         for fingerprint in self.registered:
             byte_sources.forget(fingerprint)
         self.registered.clear()

@@ -303,10 +303,10 @@ class _RunsGroups:
         return its.renamed(self.owners) if fits and its else stages
 
     def _state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The source's state with the other run's list of names in each param group.
+        """Gives the source's state the other run's list of names for each param group.
 
         The list is `optimizer.members`: indices into the source's list of the module's names. It is
-        missing if the other run has none, or if a name is not in the source.
+        left out if the other run has no such list, or if a name is not in the source.
         """
         optimizer = dict(state.get("optimizer") or {})
         listed_before = optimizer.pop("members", None)

@@ -68,8 +68,8 @@ BOUND = (
     "stage and number of ranks can load it"
 )
 OF_NUMBERS = (
-    "its dictionary keys are strings that may have been numbers: torch.distributed.checkpoint turns "
-    "all keys into strings, so its files do not show which type the optimizer expects"
+    "its dictionary keys are strings that may have been numbers: torch.distributed.checkpoint "
+    "turns all keys into strings, so its files do not show which type the optimizer expects"
 )
 OF_WRAPPER = "it stands around the optimizer's state dict, where other engines do not read it"
 

@@ -148,29 +148,39 @@ class Rounding:
         self.matches: Sequence[Match] = [each.match for each in self._wholes]
 
     def compare_all(self) -> list[Notice]:
-        """Compares all elements in this process; returns warnings, or raises as `check` does."""
+        """Compares all elements in this process and returns warnings.
+
+        Raises InconsistentCheckpoint if a difference is not accepted, and CorruptCheckpoint if
+        damage is the cause.
+        """
         return check(self._manifest, ALL, *self._about)
 
     def begin(self) -> None:
         """Compares the first elements of masters with their weights, before a byte is written.
 
-        Does nothing if the user has accepted differences. Raises errors as `check` does.
+        Does nothing if the user has accepted differences. Raises InconsistentCheckpoint for a
+        difference, and CorruptCheckpoint if damage is the cause.
         """
         hint, accepted = self._about
         if not accepted:
             check(self._manifest, BEGINNINGS, hint, accepted)
 
     def refuse(self, differing: Mapping[int, Differing]) -> None:
-        """Raises an error if masters differ from their weights, unless the user accepts this.
+        """Raises InconsistentCheckpoint if masters do not round to their weights.
 
-        The errors are those of `check`.
+        Does nothing if the user has accepted differences. Raises CorruptCheckpoint if damage is the
+        cause.
         """
         hint, accepted = self._about
         if differing and not accepted:
             _report_differing(self._manifest, self._wrong(differing), hint, accepted)
 
     def conclude(self, differing: Mapping[int, Differing]) -> list[Notice]:
-        """Returns warnings about all masters that differ, or raises errors as `check` does."""
+        """Returns warnings about all masters that differ from their weights.
+
+        Raises InconsistentCheckpoint if differences are not accepted, and CorruptCheckpoint if
+        damage is the cause.
+        """
         return _report_differing(self._manifest, self._wrong(differing, copies=True), *self._about)
 
     def _wrong(

@@ -94,12 +94,18 @@ class Replicas:
         self._manifest, self._judge = manifest, judge
 
     def compare_all(self) -> list[Notice]:
-        """Compares all elements in this process; returns warnings, or raises errors of `judge`."""
+        """Compares all elements in this process, and returns warnings.
+
+        Raises InconsistentCheckpoint if a replica may not differ.
+        """
         results = compare(self.matches, self._manifest, self._manifest).results
         return self._judge([result for result in results if result.differs])
 
     def begin(self) -> None:
-        """Compares the first elements of all fragments; raises if a replica may not differ."""
+        """Compares the first elements of all fragments.
+
+        Raises InconsistentCheckpoint if a replica may not differ.
+        """
         results = masters.results_of(self._manifest, [*map(masters.beginning, self.matches)])
         self._refuse({n: result for n, result in enumerate(results) if result.differs})
 
@@ -108,11 +114,14 @@ class Replicas:
         self._refuse(self._results(differing))
 
     def conclude(self, differing: Mapping[int, Differing]) -> list[Notice]:
-        """Returns the warnings about all replicas that differ, or raises the errors of `judge`."""
+        """Returns warnings about all replicas that differ.
+
+        Raises InconsistentCheckpoint if a replica may not differ.
+        """
         return self._judge([*self._results(differing).values()])
 
     def _refuse(self, results: Mapping[int, Result]) -> None:
-        """Raises the errors of `judge` if a replica may not differ.
+        """Raises InconsistentCheckpoint if a replica may not differ.
 
         `results` may cover only a part of the elements. So all elements of the parameter that the
         error names are compared first.

@@ -62,25 +62,31 @@ class FullCheck(Protocol):
     matches: Sequence[Match]
 
     def compare_all(self) -> list[Notice]:
-        """Compares all elements in this process alone; returns warnings or raises like `refuse`."""
+        """Compares all elements in this process alone, and returns warnings.
+
+        Raises an error if a difference is not allowed.
+        """
         ...
 
     def begin(self) -> None:
-        """Compares the first elements of each tensor; raises like `refuse`."""
+        """Compares the first elements of each tensor.
+
+        Raises an error if a difference is not allowed.
+        """
         ...
 
     def refuse(self, differing: Mapping[int, Differing]) -> None:
         """Raises an error if one of these differences is not allowed.
 
-        `differing` maps the index of a match to the difference of its elements in one region of a
-        target file (256 MiB).
+        `differing` maps the index of a match (two compared tensors) to the difference of their
+        elements in one region of a target file (256 MiB).
         """
         ...
 
     def conclude(self, differing: Mapping[int, Differing]) -> list[Notice]:
-        """Returns warnings about all differences, or raises like `refuse`.
+        """Returns warnings about all differences; raises an error if one is not allowed.
 
-        `differing` maps the index of a match to its difference.
+        `differing` maps the index of a match (two compared tensors) to its difference.
         """
         ...
 

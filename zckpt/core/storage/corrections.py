@@ -30,7 +30,10 @@ class Correction(Struct, frozen=True):
 
     @classmethod
     def of_bit(cls, file: str, offset: int, bit: int, byte: int) -> Correction:
-        """Makes the correction that flips one bit of the byte at `offset`; its value is `byte`."""
+        """Makes the correction that flips one bit of the byte at `offset`.
+
+        `byte` is the present value of this byte.
+        """
         return cls(file, offset, bytes([byte]), bytes([byte ^ 1 << bit]))
 
     @property

@@ -24,7 +24,10 @@ MOST = 1 << 16  # bytes of a note
 
 
 def note_of(source: str, tag: str | None) -> bytes:
-    """Makes the contents of zckpt-names.json, for a directory with empty files."""
+    """Makes the contents of zckpt-names.json, which names the real checkpoint, `source` and `tag`.
+
+    The file goes into a directory with empty files.
+    """
     note = {"zckpt": __version__, "source": source, "tag": tag}
     return json.dumps(note, ensure_ascii=False).encode()
 
