@@ -108,10 +108,10 @@ class Store:
         return value
 
     def outlived(self, last: Callable[[], object], seconds: float) -> None:
-        """Makes this process's last request (`last`), and waits until rank 0 has ended the store.
+        """Ends this process's use of a store that rank 0 hosts: calls `last`, its last request.
 
-        It waits at most for `seconds`, on a plain connection: a request to a store that has ended
-        makes torch print a stack trace.
+        Then it waits until rank 0 has ended the store, at most for `seconds`. It waits on a plain
+        connection, because a request to a store that has ended makes torch print a stack trace.
         """
         with suppress(OSError), socket.create_connection(self._place, seconds) as line:
             last()

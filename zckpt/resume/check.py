@@ -147,7 +147,10 @@ def _report(candidate: Candidate, verdict: Verdict, question: Question) -> Words
 def _reasons(
     manifest: Manifest, other: Manifest | None, words: Words, to: str
 ) -> tuple[list[Notice], list[Notice]]:
-    """Why a program does not load a complete checkpoint, and warnings: two lists of notices."""
+    """Finds out why a program does not load a complete checkpoint.
+
+    Returns two lists of notices: the reasons, and warnings.
+    """
     if to == manifest.format:
         try:
             reasons = [*obstacles(manifest, words), *missing_of(manifest, to, words)]

@@ -338,9 +338,10 @@ def _is_tracked(path: str) -> bool:
 
 
 def _lacking(paths: Iterable[str]) -> dict[str, list[Notice]]:
-    """Warns about a trainer's file that only one checkpoint of the run lacks; by its path.
+    """Warns about a file, such as a scheduler's, that only one checkpoint of the run lacks.
 
-    At least two other checkpoints must have the file.
+    At least two other checkpoints must have the file. Returns the warnings by the path of the
+    checkpoint.
     """
     roles = {path: roles_beside(path) for path in paths}
     counts = Counter(role for own in roles.values() for role in own)

@@ -67,7 +67,7 @@ class Slicing(Struct, frozen=True):
 
     @property
     def copies(self) -> int:
-        """The number of ranks that hold the same element, at most."""
+        """The largest number of ranks that hold the same element."""
         return max(map(len, self._holders().values()), default=1)
 
     def chosen(self, copy: int) -> list[Piece]:

@@ -325,7 +325,7 @@ def without(manifest: Manifest, keys: Collection[str]) -> Manifest:
 
 
 def require_known(keys: Collection[str], manifests: Sequence[Manifest]) -> None:
-    """Raises WrongOption if no manifest has an optimizer state with one of these keys."""
+    """Raises WrongOption for a key that is no optimizer state in any of the manifests."""
     if not keys:
         return
     all_keys = list(dict.fromkeys(key for manifest in manifests for key in states_of(manifest)))

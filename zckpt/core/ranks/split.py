@@ -1,6 +1,6 @@
 """Splits one manifest into the manifests of the ranks of one axis: the inverse of `merge`.
 
-The slices in the new manifests have no byte ranges yet.
+A manifest made here says which slices a rank has, and not yet where their bytes are.
 """
 
 from __future__ import annotations
