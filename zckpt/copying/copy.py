@@ -384,11 +384,10 @@ def _is_in_order(fragments: Fragments) -> bool:
 
 
 def _flats_cut_otherwise(pairs: Iterable[Pair]) -> Iterator[Extent]:
-    """Finds flat buffers of the source whose bytes are divided otherwise in the target's flat
-    buffers.
+    """Finds flat buffers of the source whose tensors are in flat buffers of the target too.
 
-    The target's ranks cut the tensors in them at other elements. So some bytes of a source buffer
-    may be read for two ranks, and its padding for none.
+    The target's ranks cut these tensors at other elements. So some bytes of a source buffer may be
+    read for two ranks, and its padding for none.
     """
     # by the identity of the flat buffers: the slices that extend into most of them
     longest: dict[int, Slices] = {}

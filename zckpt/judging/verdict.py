@@ -189,7 +189,7 @@ def of(manifest: Manifest) -> Verdict:
 
 
 def refuse_lost(manifest: Manifest) -> None:
-    """Raises IncompleteCheckpoint if the optimizer that trained the weights was lost."""
+    """Raises IncompleteCheckpoint if the weights were trained, and the optimizer's files are lost."""
     for lost in manifest.notices.lost:
         raise again(IncompleteCheckpoint, {**asdict(lost), "paths": ()})
 
@@ -216,9 +216,9 @@ def with_warnings(manifest: Manifest) -> Manifest:
 
 
 def step_of(manifest: Manifest) -> int | float | None:
-    """The number of completed updates, or the Trainer's counter if no engine file states a step.
+    """The number of completed updates; for Megatron-Core the iteration in the folder's name.
 
-    For Megatron-Core it is the iteration in the folder's name. None if nothing states it.
+    If no engine file states it, it is the Trainer's counter, or None.
     """
     iteration = str(manifest.run.origin.tag).rpartition("_")[2]
     if formats.named(manifest.format).to_load and iteration.isdecimal():

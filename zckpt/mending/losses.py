@@ -479,7 +479,10 @@ def _of_buffers(manifest: Manifest, found: Found) -> Iterator[Loss]:
 
 
 def _of_drifting(manifest: Manifest, found: Found, source_of: SourceOf) -> Iterator[Loss]:
-    """Yields lost replicas of masters and optimizer states that no other rank's replica shows."""
+    """Yields losses for replicas of masters and optimizer states that may have had other values.
+
+    The engine lets these replicas drift, so no other rank's replica shows the lost values.
+    """
     of_stages = copies_of_stages(manifest, found.lost)
     for copy in filter(may_drift, manifest.replicas):
         if count := copy.numel - kept(copy, found.lost)[0].numel:

@@ -393,10 +393,11 @@ def _filled(
     warnings: list[Report],
     checks: Sequence[FullCheck],
 ) -> CopyOutcome | None:
-    """Creates and fills the target's files, of `size` bytes in all; adds to `warnings`.
+    """Creates and fills the target's files, of `size` bytes in all.
 
-    Returns None if another process, or another part, will complete the target. Raises
-    UnsupportedState if the files cannot store a state of the source.
+    Warnings about tensors' values are added to `warnings`. Returns None if another process, or
+    another part, will complete the target. Raises UnsupportedState if the files cannot store a
+    state of the source.
     """
 
     def seal(root: Folder, shells: Manifest, outcome: CopyOutcome) -> None:
