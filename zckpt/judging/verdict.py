@@ -189,7 +189,7 @@ def of(manifest: Manifest) -> Verdict:
 
 
 def refuse_lost(manifest: Manifest) -> None:
-    """Raises IncompleteCheckpoint if the weights were trained, and the optimizer's files are lost."""
+    """Raises IncompleteCheckpoint if weights were trained, and the optimizer's files are lost."""
     for lost in manifest.notices.lost:
         raise again(IncompleteCheckpoint, {**asdict(lost), "paths": ()})
 
