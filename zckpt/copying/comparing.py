@@ -52,7 +52,7 @@ class ComparedPart(Struct, frozen=True):
     @property
     def length(self) -> int:
         """The number of bytes to read from both tensors."""
-        return (self.stop - self.start) * _width(self.match)
+        return (self.stop - self.start) * _bytes_per_element(self.match)
 
 
 class _Region(Struct, eq=False):
@@ -71,10 +71,10 @@ class Row:
     def __init__(self, name: str, check: FullCheck, memory: int) -> None:
         self.name, self.check, self._memory = name, check, memory
         self._matches = check.matches
-        lengths = (match.a.numel * _width(match) for match in self._matches)
+        lengths = (match.a.numel * _bytes_per_element(match) for match in self._matches)
         self._begins = [0, *accumulate(lengths)]
         self.length = self._begins[-1]
-        widths = [_width(match) for match in self._matches if match.a.numel]
+        widths = [_bytes_per_element(match) for match in self._matches if match.a.numel]
         # an element begins in every region: the last one may have some bytes more
         starts = range(0, self.length - widths[-1] + 1 if widths else 0, filling.REGION)
         self._regions = {start: _Region(start + filling.REGION) for start in starts}
@@ -97,7 +97,7 @@ class Row:
         An element belongs to the region that contains its first byte.
         """
         for number, match in enumerate(self._matches):
-            first, width = self._begins[number], _width(match)
+            first, width = self._begins[number], _bytes_per_element(match)
             start, stop = (
                 min(match.a.numel, max(0, -((first - edge) // width))) for edge in (begin, end)
             )
@@ -199,6 +199,5 @@ def _distance(bits: int) -> float | None:
     return float(distance)
 
 
-def _width(match: Match) -> int:
-    """The added size in bytes of one element of both tensors."""
+def _bytes_per_element(match: Match) -> int:
     return sum(SIZES[entry.dtype] for entry in (match.a, match.b) if entry)

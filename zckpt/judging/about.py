@@ -82,7 +82,6 @@ def about_folder(folder: str) -> About:
 
 
 def _of_files(siblings: Sequence[Sibling]) -> About:
-    """Reads the facts from the files that a trainer saved beside a checkpoint."""
     name, kind = model_of(_read(siblings, "config.json"), _read(siblings, "adapter_config.json"))
     return About(model=name, model_class=kind, **of_log(_read(siblings, STATE)))
 

@@ -154,7 +154,7 @@ def what_is_there(
                     if not paths and isinstance(error, IncompleteCheckpoint):
                         kind = "missing"
                     if found.lost and not paths:  # the file that replaces it does not fit
-                        found.faults.append(_omitted(_told(found, error)))
+                        found.faults.append(_omitted(_message_of(found, error)))
                     named: list[str | None] = [*paths] or [None] * (not found.lost)
                     found.faults += (_fault(found, error, kind, path) for path in named)
                     if weights_only:
@@ -165,7 +165,7 @@ def what_is_there(
 
 def _fault(found: Found, error: ZckptError | OSError, kind: str, file: str | None) -> Report:
     notice = notice_of(error)
-    message = _told(found, error)
+    message = _message_of(found, error)
     if file is not None and kind == "missing":
         name, paths = os.path.basename(file), getattr(error, "paths", ())
         if len(paths) > 1 or name not in message:  # the message is about another file
@@ -173,8 +173,7 @@ def _fault(found: Found, error: ZckptError | OSError, kind: str, file: str | Non
     return line_of(replace(notice, file=file, message=message), kind=kind, fault=True)
 
 
-def _told(found: Found, error: ZckptError | OSError) -> str:
-    """The message of the error, with real paths instead of those in the temporary folder."""
+def _message_of(found: Found, error: ZckptError | OSError) -> str:
     return found.real(notice_of(error).message)
 
 

@@ -46,7 +46,6 @@ def state_of(item: Sibling) -> State:
 
 
 def _has_zeros_alone(file: BinaryIO) -> bool:
-    """Whether all bytes are zero, as in a file whose data was lost in a power failure."""
     while content := file.read(1 << 16):
         if content.count(0) < len(content):
             return False

@@ -151,7 +151,6 @@ def _place(place: Place) -> tuple[str, int]:
 
 
 def _blamed(judged: Verdict) -> list[str]:
-    """The files that the verdict on a checkpoint calls damaged or unreadable."""
     manifest = judged.manifest
     lost: tuple[Notice, ...] = manifest.notices.lost if manifest else ()
     return [each.file for each in (*lost, *judged.damaged, *judged.unread) if each.file]

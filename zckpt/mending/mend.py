@@ -392,7 +392,6 @@ def _pointing_elsewhere(manifest: Manifest, base: str) -> list[Notice]:
 
 
 def _paths_in_copy(manifest: Manifest, base: str, target: str) -> tuple[str, str]:
-    """Converts the path of the engine's folder to its path in the copy; also returns the copy's."""
     inside = relative(os.path.abspath(manifest.root), base)
     return os.path.normpath(os.path.join(target, inside)), target
 

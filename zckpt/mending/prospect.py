@@ -83,7 +83,6 @@ def prospect(path: str, reading: Reading, older: str | None = None) -> Prospect 
 
 
 def _is_lost(diagnosis: Diagnosis) -> bool:
-    """Whether damage that prevents resuming cannot be repaired."""
     return any(place.by is None and diagnosis.is_needed(place) for place in diagnosis.places)
 
 

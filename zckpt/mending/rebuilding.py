@@ -289,7 +289,6 @@ def _are_equal(copies: Iterable[Entry]) -> bool:
 
 
 def _crc(entry: Entry, ranges: Iterable[tuple[int, int]] | None = None) -> int:
-    """The CRC-32 of a tensor's elements, or of those in `ranges`."""
     size = SIZES[entry.dtype]
     return crc_of(
         run.extent
@@ -299,7 +298,6 @@ def _crc(entry: Entry, ranges: Iterable[tuple[int, int]] | None = None) -> int:
 
 
 def _refuse_damaged(older: Manifest, entries: Iterable[Entry]) -> None:
-    """Raises CorruptCheckpoint if these tensors of the checkpoint `older` are damaged."""
     checker = RecordChecker(older.files.records)
     for entry in entries:
         for fragment in entry.fragments:

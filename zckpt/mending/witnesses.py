@@ -205,7 +205,6 @@ def _runs(a: memoryview, b: memoryview) -> Iterator[tuple[int, int]]:
 
 
 def _elements(entry: Entry, start: int, stop: int) -> list[bytes]:
-    """Reads elements [start, stop) of a tensor: returns the bytes of each element."""
     size = SIZES[entry.dtype]
     data = bytearray((stop - start) * size)
     with reading([RecordChecker(())], SCRATCH) as (reader,):

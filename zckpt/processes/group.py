@@ -279,7 +279,6 @@ class Group:
         return None
 
     def _failure(self) -> ProcessFailed:
-        """The error of the process that has failed first."""
         try:
             rank, text, code = json.loads(self.store.get(f"{self._name}failure"))
             if (type(rank), type(text), type(code)) != (int, str, int) or not 0 < code < 256:
@@ -297,7 +296,6 @@ class Group:
 
 
 def _word(data: bytes) -> str:
-    """Parses a random word that another process has stored."""
     text = data.decode("ascii", "replace")
     if len(text) != 16 or not text.isalnum():
         raise unreadable(f"{brief(text)} is no name")

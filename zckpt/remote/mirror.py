@@ -303,7 +303,7 @@ def _listed(store: Store, url: Url) -> dict[str, StoredObject]:
     if url.key and not inside and (alone := store.head(url.key)) is not None:
         inside = [alone]
     objects = {each.key: each for each in (*inside, *(_beside(store, url) if url.key else ()))}
-    folders = {parent for key in objects for parent in _folders(key)}
+    folders = {parent for key in objects for parent in _folders_above(key)}
     # tools that show a store as folders put an empty object for each folder
     return {key: each for key, each in objects.items() if each.size or key not in folders}
 
@@ -337,8 +337,7 @@ def _seen(look: Callable[[], T]) -> T | None:
         raise
 
 
-def _folders(key: str) -> Iterator[str]:
-    """Yields the keys of all folders above a key, the innermost first."""
+def _folders_above(key: str) -> Iterator[str]:
     while key := key.rpartition("/")[0]:
         yield key
 
@@ -381,7 +380,7 @@ def _notes_above(store: Store, url: Url) -> list[StoredObject]:
 
     The URL may be a part of the target that such a file lists.
     """
-    above = [url.key, *_folders(url.key)][2 if store.has_listing else 0 :]
+    above = [url.key, *_folders_above(url.key)][2 if store.has_listing else 0 :]
 
     def look(folder: str) -> StoredObject | None:
         return _seen(lambda: store.head(f"{folder}/{UNFINISHED}"))

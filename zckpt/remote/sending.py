@@ -228,7 +228,7 @@ class _Sending(Struct, dict=True):
             return sums.crc  # the store itself has computed this MD5
         if self.read_back:
             self.again += 1
-            if self._crc(stored) != sums.crc:
+            if self._stored_crc(stored) != sums.crc:
                 raise self._lost(name, "the store has other bytes", etag, stored)
         elif not any(notice.code == "checksum-missing" for notice in self.notes):
             message = (
@@ -238,8 +238,7 @@ class _Sending(Struct, dict=True):
             self.notes.append(warning("checksum-missing", message, file=str(self.url)))
         return sums.crc
 
-    def _crc(self, stored: StoredObject) -> int:
-        """Reads a stored object again, and returns its CRC-32."""
+    def _stored_crc(self, stored: StoredObject) -> int:
         crc = 0
         for start in range(0, stored.size, BLOCK):
             stop = min(start + BLOCK, stored.size)
@@ -257,7 +256,7 @@ class _Sending(Struct, dict=True):
         if stored is None or stored.size != os.path.getsize(path):
             return False
         by_us = self.store.mark(stored) in (None, self.run)
-        return by_us and self._crc(stored) == _crc_of(path)
+        return by_us and self._stored_crc(stored) == _crc_of(path)
 
     def _lost(
         self, name: str, what: str, etag: str | None, stored: StoredObject | None

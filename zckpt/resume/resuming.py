@@ -241,7 +241,6 @@ class Resuming(Struct, dict=True):
         return Resumed(report["path"], report), lines
 
     def _written(self, candidate: Candidate, plan: Words, more: Words) -> Words:
-        """Writes the resharded copy; returns the report of `reshard`."""
         more = {"gives_way": True, "copying": self.copying, **more}
         words = {**GOING_ON, **plan["words"], **more}
         return api.reshard(candidate.path, plan["target"], tag=candidate.tag, **words)
@@ -379,7 +378,6 @@ class Resuming(Struct, dict=True):
         return True
 
     def _removes(self, target: str) -> bool:
-        """Removes a target and its `.partial` directory; returns whether both are gone."""
         is_gone = self._remove(target)
         return self._remove(target + cache.PARTIAL) and is_gone
 

@@ -271,7 +271,7 @@ def _in_folders(run: str) -> list[Candidate]:
     level = [run]
     for _ in range(DEPTH):
         inside = {folder: _names(folder) for folder in level}
-        runs = [tags for path in _paths(inside) if (tags := _by_tag(path, inside=True))]
+        runs = [tags for path in _subfolders(inside) if (tags := _by_tag(path, inside=True))]
         _refuse_several(run, [tags[0].path for tags in runs])
         if runs:
             return runs[0]
@@ -284,7 +284,7 @@ def _in_folders(run: str) -> list[Candidate]:
         _refuse_several(run, [*versions.values()])
         if paths:
             return _ordered(paths)
-        level = _paths(inside)[:MOST_FOLDERS]
+        level = _subfolders(inside)[:MOST_FOLDERS]
     return []
 
 
@@ -374,8 +374,7 @@ def _refuse_several(run: str, runs: list[str]) -> None:
         )
 
 
-def _paths(inside: dict[str, list[str]]) -> list[str]:
-    """The paths of all subfolders; `inside` maps folders to the names in them."""
+def _subfolders(inside: dict[str, list[str]]) -> list[str]:
     paths = (os.path.join(folder, name) for folder, names in inside.items() for name in names)
     return [path for path in paths if sources.is_folder(path)]
 

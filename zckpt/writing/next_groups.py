@@ -165,7 +165,6 @@ class _RunsGroups:
         return owners
 
     def _refuse_other_optimizer(self) -> None:
-        """Raises WrongOption if the run's optimizer keeps other states than the source's."""
         if keep_other_states(self.named.optimizer, self.run.optimizer):
             raise WrongOption(
                 DOES_NOT_FIT,

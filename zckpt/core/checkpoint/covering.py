@@ -117,6 +117,5 @@ def _is_tiled(entry: Entry, fragments: Fragments) -> bool:
 
 
 def _has_its_bytes(box: Box, size: int) -> bool:
-    """Whether all elements of the box, of `size` bytes each, lie in the box's byte range."""
     end = box.extent.offset + box.extent.length
     return box.size == size and box.reach.offset + box.reach.length <= end

@@ -123,7 +123,6 @@ class _Comparison(Struct, eq=False, dict=True):
         self.lock = Lock()
 
     def run(self, claim: Claim) -> None:
-        """Runs this process's share of the tasks; `claim` assigns blocks of tasks to it."""
         tasks = claimed(self.tasks(), _bytes_of, claim, self.progress)
         stream(tasks, self.jobs, self.checkers, self.chunk, self.start)
 
@@ -369,7 +368,6 @@ def compare(
 
 
 def _bytes_of(parts: Sequence[_MatchPart]) -> int:
-    """The number of bytes to read for these parts, from both checkpoints together."""
     match = parts[0].match
     sides = [SIZES[entry.dtype] for entry in (match.a, match.b) if entry]
     return sum(part.stop - part.start for part in parts) * sum(sides)
