@@ -178,9 +178,10 @@ def _message_of(found: Found, error: ZckptError | OSError) -> str:
 
 
 def _omitted(error: str) -> Report:
-    """A report line that says: the rest was not read, because files listed above are missing.
+    """A report line: the rest was not read, because of the missing files listed above.
 
-    `error` says what is wrong with the files that replace them. The line does not count as a fault.
+    `error` says what is wrong with the files that are read in their place. The line does not count
+    as a fault.
     """
     message = f"the rest was not read, because of the missing files above: {error}"
     left = warning("not-compared", message)

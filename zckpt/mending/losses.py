@@ -105,7 +105,7 @@ class Losses(Struct, frozen=True):
 
     @property
     def can_be_made_up(self) -> bool:
-        """Whether there are losses, and values for all of them: other copies, or made-up ones."""
+        """Whether something is lost, and all of it can be filled with other or made-up values."""
         if self.borrowed and not self.values:  # the optimizer's files are not whole
             return False
         return bool(self.lost) and all(
@@ -134,9 +134,10 @@ class Losses(Struct, frozen=True):
         return {each.entry.key for each in self.lost if each.state == "made-up"}
 
     def made_up(self, remade: Sequence[Mended]) -> Losses:
-        """Returns these losses after all lost files were written again, with the values `remade`.
+        """Returns these losses as they are after all lost files were written again.
 
-        Their state is "rebuilt" instead of "made-up".
+        Their state is then "rebuilt" instead of "made-up". `remade` has the values that were
+        written.
         """
         states = {"made-up": "rebuilt"}
         lines = [{**line, "state": states.get(s := line["state"], s)} for line in self.lines]

@@ -98,10 +98,10 @@ COMPLETE, ALONE = "weights complete", "weights without an optimizer: no run resu
 
 
 def with_older(report: Report, older: Iterable[Candidate]) -> Report:
-    """Adds the older checkpoint from which the user can resume to `report`, a section `next`.
+    """Adds the older checkpoint from which the user can resume to the section `next` of a report.
 
     It is the first complete one in `older`, which are checkpoints of the same run, the newest
-    first. If none is complete, `report` is returned unchanged.
+    first. If none is complete, the section (`report`) is returned unchanged.
     """
     for candidate in older:
         with suppress(ZckptError, OSError):

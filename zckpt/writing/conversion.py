@@ -351,10 +351,11 @@ def _for_few(manifest: Manifest, options: Options) -> Options:
 
 
 def _there(target: str, run: Identity, gives_way: bool) -> str:
-    """What the report says of a complete target that exists already; "" if there is none.
+    """Looks for a complete target of an earlier run; returns a key for the report, or "".
 
-    It is "already_complete" for the same conversion. A target of another one raises TargetExists,
-    or gives "is_of_another" if this run `gives_way`.
+    The key is "already_complete" if that run made the same conversion. A target of another
+    conversion raises TargetExists; if this run `gives_way`, the key "is_of_another" is returned
+    instead.
     """
     try:
         return "already_complete" if targets.is_complete(target, run) else ""

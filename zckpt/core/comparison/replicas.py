@@ -152,8 +152,8 @@ class Replicas:
 def replicas_of(manifest: Manifest, chosen: str | None, hints: Hints) -> Replicas:
     """Pairs every replica with the tensor that is used instead of it, to compare them later.
 
-    `chosen` is what the user wants if replicas differ: RANK0, MEAN or OWN. With None, replicas that
-    differ raise InconsistentCheckpoint, unless their axis allows drift. With OWN, replicas on such
+    `chosen` is what the user wants if replicas differ: RANK0, MEAN, OWN, or None for an error. On
+    axes where the engine lets replicas drift, a difference is no error. With OWN, replicas on such
     axes are not compared; they may be large.
     """
     axes = {axis: ranks for axis, ranks in AXES.items() if chosen != OWN or not ranks.drift}

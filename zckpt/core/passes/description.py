@@ -147,7 +147,7 @@ def advice(manifest: Manifest, bare: int) -> Report:
 
 
 def unopened(manifest: Manifest) -> Report:
-    """The number of items of torch.distributed.checkpoint that were not opened, as a report's key.
+    """Counts the items of torch.distributed.checkpoint that were not opened, for a report.
 
     The reader need not open an item if similar ones show where its data lie. The result is an empty
     dictionary if all items were opened.
