@@ -226,10 +226,11 @@ def _varies(file: TorchFile, tensor: Tensor) -> bool:
 
 
 def _of_first(ranks: EngineStates, weights: Weights, param_names: Sequence[str] | None) -> Named:
-    """The names of the parameters in ep rank 0's optimizer; raises the same errors as `names_of`.
+    """The names of ep rank 0's optimizer parameters: stated, or found by matching weights.
 
-    If neither the files nor the user states names, each parameter of the optimizer is matched with
-    a weight by bytes or shape. Dense parameters and experts are matched separately.
+    If neither the files nor the user states names, each parameter is matched with a weight by bytes
+    or shape. Dense parameters and experts are matched separately. Raises the errors of `names_of`
+    (MissingData, for example).
     """
     if ranks.listed_shapes or param_names is not None:
         return names_of([ranks], weights, param_names)[0]
@@ -257,8 +258,8 @@ def _joined(
 ) -> Manifest:
     """Joins the optimizers of all ep ranks into the manifest of the full model.
 
-    Copies of a tensor in several files become replicas. The last item of `wholes` may be the model
-    file's copy of ep rank 0's optimizer.
+    `wholes` has one optimizer per ep rank, and perhaps the model file's copy of rank 0's optimizer
+    at the end. Further copies of a dense parameter's tensors are kept as replicas of rank 0's.
     """
     first, *other_ranks = wholes
     states, slots = first.states, kept(first, step_policy)
@@ -284,8 +285,9 @@ def _joined(
 def _of_module(first: Manifest, whole: EngineStates, trained: Collection[str]) -> Manifest:
     """A manifest of the tensors that no optimizer trains: frozen weights, buffers, second names.
 
-    `first` is the manifest of ep rank 0. The result has the same fields as a rank's manifest, so
-    `merge` can add these tensors to the ranks'. `trained` are the parameters to leave out.
+    Every field that is not about these tensors is copied from `first`, the manifest of ep rank 0.
+    So `merge` can treat the result like the manifest of one more rank. `trained` are the parameters
+    to leave out.
     """
     tensors = ManifestTensors(whole)
     tensors.add_frozen()
@@ -303,10 +305,10 @@ def _of_module(first: Manifest, whole: EngineStates, trained: Collection[str]) -
 
 
 def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> Manifest:
-    """Makes the manifest of a further ep rank's optimizer (`whole`), with ep rank 0's param groups.
+    """The manifest of the optimizer of one further ep rank, with ep rank 0's param groups.
 
-    `first` is the manifest of ep rank 0. Raises InconsistentCheckpoint if the two optimizers have
-    different states for a dense parameter.
+    `first` is ep rank 0's manifest, `whole` the other rank's optimizer. Raises
+    InconsistentCheckpoint if the two optimizers have different states for a dense parameter.
     """
     states, slots = whole.states, kept(whole, step_policy)
     tensors = ManifestTensors(states)

@@ -70,13 +70,15 @@ SOME_STAGES = "mixture-of-experts layers in only some stages of a pipeline"
 
 
 class RankFiles(Struct, frozen=True):
-    """The files of one model rank, as paths in rank order.
+    """The paths of the files that belong to one model rank, each list sorted by rank.
 
-    `models` is one file in stages 1 and 2, and one per data-parallel rank in stage 3. `experts` is
-    keyed by the layer's number in its model rank and the expert's number in the layer. `of_ep` are
-    the optimizer files of all ep ranks, in order, if a run with experts was in stage 0. `parsed`
-    caches the opened files of all model ranks. `number` is the model rank. `sp` is the number of
-    sequence-parallel ranks, if the file names count these as model ranks; else 1.
+        models       the model file in stages 0 to 2; one per data-parallel rank in stage 3
+        optimizers   one per data-parallel rank; empty in stage 0
+        experts      (layer of experts, expert) -> path; layers are counted in this model rank
+        of_ep        one optimizer file per ep rank, if a run with experts was in stage 0
+        parsed       a cache of opened files, which all model ranks share
+        number       the model rank
+        sp           how many sequence-parallel ranks the file names count as model ranks; else 1
     """
 
     models: Sequence[str]
@@ -93,9 +95,11 @@ class RankFiles(Struct, frozen=True):
 
 
 class GridFiles(Struct, frozen=True):
-    """The files of a checkpoint: one item per model rank, in order, and the layer files.
+    """All files of a checkpoint, sorted by model rank and pipeline layer.
 
-    Layer files are keyed by the numbers of the layer and of the tensor rank.
+        ranks    one item per model rank
+        layers   (layer, tensor rank) -> path of the layer file; empty without a pipeline
+        grid     the numbers of pipeline stages and tensor ranks
     """
 
     ranks: Sequence[RankFiles]
@@ -176,11 +180,12 @@ def locate(path: str, tag: str | None) -> TagDirectory:
 
 
 def grid_files(directory: TagDirectory, written: Grid | None = None) -> GridFiles:
-    """Finds the files of all model ranks, and the layer files.
+    """Finds the files of all model ranks, and the layer files of a pipeline.
 
-    `written` is the grid of a target whose layer files do not exist yet. Raises
+    Give `written` only for a target that is still being written: its numbers of pipeline stages and
+    tensor ranks cannot be found from layer files, which do not exist yet. Raises
     IncompleteCheckpoint if the names show that a file is missing. Raises UnsupportedCheckpoint for
-    NVMe offload, AutoEP beside AutoTP, and a pipeline in which only some stages have experts.
+    NVMe offload, AutoEP with AutoTP, and a pipeline in which only some stages have experts.
     """
     files = files_in(directory, os.listdir(directory.path))
     layers, has_experts = files[LAYER], bool(files[EXPERT])
@@ -214,17 +219,18 @@ def grid_files(directory: TagDirectory, written: Grid | None = None) -> GridFile
 
 
 def _parameters(ranks: Sequence[RankFiles]) -> list[set[str]]:
-    """The names of each model rank's parameters, as its model file lists them."""
+    """The parameter names that each model rank's first model file lists in `param_shapes`."""
     files = open_files([own.models[0] for own in ranks], ranks[0].parsed)
     shapes = [shapes_of_groups(dictionary(f, f.value).get("param_shapes"), f) for f in files]
     return [{*chain.from_iterable(own)} for own in shapes]
 
 
 def files_in(directory: TagDirectory, names: Iterable[str]) -> FilesByRole:
-    """Sorts the names in a directory by role; returns the paths of the checkpoint's files.
+    """Sorts the names in a directory by kind of file; returns the paths of the checkpoint's files.
 
-    A role is a kind of file, such as model file or optimizer file. Names without a role are left
-    out. Raises InconsistentCheckpoint if files are not of one run (two files of one rank, for
+    The kinds ("roles") are model file, optimizer file, layer file and file of an expert. The result
+    maps a role to paths by the numbers in their names. Other names are left out. Raises
+    InconsistentCheckpoint if the files are of more than one run (two files of one rank, for
     example). Raises UnsupportedCheckpoint if the names show NVMe offload, or experts of an old
     release.
     """
@@ -267,8 +273,8 @@ def files_in(directory: TagDirectory, names: Iterable[str]) -> FilesByRole:
 def rank_files(directory: TagDirectory, by_role: FilesByRole, parsed: Parsed) -> list[RankFiles]:
     """The files of each model rank; raises IncompleteCheckpoint if the names show a missing file.
 
-    Some releases count sequence-parallel ranks as model ranks in file names. The files of such
-    ranks are listed as those of data-parallel ranks of one model rank.
+    Up to DeepSpeed 0.19.5, file names count sequence-parallel ranks as model ranks. Then the result
+    has a single model rank, and the sequence-parallel ranks are among its data-parallel ranks.
     """
     if not (by_role[MODEL] or by_role[MODEL_3]):
         raise IncompleteCheckpoint(
@@ -310,10 +316,10 @@ def rank_files(directory: TagDirectory, by_role: FilesByRole, parsed: Parsed) ->
 def need_files(
     directory: TagDirectory, role: Role, files: FilesByRole, wanted: Iterable[Numbers]
 ) -> None:
-    """Raises IncompleteCheckpoint if some files of a role exist, but not all of them.
+    """If some files of a kind exist, raises IncompleteCheckpoint unless all of them exist.
 
-    `wanted` has the numbers (of ranks, layers or experts) in the names of all files that must
-    exist.
+    `wanted` has the numbers in the names of all files that must exist: (3, 0) for
+    `zero_pp_rank_3_mp_rank_00_optim_states.pt`.
     """
     if files[role]:
         refuse_gaps(directory.path, gaps(role, files[role], wanted))
@@ -339,7 +345,7 @@ def without_pointer(directory: TagDirectory) -> list[Notice]:
 
 
 def recovery_scripts(tag: str) -> list[Notice]:
-    """A note that DeepSpeed's recovery scripts, if the run directory has any, are not copied."""
+    """A note that the target lacks DeepSpeed's recovery scripts, if the run directory has any."""
     run = os.path.dirname(os.path.abspath(tag))
     names = [name for name in SCRIPTS if sources.is_file(os.path.join(run, name))]
     if not names:

@@ -50,8 +50,9 @@ def flat_buffers(
 ) -> Iterator[FlatBuffer]:
     """Yields every flat buffer of the checkpoint: masters and optimizer states from all ranks.
 
-    `sharing` returns, for a param group, its flat buffers and the ranks that share each of them. By
-    default a group has one buffer, which all ranks share.
+    By default all ranks share one buffer per param group. With experts, a group has one buffer per
+    ep rank. `sharing` then returns the group's buffers: for each, the ranks that share it and its
+    parameters' shapes.
     """
     shapes = ranks.param_shapes()
     masters = [_masters(ranks, state) for state in ranks.states]
@@ -108,9 +109,13 @@ def _contradiction(ranks: EngineStates, what: str, hint: str = "") -> Inconsiste
 
 
 class _RankedBuffer(Struct, dict=True):
-    """Flat buffer number `place`, read from the ranks' partitions; makes a `FlatBuffer`.
+    """Joins the ranks' partitions of one flat buffer into a `FlatBuffer`; see `read`.
 
-    `masters` has one tensor per rank: its partition of the fp32 masters.
+        ranks      the opened files of the ranks that share the buffer
+        place      the number of the buffer: one per param group, in stage 3 one per sub-group
+        shapes     names and shapes of the parameters in the buffer
+        paddings   elements of padding after each parameter
+        masters    each rank's partition of the fp32 masters
     """
 
     ranks: EngineStates
@@ -143,11 +148,11 @@ class _RankedBuffer(Struct, dict=True):
             )
 
     def _as_lost(self, total: int) -> Sequence[Tensor]:
-        """The ranks' partitions of masters; a stand-in's partition gets the lost rank's length.
+        """The ranks' partitions of masters; a partition read in place of a lost one is cut to fit.
 
-        A stand-in is another rank's file that is read in place of a lost one. The last rank's
-        partition is saved without padding, so it may be shorter than that of the lost rank. `total`
-        is the number of elements of all partitions without padding.
+        `zckpt mend` can read another rank's file in place of a lost one. The partition in that file
+        may be longer than the lost one was: the last rank's partition is saved without padding.
+        `total` is the number of elements in all partitions, without padding.
         """
         files, dp = self.ranks.optimizers, self.ranks.dp
         lost = {rank for rank in range(dp) if sources.is_stand_in(files[rank].path)}
@@ -164,20 +169,21 @@ class _RankedBuffer(Struct, dict=True):
         return self.masters
 
     def _is_of_more_ranks(self, numels: Sequence[int], held: Sequence[int]) -> bool:
-        """Whether stage 3's partitions are as short as in a run with several times as many ranks.
+        """Whether stage 3's partitions are so short that several ranks wrote the same file.
 
-        If so, several ranks wrote the same file, one over the other, and parts of all parameters
-        are lost. `numels` are the sizes of the parameters, `held` the lengths of the partitions.
+        Ranks that share a sequence may write to one file, one after the other. The file then has
+        only the last rank's partition, and parts of all parameters are lost. `numels` are the
+        parameters' numbers of elements, `held` the lengths of the partitions.
         """
         worlds = range(2 * self.ranks.dp, MOST_IN_SEQUENCE * self.ranks.dp + 1, self.ranks.dp)
         lengths = (sum(-(-numel // world) for numel in numels) for world in worlds)
         return len({*held}) == 1 and held[0] in lengths
 
     def numbers(self) -> Iterator[str]:
-        """Yields the names of states that are a single number, not a partition.
+        """Yields the keys of states that are one number, such as `step`, and not a partition.
 
-        Such a state is a tensor of one element. If a rank's partition has one element as well, only
-        0-d tensors are yielded: another tensor of one element might be a partition.
+        Such a state may be a tensor of one element. If some rank's partition has one element too,
+        shape [1] is ambiguous, and only 0-d tensors are taken for numbers.
         """
         partitions = {self.masters[0].numel, *self.lengths}
         for key, state in self.states[0].items():
@@ -229,11 +235,11 @@ class _RankedBuffer(Struct, dict=True):
         )
 
     def _values(self, key: Any, is_number: bool) -> list[Any]:
-        """A state's value on every rank; restores a number that the engine's elastic save cut off.
+        """A state's value on every rank; a number that an elastic save emptied is restored.
 
-        An elastic save removes a partition's padding from every tensor that is not 0-d, even if the
-        tensor is a single number (0.19.8). The tensor's storage still has the number (`_stored`).
-        If not, another rank's number is used.
+        DeepSpeed's elastic save removes a partition's padding from every tensor that is not 0-d,
+        even from a single number (0.19.8). The tensor's storage may still have the number
+        (`_stored`). If not, another rank's number is used.
         """
         values = [state.get(key) for state in self.states]
         if not (is_number and self.ranks.elastic and any(map(_is_empty, values))):
@@ -245,11 +251,11 @@ class _RankedBuffer(Struct, dict=True):
     # -- tensors
 
     def _slot(self, key: str, values: Sequence[Any]) -> BufferSlot | None:
-        """The optimizer state `key` as a `BufferSlot`; None if it cannot be divided by parameter.
+        """Divides the optimizer state `key` among the buffer's parameters; None if impossible.
 
-        `values` has the state on each rank: a tensor as long as the rank's partition, with or
-        without padding (masters are saved without padding, states with it). States that ranks keep
-        complete for each parameter (`_whole`) are accepted too.
+        It is possible if each rank's tensor (in `values`) is as long as the rank's partition, with
+        or without padding. It is also possible if each rank has complete states of the parameters
+        in its partition, as Muon does (`_whole`).
         """
         tensors = [value for value in values if isinstance(value, Tensor) and value.shape]
         if len(tensors) == self.ranks.dp and all(
@@ -270,10 +276,6 @@ class _RankedBuffer(Struct, dict=True):
         return zero.FlatGroup(extents, SIZES[tensors[0].dtype])
 
     def _cut(self, name: str, tensors: Sequence[Tensor]) -> BufferSlot:
-        """Divides the ranks' partitions of one state (`tensors`) among the parameters.
-
-        The result is a `BufferSlot` named `name`.
-        """
         dtypes = sorted({tensor.dtype for tensor in tensors})
         if len(dtypes) > 1:
             what = f"ranks keep {name} in different types: {', '.join(dtypes)}"
@@ -317,11 +319,12 @@ class _RankedBuffer(Struct, dict=True):
     def _steps(
         self, group: int, kept: Sequence[Any], policy: str | None
     ) -> tuple[list[Sighting], StepPlace | None, list[Notice]]:
-        """Collects this buffer's step counts from all ranks: in optimizer states and param groups.
+        """Compares the steps of all ranks, in the buffer's optimizer state and in its param group.
 
-        Returns a `Sighting` for each place in the files that states a step; the place that the
-        optimizer itself reads, or None if no step is stated; and warnings. Raises unless all ranks
-        agree. `kept` has the step in each rank's optimizer state.
+        `kept` has each rank's step in the optimizer state. Returns three values: a `Sighting` for
+        each place in the files that states a step; the place that the optimizer itself reads, or
+        None if no step is stated; warnings. Raises unless all ranks agree, or `policy` chooses a
+        step.
         """
         if any(map(_is_empty, kept)):
             what = f"the step of flat group {self.place} is lost: DeepSpeed's elastic save cut it "
@@ -350,8 +353,8 @@ class _RankedBuffer(Struct, dict=True):
     def _stated(self, what: str, where: str, values: Sequence[Any]) -> steps.StatedSteps:
         """The ranks' steps in one place of their files; raises if only some ranks state a step.
 
-        `values` has what each rank's file has in this place. `what` names the place in errors.
-        `where` is "state" (the optimizer's state) or "group" (a param group).
+        `values` has each rank's value in this place. `what` names the place in errors:
+        "param_groups[0]". `where` is "state" for the optimizer's state, "group" for a param group.
         """
         statement = steps.StatedSteps(where)
         for rank, value in enumerate(values):
@@ -371,8 +374,8 @@ def _is_empty(value: Any) -> bool:
 def _stored(value: Any) -> Any:
     """Restores a step that DeepSpeed's elastic save has emptied, as a tensor of shape [1].
 
-    The save removes padding even from a step of one element. The step is then an empty tensor whose
-    storage still has the element. Any other value is returned unchanged.
+    The save takes a step of one element for padding and removes it. The tensor is then empty, but
+    its storage still has the element. Any other value is returned unchanged.
     """
     if not _is_empty(value) or value.storage.length != SIZES[value.dtype]:
         return value

@@ -1,8 +1,9 @@
-"""The functions of the format deepspeed, and the obstacles to loading its files unchanged.
+"""The functions of the format deepspeed, and what keeps a run from loading its files unchanged.
 
 The files fit only one grid of ranks, one stage, one type and one optimizer (`obstacles`). ZeRO's
-loader compares `dp_world_size` with that of its run, and each rank opens its own file by name
-(0.19.8). Without ZeRO the model file has everything, and a run of any data-parallel size loads it.
+loader compares `dp_world_size` with the data-parallel size of its run, and each rank opens its own
+file by name (0.19.8). Without ZeRO the model file has everything, and a run of any data-parallel
+size loads it.
 """
 
 from __future__ import annotations
@@ -69,11 +70,13 @@ def obstacles(source: Manifest, options: Options) -> list[Notice]:
 
 
 def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
-    """Problems: settings in which the target's engine differs from the engine that saved `run`.
+    """Errors for the settings in which the next run's engine differs from the engine of `run`.
 
-    Settings are not compared if the user gives a ds_config, since that states the target's engine.
+    `run` is a checkpoint that the next program has saved; `source` and `options` describe the
+    target. Nothing is compared if the user gives a ds_config, because that states the next engine.
     Weight types are never compared: the loader casts tensors, and finds files under the names of
-    both types (0.19.8). A scheduler of `run` whose state the source lacks is a problem too.
+    both types (0.19.8). If `run` has a scheduler and the source lacks its state, that is an error
+    too.
     """
     if options[CONFIG] is not None:  # the ds_config states the engine
         return []
@@ -98,24 +101,25 @@ def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
 
 
 def begins(source: Manifest, options: Options) -> Beginning:
-    """The state that a target needs for parameters that the optimizer never updated.
+    """What the target stores for parameters that the optimizer never updated.
 
-    "group" means zeros at the group's step: the target stores one step for all parameters of a
-    group. "bare" means no state. `source` has the target's engine.
+    "group": zeros, and the step of the group, because the target stores one step for each group.
+    "bare": nothing.
     """
     return "group" if shares_steps(_engine_of(source, options), source) else "bare"
 
 
 def _engine_of(source: Manifest, options: Options) -> TargetEngine:
-    """The target engine, which is the same for every model rank."""
+    """The engine of the target; it has the same settings on every model rank."""
     grid = Grid(source.run.origin.pp or 1, source.run.origin.tp or 1)
     return TargetEngine(replace(source, place=GridPlace(0, grid)), options)
 
 
 def _pairs(engine: TargetEngine, new: TargetEngine) -> dict[str, tuple[Any, Any]]:
-    """For each setting that decides the content of files, its values in the two engines.
+    """Maps each setting that changes the files' content to its values in the two engines.
 
-    The keys are the settings' names in messages.
+    Keys are the settings' names in messages: {"stage": (2, 3), "sub_group_size": (1000000000,
+    1000)}.
     """
     pairs = {what: (getattr(engine, name), getattr(new, name)) for what, name in OF_ENGINES.items()}
     if engine.partitioned and new.partitioned:

@@ -45,10 +45,10 @@ class LayerName(Struct, frozen=True):
 
 
 def prefix_of(number: int, tied: Mapping[int, str]) -> str:
-    """The part of a full name that comes before a tensor's name in a layer's file.
+    """The beginning of a tensor's full name, which its name in the layer's file lacks.
 
-    It contains the layer's number or, for a tied layer, its key. `tied` maps the numbers of tied
-    layers to their keys.
+    It is "3." for layer 3, and "tied_modules.embed." for the tied layer `embed`. `tied` maps the
+    numbers of tied layers to their keys: {0: "embed"}.
     """
     return f"{TIED}{tied[number]}." if number in tied else f"{number}."
 
@@ -65,9 +65,9 @@ def untied_layers(names: Iterable[str]) -> list[int]:
 
 
 def of_tied(values: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
-    """Selects the tensors of tied layers: a dictionary by the layer's key, then by the inner name.
+    """Groups the tensors of tied layers by the layer's key, then by the name within the layer.
 
-    The inner name is the tensor's name without the layer.
+    {"tied_modules.embed.weight": x, "3.fc.weight": y} becomes {"embed": {"weight": x}}.
     """
     parts = ((LayerName.of(name), value) for name, value in values.items())
     inner_names = by_key(
@@ -79,7 +79,7 @@ def of_tied(values: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
 def layers_with(name: str, uses: Uses) -> Sequence[int]:
     """The numbers of the layers that contain the parameter `name`; several for a tied layer.
 
-    `uses` maps the keys of tied layers to the layers at which they are used.
+    `uses` maps each tied layer's key to the numbers of the layers that use it: {"embed": {0, 8}}.
     """
     key = tied_key(name)
     return untied_layers([name]) if key is None else sorted(uses.get(key, ()))
@@ -89,17 +89,18 @@ def layers_with(name: str, uses: Uses) -> Sequence[int]:
 
 
 def uses_of_files(pipeline: Pipeline) -> dict[str, set[int]]:
-    """Maps each tied layer's key to the numbers of the layer files with the layer's tensors."""
+    """Maps each tied layer's key to the numbers of its layer files: {"embed": {0, 8}}."""
     keys = (tied_key(name) for names in pipeline.parameters for name in names)
     of_files = by_key((key, number) for number, key in pipeline.tied.items())
     return {key: {*of_files.get(key, ())} for key in keys if key is not None}
 
 
 def spans(pipeline: Pipeline, count: int) -> list[range]:
-    """For each stage, the range of layers that it can have, if there are `count` layers.
+    """For each stage, the range of layers that the stage may have.
 
-    The range begins after the last layer that is known to be in an earlier stage, and ends before
-    the first layer that is known to be in a later one. Parameter names show these layers.
+    `count` is the number of all layers. Parameter names show some layers of each stage. The range
+    begins after the last layer shown in an earlier stage, and ends before the first layer shown in
+    a later one.
     """
     shown = [untied_layers(names) for names in pipeline.parameters]
     layers_of_stages = []

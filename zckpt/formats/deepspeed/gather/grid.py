@@ -34,9 +34,13 @@ HEAD = 1 << 15  # elements that distinguish copies from slices of untrained tens
 
 
 class Slice(Struct, frozen=True):
-    """One tensor rank's slice of a tensor; `runs` are the byte ranges of its elements in files.
+    """One tensor rank's slice of a tensor, and where its bytes are in files.
 
-    `strides` are set if the slice is a single byte range that is not row-major.
+        key       (name, slot): ("fc.weight", "master")
+        dtype     such as "BF16"
+        shape     of the slice
+        runs      the byte ranges of its elements
+        strides   in elements, if the slice is one byte range that is not row-major; else None
     """
 
     key: Key
@@ -165,9 +169,9 @@ def _of_layers(
 ) -> Iterator[Slice]:
     """Yields the tensors in one tensor rank's layer files, named "{layer's number}.{inner name}".
 
-    The tensors of a tied layer are named "tied_modules.{key}.{inner name}" instead. No file states
-    the key of a tied layer. It is the key whose masters, among the rank's `tensors`, all round to
-    the weights in the file.
+    A tied layer's tensors are named "tied_modules.{key}.{inner name}" instead. No file states this
+    key. It is found by values: all masters of that tied layer (in `tensors`) round to the weights
+    in the file. `trained` has the names of trained parameters.
     """
     tied = by_key(
         (m[1], (m[2], tensor))
@@ -235,10 +239,11 @@ def _joined(
 
 
 def _is_whole(slices_of_ranks: Sequence[Slice | None], weights: set[str]) -> bool:
-    """Whether a tensor that no rule names and that is not trained is complete on all ranks.
+    """Whether every tensor rank has the full tensor, though no rule says so.
 
-    The engine never joins such tensors. A tensor whose type no trained weight has is a buffer, and
-    buffers are complete on all ranks. So is a tensor with the same bytes on all ranks.
+    The tensor is not trained, so the engine never joins it. It is a buffer, and complete on all
+    ranks, if no trained weight has its type (`weights` has these types). Otherwise it counts as
+    complete if its first bytes are equal on all ranks.
     """
     if None in slices_of_ranks or len({each.shape for each in slices_of_ranks if each}) > 1:
         return False

@@ -57,7 +57,7 @@ FLATS = "fp32_groups_flat"
 
 
 class ModelRank:
-    """The files of one model rank, as each of its data ranks loads them.
+    """The opened files of one model rank; its `partitions` are what its data ranks all-gather.
 
     If `number` is None, the object has the files of all model ranks.
     """
@@ -134,11 +134,10 @@ class ModelRank:
     # -- flat buffers
 
     def _kept(self, state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-        """For each flat group, a rank's masters and optimizer states, by name of the state.
+        """For each flat group, a rank's tensors: {"master": ..., "exp_avg": ...}.
 
-        Groups are in the order of rank 0's: if experts have several expert-parallel sizes, each
-        rank may list the groups in another order. Elastic files have a list of states in place of
-        the base optimizer's state dict.
+        Groups are in rank 0's order, because each rank may list groups of experts in another order.
+        Elastic files have a list of states instead of the base optimizer's state dict.
         """
         base, masters = state[self.base], state[self.masters]
         states = base
@@ -219,7 +218,6 @@ class ModelRank:
 
 
 def _stored(key: Key, file: TorchFile, tensor: Tensor) -> Whole:
-    """A tensor that one file contains completely, with its strides in that file."""
     return Whole(key, tensor.dtype, tensor.shape, *file.reach(tensor))
 
 
@@ -234,7 +232,6 @@ def _tuples(shapes: Mapping[str, Sequence[int]]) -> Shapes:
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of an optimizer's state, by name of the state (`exp_avg`, for example)."""
     return {slot_name(key): each for key, each in state.items() if isinstance(each, Tensor)}
 
 
@@ -256,10 +253,10 @@ def _partitioned(
 def _behind_each_other(
     slot: str, shapes: Shapes, paddings: Sequence[int] = (), dp: int = 1
 ) -> list[FlatMember]:
-    """The places of parameters that follow each other in a flat buffer, each followed by padding.
+    """Places parameters one after another in a flat buffer, each followed by its padding.
 
-    If `dp` is more than 1 (stage 3), each rank has a `dp`-th part of every parameter, rounded up,
-    and a place counts the elements in one rank's partition.
+    `paddings` are in elements. If `dp` is more than 1 (stage 3), the buffer is one rank's
+    partition: of every parameter it has one `dp`-th, rounded up.
     """
     if len(paddings) < len(shapes):  # none; AutoEP's stacks are never aligned
         paddings = [0] * len(shapes)
@@ -288,10 +285,11 @@ def _sliced(shapes: Shapes, model: Mapping[str, Any]) -> Shapes:
 
 
 def _is_partition(tensors: Sequence[Tensor], masters: Sequence[Tensor]) -> bool:
-    """Whether the tensors are as long as the masters, apart from padding at the end.
+    """Whether an optimizer state has the length of the masters on every rank, up to end padding.
 
-    The masters may lack that padding. It is less than two elements per rank, because the engine
-    aligns a group to twice its number of ranks.
+    `tensors` and `masters` have one tensor per rank. Masters may be saved without padding, states
+    with it. The padding is less than two elements per rank, because the engine aligns a group to
+    twice its number of ranks.
     """
     more = [own.numel - master.numel for own, master in zip(tensors, masters, strict=True)]
     alike = len({tensor.numel for tensor in tensors}) == 1
@@ -304,10 +302,10 @@ def _whole_momenta(
     masters: Sequence[Tensor],
     members: Sequence[FlatMember],
 ) -> Iterator[Whole]:
-    """Yields the full momenta that Muon keeps in stages 1 and 2.
+    """Yields the momenta that Muon keeps complete, one per parameter, in stages 1 and 2.
 
-    Each rank has the full momentum of every parameter that lies, at least partly, in its partition.
-    Yields nothing if some tensor is not as long as its rank's parameters together.
+    A rank's tensor has the full momentum of every parameter that lies, at least partly, in the
+    rank's partition. Yields nothing if some tensor is not as long as these momenta together.
     """
     parts = []
     stop = 0
@@ -329,12 +327,12 @@ def _whole_momenta(
 
 
 def _whole_optimizers(model: TorchFile, files: Sequence[TorchFile]) -> Iterator[Partition]:
-    """The optimizer's tensors in the model file, or with experts, in the files of all ep ranks.
+    """Yields the tensors of an optimizer that is not partitioned (stage 0).
 
-    `files` are the files with an optimizer. Each tensor is yielded once: those of dense parameters
-    are the first ep rank's. An ep rank loads the model file, the files of its experts and its own
-    optimizer file, whose state is numbered in the order of that optimizer's groups (engine.py
-    `load_moe_state_dict`).
+    `files` are the files with an optimizer: the model file, or with experts one file per ep rank.
+    Each tensor is yielded once; a dense parameter's is the first ep rank's. An ep rank loads the
+    model file, the files of its experts and its own optimizer file, whose state is numbered in the
+    order of that optimizer's groups (engine.py `load_moe_state_dict`).
     """
     first = files[0].value["optimizer"]
     shapes = [_tuples(own) for own in model.value["param_shapes"] or ()]
@@ -391,10 +389,10 @@ def _group(
 
 
 def _views(model: TorchFile, file: TorchFile, flats: Sequence[Tensor]) -> list[Shapes]:
-    """For each flat master: the names and shapes of its parameters.
+    """The names and shapes of the parameters in each flat master of FP16_Optimizer.
 
-    In the module, the weights of these parameters are views of one 16-bit buffer, whose bytes equal
-    the rounded master. Raises MissingData if a master has no such buffer.
+    The module's weights are views of one 16-bit buffer per group, and the buffer's bytes equal the
+    rounded flat master. Raises MissingData if a master has no such buffer.
     """
     buffers: dict[str, dict[int, tuple[str, Tensor]]] = {}
     for name, tensor in model.value["module"].items():
@@ -438,11 +436,11 @@ def _sharing(model: Mapping[str, Any], dp: int, group: Mapping[str, Any]) -> lis
 
 
 def _in_whole_model(names: Iterable[str]) -> Callable[[str, int], str]:
-    """Returns a function that maps a parameter's name on an ep rank to its name in the full model.
+    """Returns a function that maps (name, ep rank) to the parameter's name in the full model.
 
-    The function gets the name and the ep rank. Names of dense parameters stay the same. The numbers
-    of experts are counted over all ep ranks: every ep rank has as many experts of a layer as rank
-    0.
+    Every ep rank numbers its experts from 0, and has as many experts of a layer as rank 0, whose
+    parameters are `names`. With 2 experts per rank, rank 1's expert 0 is expert 2 of the full
+    model. Names of dense parameters stay the same.
     """
     local = by_key((n[: match.start()], match[0]) for n in names if (match := LOCAL.search(n)))
 

@@ -1,9 +1,9 @@
-"""Places the slices of tensor ranks in the full tensor, by DeepSpeed's own rule.
+"""Places the slices of tensor ranks in the full tensor, by DeepSpeed's own rules.
 
 `merge_tp_slices` of DeepSpeed 0.19.8 (checkpoint/ds_to_universal.py) tries the kinds of rules in
 this order: affine map, replicated, averaged, two halves, sub-parameters, rows or columns.
-`stated_rules` makes a table of a checkpoint's rules in that order, and a file of --tp-rules is also
-such a table. Padding rows of a vocabulary are kept. The reader shares none of this code.
+`stated_rules` returns a checkpoint's rules in that order. A file of --tp-rules has rules of the
+same kinds. Padding rows of a vocabulary are kept. The reader shares none of this code.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Piece(Struct, frozen=True):
 
 
 class Cut(Struct, frozen=True):
-    """How a tensor is cut: its full shape, and the pieces that ranks have.
+    """How tensor ranks cut a tensor: the full shape, and the pieces on the ranks.
 
-    `copies` has one list of pieces for each copy: one list if the tensor is cut, one per rank if
-    every rank has it in full.
+    `copies` has one list of pieces per complete copy of the tensor: a single list if the ranks
+    share the tensor, one list per rank if every rank has all of it.
     """
 
     shape: tuple[int, ...]
@@ -63,12 +63,13 @@ class Cut(Struct, frozen=True):
     def along(
         cls, shapes: Shapes, axis: int, widths: Widths = (), folds: int = 1, unit: int = 1
     ) -> Cut:
-        """The cut of a tensor along `axis`, in the order of the ranks.
+        """The cut of a tensor along `axis`, with the ranks' parts in rank order.
 
-        A fused tensor (q, k and v, for example) has several sub-parameters along the axis, and each
-        one is cut over all ranks. `widths` has, for each sub-parameter, the length of each rank's
-        part. The axis is a view of `folds` x sub-parameters x `unit` elements; only the
-        sub-parameters are cut.
+        `shapes` are the slices' shapes. A fused tensor (q, k and v, for example) has several
+        sub-parameters along the axis, and each one is cut over all ranks: `widths` has, for each
+        sub-parameter, the length of every rank's part. If the axis is a view of (`folds`,
+        sub-parameters, `unit`), lengths count rows of `unit` elements, and the sub-parameters occur
+        `folds` times.
         """
         widths = widths or [[0 if shape is None else shape[axis] for shape in shapes]]
         first = next(shape for shape in shapes if shape is not None)
@@ -132,11 +133,12 @@ def stated_rules(info: Mapping[str, Any]) -> Rules:
 def _by_view(
     info: Mapping[str, Any], pattern: str, about: Mapping[str, Any], name: str, shapes: Shapes
 ) -> Cut:
-    """The cut of a fused tensor whose sub-parameters lie along one axis of a stated view.
+    """The cut of a fused tensor, as a sub-parameter rule of `universal_checkpoint_info` states it.
 
-    Since version 0.4, the `universal_checkpoint_info` (`info`) states the length of each
-    sub-parameter on each rank. Older versions state only full lengths, or the number of equal
-    sub-parameters.
+    `about` is the rule: a view of the tensor ("shape"), and the axis of the view along which the
+    sub-parameters lie ("partition_dim"). `pattern` is the rule's key in `info`. Since version 0.4
+    `info` also states each sub-parameter's length on each rank; older versions state only full
+    lengths, or the number of equal sub-parameters.
     """
     view, axis = about["shape"], about["partition_dim"]
     spec, ranks = view[axis], len(shapes)
@@ -232,10 +234,10 @@ def _by_line(rule: str, name: str, shapes: Shapes) -> Cut:
 
 
 def rules_of(given: str | None, info: Mapping[str, Any] | None) -> Rules:
-    """The user's rules (`given`: a model family or a file), followed by those of the checkpoint.
+    """The rules for --gather: the user's (`given`), then those of the checkpoint's `info`.
 
-    A user's file in JSON replaces the checkpoint's rules. Without `given`, only the checkpoint's
-    rules are used.
+    `given` is a model family or the path of a rule file; None means no user's rules. If the file is
+    JSON, it replaces the checkpoint's rules.
     """
     checkpoint_rules = stated_rules(info or {})
     if given is None:

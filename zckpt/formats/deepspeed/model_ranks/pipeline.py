@@ -84,10 +84,9 @@ def joined_stages(
 def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | None) -> Manifest:
     """Joins the stages of one tensor rank into the full model, for a pipeline with experts.
 
-    Such a pipeline has no files of layers: each stage keeps its module in its own model file
-    (DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint`). The names of files of experts count the
-    layers of one stage. Raises InconsistentCheckpoint if stages contradict each other in a tied
-    layer.
+    Such a pipeline has no layer files: each stage keeps its weights in its own model file
+    (DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint`). Raises InconsistentCheckpoint if the
+    stages' copies of a tied layer contradict each other.
     """
     layers = {layer.name: layer for stage in stages for layer in layers_of(stage.run.engine)}
     engine = stages[0].run.engine
@@ -99,7 +98,14 @@ def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | No
 
 
 class _Layers:
-    """The layer files of one tensor rank, by number, and what pipeline stages show about layers."""
+    """The layer files of one tensor rank, with the tied layer that each file belongs to, if any.
+
+        files      opened layer files by the layer's number
+        tensors    the tensors in each file, by their names in the file
+        alike      file number -> keys of the tied layers with the file's shapes
+        tied       file number -> key of its tied layer: {0: "embed", 8: "embed"}
+        pipeline   the parameters and buffers of each stage
+    """
 
     def __init__(self, stages: Sequence[Manifest], files: Mapping[int, TorchFile]) -> None:
         places = [stage.place for stage in stages if stage.place is not None]
@@ -134,11 +140,10 @@ class _Layers:
     # -- tied layers
 
     def _keys_by_shape(self) -> dict[int, list[str]]:
-        """For each layer file that may belong to a tied layer: the tied layers with its shapes.
+        """Maps each file that may belong to a tied layer to the keys of tied layers of its shapes.
 
-        Maps the file's layer number to the keys of the tied layers with the same shapes. A layer
-        file may belong to a tied layer if no parameter or buffer is named "{layer's number}.{name
-        in the file}".
+        A file does not belong to a tied layer if a parameter or buffer is named "{file's
+        number}.{name in the file}".
         """
         wanted, all_names = of_tied(self.shapes), {*self.shapes, *self.buffers}
         alike: dict[int, list[str]] = {}
@@ -149,11 +154,11 @@ class _Layers:
         return alike
 
     def _tied(self) -> dict[int, str]:
-        """For each file of a tied layer: maps the file's number to the layer's key.
+        """Maps the number of each tied layer's file to the layer's key; compares their weights.
 
-        No file states the layer's key. The masters of a tied layer, rounded, equal the weights in
-        its files. In a file that is read in place of a lost one, weights differ, so only their
-        shapes are compared. Raises UnsupportedCheckpoint if several keys fit a file.
+        No file states this key. A file belongs to a tied layer if the layer's masters, rounded,
+        equal the file's weights. Only shapes are compared for a file that is read in place of a
+        lost one. Raises UnsupportedCheckpoint if a file fits several keys.
         """
         names = of_tied({name: name for name in self.shapes})
         masters: dict[str, Entry] = {}
@@ -215,10 +220,10 @@ class _Layers:
                     )
 
     def perhaps_tied(self) -> Iterator[Notice]:
-        """Warnings about layer files that may be a copy of a tied layer from another save.
+        """Warnings about layer files with the shapes of a tied layer, but with other weights.
 
-        Such a file has the same shapes as the tied layer, but other weights. Files are examined
-        only for tied layers that have fewer files than stages.
+        Such a file may be of another save. Only tied layers with fewer files than stages are
+        searched for.
         """
         copies = Counter(self.tied.values())
         for key in of_tied(self.shapes):
@@ -241,9 +246,9 @@ class _Layers:
     def beside(self) -> Manifest:
         """A manifest of all tensors in the layer files; a tied layer's further copies are replicas.
 
-        The result has the same fields as a rank's manifest, so `merge` can add these tensors to the
-        stages'. Raises unless every trained parameter is in the file of its layer, with the same
-        shape.
+        Every field that is not about these tensors is copied from the first stage's manifest. So
+        `merge` can treat the result like the manifest of one more stage. Raises unless every
+        trained parameter is in the file of its layer, with the same shape.
         """
         entries, copies = dict[Key, Entry](), list[Entry]()
         for number, tensors in self.tensors.items():
@@ -268,10 +273,6 @@ class _Layers:
         )
 
     def _weight(self, number: int, inner: str, name: str) -> Entry:
-        """The entry of one tensor in the file of layer `number`.
-
-        `inner` is the tensor's name in the file, `name` its name in the full model.
-        """
         tensor = self.tensors[number][inner]
         fragments = self.files[number].fragments(tensor)
         return Entry(name, "param", tensor.dtype, tensor.shape, fragments)
@@ -283,10 +284,7 @@ class _Layers:
         return entry.dtype not in ("F64", "F32", "F16", "BF16") or bool(BUFFERS.fullmatch(name))
 
     def _path_of(self, number: str) -> str | None:
-        """The path that the file of layer `number` must have, beside the other layer files.
-
-        None if there are no other layer files.
-        """
+        """The path of layer `number`'s file, beside other layer files; None if there are none."""
         for file in self.files.values():
             folder, name = os.path.split(file.path)
             return os.path.join(folder, NUMBER.sub(f"layer_{number:0>2}", name, count=1))
@@ -320,15 +318,15 @@ def _begins_as(weight: Entry, master: Entry) -> bool:
 
 
 def _stands_in(entry: Entry) -> bool:
-    """Whether a part of the tensor is read from another rank's file, in place of a lost file."""
+    """Whether some bytes of the tensor are read from another rank's file, as its own is lost."""
     return any(sources.is_stand_in(fragment.extent.file) for fragment in entry.fragments)
 
 
 def _in_order(stage: Manifest) -> Iterator[list[str]]:
-    """Yields the param groups that are in layer order, each as a list of parameter names.
+    """Yields the stage's param groups whose parameters are in layer order, as lists of names.
 
-    Tied layers count as first in this order. Groups with names of fewer than three different layers
-    are left out, because so few may be in order by accident.
+    Parameters of tied layers count as first in that order. Groups with parameters of fewer than
+    three layers are left out, because so few may be in order by accident.
     """
     for names in by_key((about.group, name) for name, about in stage.parameters.items()).values():
         numbers = (LayerName.of(name).number for name in names)

@@ -72,9 +72,9 @@ def bounds_of(model: Manifest, pipeline: Pipeline, options: Options) -> tuple[in
 
 
 def assumed(model: Manifest, bounds: Sequence[int], options: Options) -> list[Notice]:
-    """A warning that states the bounds and what zckpt assumed about the program's layers.
+    """With `--pp-partition`: a warning that states the bounds and the assumptions behind them.
 
-    The list is empty unless `--pp-partition` is given.
+    zckpt assumes the number of layers, and for `type:REGEX` which layers are of the class.
     """
     if (method := options[PP_PARTITION]) is None:
         return []
@@ -124,7 +124,8 @@ def _check_given(
 def _unknown(says: str, example: str = "with --pp-bounds") -> WrongOption:
     """The error for bounds that neither the options nor the files show.
 
-    `says` is the message; `example` is the option in the hint.
+    `says` is the message. `example` completes the hint: "give the first layer of each stage ...
+    {example}".
     """
     return WrongOption(
         "stages-do-not-fit",
@@ -186,10 +187,10 @@ def layers_alike(model: Manifest) -> list[int]:
 
 
 def _by_class(model: Manifest, pipeline: Pipeline, stages: int, method: str) -> tuple[int, ...]:
-    """The bounds that give every stage the same number of layers of one class (`type:REGEX`).
+    """Bounds that give every stage the same number of layers of one class (`type:REGEX`).
 
-    No file states classes, so the largest set of layers with equal parameters is assumed to be this
-    class. Raises WrongOption if the bounds of the source's stages contradict this.
+    No file states classes, so the layers of `layers_alike` are assumed to be of this class. Raises
+    WrongOption if the source's own bounds contradict this assumption.
     """
     alike = layers_alike(model)
     says = f"--pp-partition {method} depends on the classes of layers, which no file states"

@@ -4,7 +4,8 @@
     2. Each rank gets a manifest with the shapes of its slices, which determine its files.
     3. The files are read back by the same rules, which show where each slice is in its full tensor.
 
-So this module computes no byte offset. Each parameter is cut evenly, as the engine's layers cut it.
+Each parameter is cut evenly, as the engine's layers cut it. The places of bytes in files come from
+step 3, so no code here computes them.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from ...vocabulary import padded
 
 
 def sized(source: Manifest, tp: int) -> Manifest:
-    """The full model, with `tp` written wherever its state contains the number of tensor ranks.
+    """Replaces the number of tensor ranks by `tp` in all settings that a full model carries.
 
-    The number is in the program's saved arguments, the `universal_checkpoint_info` and AutoTP's
-    size in the ds_config. The padded vocabulary size is set to the rows of the source's embeddings.
+    These are the program's saved arguments, `universal_checkpoint_info`, and AutoTP's size in the
+    ds_config. The padded vocabulary size becomes the number of rows of the source's embeddings.
     """
     client = dict(source.state.get("client_state") or {})
     rows = [source.parameters[name].shape[0] for name in _vocabularies(source)]
@@ -72,9 +73,11 @@ def sized(source: Manifest, tp: int) -> Manifest:
 
 
 def slices_of(source: Manifest, tp: int) -> tuple[Table, list[Manifest], list[Notice]]:
-    """Cuts the full model for `tp` ranks: the table of cuts, each rank's manifest, and warnings.
+    """Cuts the full model for `tp` tensor ranks.
 
-    Raises MissingData if nothing states how a parameter is cut.
+    Returns a table of how each parameter is cut, one manifest per rank, and warnings. Raises
+    MissingData if nothing states how a parameter is cut, UnsupportedCheckpoint if it cannot be cut
+    evenly.
     """
     names = names_in(source)
     if tp == 1:  # not cut, whatever the rules
@@ -160,12 +163,12 @@ def _doubts(auto: AutoTP | None, info: Mapping[str, Any] | None) -> list[Notice]
 
 
 def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
-    """The number of rows that each vocabulary has in the target, by parameter name.
+    """The number of rows of each vocabulary parameter in the target: {"embed.weight": 50304}.
 
-    Megatron rounds rows up to a multiple of the tensor ranks times `make_vocab_size_divisible_by`.
-    If the program's saved arguments lack that divisor, and the source has more rows than its own
-    tensor ranks need, the number of rows stays, unless the target's ranks cannot share the rows
-    evenly. Empty for AutoTP, which pads nothing.
+    Megatron rounds the used rows up to a multiple of `tp` times the argument
+    `make_vocab_size_divisible_by`. If the saved arguments lack this divisor, and the source has
+    more rows than its own tensor ranks need, the number of rows stays, provided that `tp` divides
+    it. Empty for AutoTP, which pads nothing.
     """
     divisor = arguments(source.state.get("client_state")).get(DIVISOR)
     unit = divisor if isinstance(divisor, int) and divisor > 0 else None

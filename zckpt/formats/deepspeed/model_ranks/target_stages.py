@@ -41,11 +41,11 @@ from .stage_bounds import LAST, assumed, bounds_of, is_cut, refuse_without_stage
 def recut(
     whole: Manifest, models: Sequence[Manifest], pipeline: Pipeline, grid: Grid, options: Options
 ) -> tuple[Grid, tuple[Manifest, ...], list[Notice]]:
-    """Cuts every tensor rank's model into the stages that `options` ask for.
+    """Cuts every tensor rank's model into the pipeline stages that `options` ask for.
 
-    Returns the new numbers of pipeline and tensor ranks, the manifests of all model ranks, and
-    notices of inferred facts. `models` are the tensor ranks' models; `whole` has the parameters of
-    all of them. Raises WrongOption for bounds that do not fit, UnsupportedCheckpoint if the
+    `models` has one model per tensor rank; `whole` has the parameters of all of them. Returns the
+    new numbers of stages and tensor ranks, one manifest per model rank, and warnings about what
+    zckpt inferred. Raises WrongOption for bounds that do not fit, UnsupportedCheckpoint if the
     parameters are not in the order of the layers.
     """
     inferred: list[Notice] = []
@@ -76,10 +76,10 @@ def layers_of_names(model: Manifest, options: Options) -> list[int]:
 def cut_again(
     model: Manifest, pipeline: Pipeline, has_files: bool, options: Options
 ) -> tuple[Pipeline, list[Notice]]:
-    """The pipeline, cut into the stages that `options` ask for; and notices of inferred facts.
+    """The pipeline with new stages, as `options` ask for; and warnings about what zckpt inferred.
 
-    Without files of layers (`has_files` is False), a stage lists all tensors of its module instead
-    of only trained parameters. Raises WrongOption for bounds that do not fit. Raises
+    If the pipeline has layer files (`has_files`), a stage lists only its trained parameters;
+    otherwise it lists all tensors. Raises WrongOption for bounds that do not fit,
     UnsupportedCheckpoint if the parameters are not in the order of the layers.
     """
     bounds = bounds_of(model, pipeline, options)
@@ -102,12 +102,12 @@ def cut_again(
 def _uses(
     root: str, pipeline: Pipeline, bounds: Sequence[int]
 ) -> tuple[dict[str, set[int]], list[Notice]]:
-    """Maps each tied layer's key to the numbers of the layers at which the tied layer is used.
+    """Maps each tied layer's key to the numbers of the layers that use it: {"embed": {0, 8}}.
 
-    Also returns warnings for uses that zckpt assumes. `bounds` are the first layers of the new
-    stages. If no file shows any use of a tied layer, zckpt assumes layers that no parameter name
-    contains: the first such layer of the first stage with this tied layer, and the last such layer
-    of each further stage with it.
+    Also returns warnings for uses that zckpt assumes. A use through a function has no layer file.
+    It is assumed at the last layer without a file in a stage that has a copy of the tied layer. If
+    no use has a file, the first one is assumed at the first layer without a file. `bounds` are the
+    first layers of the new stages.
     """
     uses, inferred = uses_of_files(pipeline), list[Notice]()
     if len(bounds) == 2:  # a single stage has all layers
@@ -157,9 +157,9 @@ def _stage_of(layer: int, bounds: Sequence[int]) -> int:
 
 
 class _Stage(Struct, frozen=True):
-    """A pipeline stage that has the layers `span` of a model.
+    """A pipeline stage with the layers `span` of `model`; also sorts the stage's parameters.
 
-    `uses` maps the key of each tied layer to the layers at which it is used.
+    `uses` maps each tied layer's key to the layers that use it: {"embed": {0, 8}}.
     """
 
     model: Manifest
@@ -167,20 +167,19 @@ class _Stage(Struct, frozen=True):
     uses: Uses
 
     def place(self, name: str) -> tuple[int, int] | None:
-        """A key by which the stage's parameters are sorted; None for a parameter of another stage.
+        """A sort key of the stage's parameters: (0, layer of first use) if tied, else (1, layer).
 
-        Parameters of tied layers come first, by their first use, then those of other layers by
-        number.
+        None if the parameter belongs to another stage.
         """
         layer = next((n for n in layers_with(name, self.uses) if n in self.span), None)
         return None if layer is None else (int(tied_key(name) is None), layer)
 
     def having(self, names: Iterable[str]) -> list[str]:
-        """Those of the `names` that belong to layers of this stage."""
+        """Selects the names that belong to layers of this stage."""
         return [name for name in names if self.place(name)]
 
     def trained(self) -> list[str]:
-        """The stage's trained parameters, in the optimizer's order."""
+        """The stage's trained parameters in the optimizer's order; raises if there are none."""
         parameters = self.model.parameters.items()
         names = self.having(name for name, own in parameters if own.trainable)
         if not names:
@@ -209,18 +208,19 @@ class _Stage(Struct, frozen=True):
         return self.model.parameters[name].group or 0
 
     def _order(self, name: str) -> tuple[int, tuple[int, int]]:
-        """A key that sorts parameters by group, and within a group by layer.
+        """A sort key: first by group, then by layer.
 
-        A tied layer whose use in this stage is unknown is sorted after the other tied layers,
+        A tied layer whose use in this stage is unknown comes after the other tied layers, and
         before all other layers.
         """
         return self._group(name), self.place(name) or (0, self.span.stop)
 
 
 def _part(model: Manifest, row: Row, pp: int) -> Manifest:
-    """The manifest of one of `pp` stages, with only the parameters that `row` names.
+    """The manifest of one of `pp` stages: the parameters that `row` names, and their groups.
 
-    Groups, layers of experts and sizes in the program's arguments are adapted to the stage.
+    Also keeps only the stage's layers of experts, and writes `pp` into the program's saved
+    arguments.
     """
     stage = part(model, row)
     assert isinstance(stage.run.engine, FlatBufferEngine)

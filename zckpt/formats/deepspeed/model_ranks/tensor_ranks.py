@@ -117,9 +117,9 @@ def _buffers(ranks: Sequence[Manifest], given: Sequence[TensorRules]) -> dict[st
 
 
 def _doubts(given: Sequence[TensorRules], cut: Mapping[str, Sliced]) -> Iterator[Notice]:
-    """Warnings about tensors that are sums over ranks, and about rules that no file confirms.
+    """Warnings about tensors that are a sum over ranks, and about rules that no file confirms.
 
-    If a tensor is the sum of all ranks' tensors, the joined model has only tensor rank 0's.
+    Of such a sum, the joined model has only tensor rank 0's summand.
     """
     if sums := [name for name, sliced in cut.items() if sliced.placement.is_sum]:
         message = (
@@ -133,7 +133,7 @@ def _doubts(given: Sequence[TensorRules], cut: Mapping[str, Sliced]) -> Iterator
 
 
 def _facts(cut: Mapping[str, Sliced]) -> TensorParallel:
-    """The manifest's record of how each parameter is cut, and of each vocabulary's used rows."""
+    """What the manifest records: how each parameter is cut, and each vocabulary's used rows."""
     return TensorParallel(
         {name: sliced.placement for name, sliced in cut.items()},
         {
@@ -158,11 +158,11 @@ IF_COPIES_DIFFER = {
 
 
 def check(manifest: Manifest) -> list[Notice]:
-    """Compares the beginnings of copies that may differ, and of slices; returns warnings.
+    """Compares the first bytes of the ranks' copies and slices; returns warnings.
 
-    If model ranks are kept separate, warns of masters whose copies differ. If they are joined,
-    raises InconsistentCheckpoint if a rule cuts a parameter that all ranks hold in full, and
-    UnsupportedCheckpoint if a parameter is the sum of the ranks' parts.
+    If the manifest keeps model ranks separate, masters whose copies differ give a warning. If model
+    ranks are joined, raises InconsistentCheckpoint if a rule cuts a parameter that all ranks have
+    in full, and UnsupportedCheckpoint if a parameter is the sum of the ranks' parts.
     """
     if manifest.ranks:
         return compare_apart(manifest)
@@ -172,11 +172,11 @@ def check(manifest: Manifest) -> list[Notice]:
 
 
 def copies(manifest: Manifest, replicas: str | None) -> list[Replicas]:
-    """The comparisons to make between copies of tensors on several tensor ranks.
+    """Which copies of tensors on several tensor ranks must be compared.
 
-    For joined ranks, copies that differ raise InconsistentCheckpoint, unless `replicas` says which
-    copy to use. If model ranks are kept separate, each keeps its own copy: copies that differ then
-    only give warnings, and are compared only if the files or the rules show how tensors are cut.
+    If model ranks are joined, copies that differ are an error, unless `replicas` says which copy to
+    use ("rank0" or "mean"). If model ranks are kept separate, each keeps its own copy, and copies
+    that differ give only a warning. They are compared only if it is known how tensors are cut.
     """
     if manifest.ranks:
         if len(manifest.models) == 1:  # there are no copies on other tensor ranks

@@ -1,11 +1,11 @@
-"""Splits the stacked parameters of AutoEP into experts; the model file describes them.
+"""Splits AutoEP's stacked parameters, each of which has all experts of a rank, into experts.
 
     model["ds_autoep_layers"]       module_path, num_experts, ep_size, expert_placement
-    model["param_shapes"]           mlp.experts.w1 of shape [2, 20, 16]: those of ep rank 0
+    model["param_shapes"]           mlp.experts.w1 of shape [2, 20, 16]: 2 experts of ep rank 0
     layer_0_expert_3_...            mlp.experts.w1.3 of shape [20, 16]
 
-In a flat buffer, a stacked parameter is the slices of its experts, one after the other. So zckpt
-treats every slice as a parameter. DeepSpeed 0.19.8, module_inject/auto_ep_layer.py.
+A flat buffer has a stacked parameter's experts one after another. So zckpt treats every expert's
+slice as a parameter. DeepSpeed 0.19.8, module_inject/auto_ep_layer.py.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def with_slices(ranks: EngineStates) -> EngineStates:
 
 
 def _second_gates(ranks: EngineStates, layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Maps second names of a router's weight to the name that AutoEP gives the weight.
+    """Finds second names of routers' weights; maps them to the names that AutoEP lists.
 
-    Another module of the model holds the same weight, so the weight is saved under two names, with
-    the same bytes. The engine lists only AutoEP's name as a parameter.
+    A router's weight may also be held by another module of the model. It is then saved under both
+    names with the same bytes, but the engine lists only AutoEP's name as a parameter.
     """
     file = ranks.models[0]
     listed_names = {*chain.from_iterable(ranks.param_shapes())}

@@ -4,8 +4,8 @@
 
 Each file has the 16-bit weights and buffers of one expert, by their names in the full model, which
 contain the number N. M counts the layers of experts of one model rank. The model file lists the
-number of experts of each layer (`num_experts`), and the parameters of rank 0, whose experts are
-numbered from 0. These names stand for the experts of every ep rank. So a flat group of experts is
+number of experts of each layer (`num_experts`), and rank 0's parameters, with its experts numbered
+from 0. Other ep ranks have their own experts under the same names. So a param group of experts has
 one flat buffer per ep rank, and each buffer is cut over the ranks with the same experts:
 
     dp 4, ep 2         rank 0     rank 1     rank 2     rank 3
@@ -192,11 +192,12 @@ def named_of(ranks: EngineStates) -> tuple[str, ...]:
 def spread_over(
     ranks: EngineStates, files: Sequence[LayerFiles], named: Iterable[str], ep: int | None = None
 ) -> ExpertLayers:
-    """The layers of experts, with the number of ranks over which each one is spread.
+    """Finds over how many ranks each layer of experts is spread (its expert-parallel size).
 
-    The number is `ep`. Without `ep`, it is the number of all experts of a layer divided by that of
-    rank 0's; `named` are the tensor names on rank 0. Raises InconsistentCheckpoint if ranks cannot
-    share the experts evenly, UnsupportedCheckpoint if none of these names belongs to a layer.
+    The size is `ep`. Without `ep`, it is the number of the layer's experts divided by the number of
+    experts that rank 0 has; `named` are the tensor names on rank 0. Raises InconsistentCheckpoint
+    if ranks cannot share the experts evenly, UnsupportedCheckpoint if rank 0 names no expert of a
+    layer.
     """
     path, layers = ranks.directory.path, dict[str, ExpertLayer]()
     numbers = by_key((part.layer, part.number) for part in map(expert_name, named) if part)
@@ -233,9 +234,10 @@ def spread_over(
 def with_tensors(
     ranks: EngineStates, files: Sequence[LayerFiles], layers: ExpertLayers
 ) -> EngineStates:
-    """Adds the tensors of all experts to the module, those of a layer directly after its gate.
+    """Adds the tensors in the experts' files to the module, directly after their layer's gate.
 
-    Buffers and second names of rank 0's experts are repeated for all experts.
+    The files name buffers and second names of rank 0's experts only. They are repeated for the
+    experts of all ranks.
     """
     behind = {layer.gate: layer for layer in files}
     module: dict[str, Any] = {}
@@ -256,10 +258,12 @@ def with_tensors(
 
 
 class Experts(Struct, frozen=True):
-    """The layers of experts of one model rank, and which data rank has which experts.
+    """The layers of experts of one model rank, and the data ranks that have each expert.
 
-    `ranks` are the opened files as saved. `whole` are the same files with the tensors of all
-    experts added to the module.
+        ranks    the opened files as saved, with rank 0's experts
+        whole    the same files, with the tensors of all experts added
+        layers   the layers of experts and their expert-parallel sizes
+        places   which data rank has which experts
     """
 
     ranks: EngineStates
@@ -272,10 +276,10 @@ class Experts(Struct, frozen=True):
     ) -> list[tuple[EngineStates, ParameterShapes]]:
         """The flat buffers of one param group: one for a dense group, one per ep rank for experts.
 
-        An item has the files of the ranks that share a buffer, and the shapes of the buffer's
+        Each item has the opened files of the ranks that share the buffer, and the shapes of its
         parameters by their names in the full model. `group` is the group's number, and `shapes` has
-        the names on rank 0. Raises InconsistentCheckpoint if the files contradict each other about
-        a group of experts.
+        rank 0's names. Raises InconsistentCheckpoint if the files contradict each other about a
+        group of experts.
         """
         layers = [self.layers.layer_of(name) for name in shapes]
         eps = {1 if layer is None else layer.ep for layer in layers}
@@ -315,10 +319,10 @@ class Experts(Struct, frozen=True):
 
     @property
     def fit(self) -> bool:
-        """Whether each rank's masters round to its weights, if its experts are those in `places`.
+        """Whether the experts' masters round to their weights, if `places` is right.
 
-        If not, ranks have other experts than `places` states. Only the first masters in each flat
-        buffer of experts are compared.
+        `places` states which rank has which experts. False means that ranks have others. Only the
+        first masters in each flat buffer of experts are compared.
         """
         tensors, names = ManifestTensors(self.whole), list[str]()
         try:
@@ -333,13 +337,13 @@ class Experts(Struct, frozen=True):
         return all(begins_as(weight, m, min(ELEMENTS, m.numel)) for weight, m in pairs)
 
     def complete(self, manifest: Manifest) -> Manifest:
-        """Adds a description of the layers of experts to a manifest; sorts its parameters.
+        """Adds the layers of experts to the manifest, and sorts its parameters.
 
-        Raises InconsistentCheckpoint if the optimizer has an expert whose weight is missing. Other
-        missing weights only give a warning, and their masters are used: DeepSpeed does not save the
-        MLP of a residual MoE layer, because it drops all names that have `expert` in the name of
-        their MoE layer, and saves only those below `deepspeed_experts` separately (0.19.8,
-        `_get_non_moe_state_dict`).
+        Raises InconsistentCheckpoint if the optimizer has an expert whose weight is in no file. For
+        another missing weight there is a warning, and its master is used: DeepSpeed does not save
+        the MLP of a residual MoE layer whose name contains `expert` (0.19.8,
+        `_get_non_moe_state_dict` drops all names with `expert`, and only those below
+        `deepspeed_experts` are saved separately).
         """
         unsaved = [name for name in manifest.parameters if (name, "param") not in manifest.entries]
         if lost := [name for name in unsaved if not self.layers.is_dense(name)]:
@@ -371,7 +375,7 @@ class Experts(Struct, frozen=True):
     def _order(self, manifest: Manifest) -> list[str]:
         """All parameters of the full model, group by group, in the order of the flat buffers.
 
-        Within a group, the experts of all ranks stand where rank 0's experts do. Frozen parameters
+        The experts of all ranks stand where rank 0's experts are in the group. Frozen parameters
         come last.
         """
         groups = by_key(
@@ -457,9 +461,9 @@ def _are_spread_over_tensor_ranks(ranks: EngineStates) -> bool:
 
 
 def _with_one_step(buffers: Sequence[FlatBuffer], policy: str | None) -> list[FlatBuffer]:
-    """Gives the flat buffers of all ep ranks the same step in each param group.
+    """Makes all flat buffers of a param group, one per ep rank, have the same step.
 
-    Raises if the steps of a group differ, and `policy` does not choose one.
+    Raises if their steps differ, and `policy` does not choose one.
     """
     steps_by_group = by_key(
         (buffer.group, (f"flat group {buffer.group}, {next(iter(buffer.shapes))}", buffer.step))

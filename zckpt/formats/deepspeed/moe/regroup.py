@@ -38,10 +38,10 @@ GROUP_SIZE = 178_956_971  # elements; the engine's default of `max_group_size`
 
 
 def over_ranks(source: Manifest, options: Options) -> Manifest:
-    """Replaces the param groups of experts by those for the target's expert-parallel size (`--ep`).
+    """Changes the expert-parallel size to `--ep`: rebuilds the param groups of experts.
 
-    Without `--ep`, or without experts, the source is unchanged. Raises WrongOption (the size does
-    not divide the experts or ranks, or the engine may have cut one group into several), MissingData
+    Without `--ep`, or without experts, the groups stay. Raises WrongOption (the size does not
+    divide the experts or ranks, or the engine may have cut one group into several), MissingData
     (the source does not state its layers or groups), InconsistentCheckpoint (the order of
     parameters at the new size is unknown).
     """
@@ -71,9 +71,9 @@ def over_ranks(source: Manifest, options: Options) -> Manifest:
 
 
 def _check_sizes(layers: ExpertLayers, ep: int | None, given: int | None, before: int) -> None:
-    """Raises WrongOption unless ranks and experts can be shared evenly.
+    """Raises WrongOption unless the target's ranks can share the experts evenly.
 
-    The target has `given` ranks (the user's --dp) or, without that, the source's number (`before`).
+    The number of ranks is `given` (the user's --dp), or without that `before`, the source's.
     """
     dp, sizes = given or before, listed(layers.sizes)
     if ep is not None and len(layers.sizes) > 1:
@@ -133,10 +133,10 @@ def warnings(target: DeepSpeedTarget, source: Manifest) -> list[Notice]:
 
 
 def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> Manifest:
-    """Replaces the groups of experts by those for `ep` ranks.
+    """Replaces the param groups of experts by those for `ep` ranks; updates AutoEP's ds_config.
 
-    Also updates the size in AutoEP's ds_config. Raises InconsistentCheckpoint if the order of the
-    experts' parameters does not show in which order another size would list them.
+    Raises InconsistentCheckpoint if the experts' parameters are in an order from which the order at
+    another size cannot be derived.
     """
     assert source.groups is not None
     assert isinstance(source.run.engine, FlatBufferEngine | StateDictEngine)
@@ -173,10 +173,10 @@ def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> Manifest:
 
 
 def _uncut(source: Manifest, layers: ExpertLayers) -> Iterator[tuple[int, list[str]]]:
-    """Undoes the engine's cuts of large groups; yields group numbers and ep rank 0's members.
+    """Undoes the engine's cuts of large groups; yields (group's number, ep rank 0's members).
 
     Raises WrongOption if neighbor groups have equal settings, but are not cut at the engine's
-    default limit: the program may have cut one group at another limit.
+    default limit: the program may have cut one group at a limit of its own.
     """
     groups, every = source.groups or (), source.parameters.items()
     members = by_key((about.group or 0, name) for name, about in every if about.trainable)
@@ -221,12 +221,12 @@ def _cuts(source: Manifest, names: Sequence[str]) -> Iterator[list[str]]:
 
 
 def with_named_layers(source: Manifest, unplaced: Sequence[str]) -> Manifest:
-    """Adds the layers of experts to a manifest that has experts but does not state their layers.
+    """Finds the layers of experts of a full model's state dict, and adds them to the manifest.
 
-    `unplaced` are the names of these experts' tensors. Such a manifest is of a full model's state
-    dict, for example one that zckpt wrote from a DeepSpeed run: experts are numbered over all
-    ranks, and the optimizer's groups still have DeepSpeed's names, which show the expert-parallel
-    sizes.
+    Such a source has experts, numbered over all ranks, but does not state their layers; `unplaced`
+    are the names of the experts' tensors. The expert-parallel sizes come from the names of the
+    optimizer's groups (`ep_size_2`), which remain if zckpt made the state dict from a DeepSpeed
+    run.
 
     Raises InconsistentCheckpoint (experts are missing) and MissingData (the source's engine does
     not name layers, or the optimizer has no groups of experts).
@@ -257,7 +257,7 @@ def with_named_layers(source: Manifest, unplaced: Sequence[str]) -> Manifest:
 
 
 def _sizes(source: Manifest) -> dict[str, int]:
-    """The expert-parallel size of each layer, by the names of the optimizer's groups."""
+    """The expert-parallel size of each layer, from the names of param groups (`ep_size_2`)."""
     sizes: dict[str, int] = {}
     for name, parameter in source.parameters.items():
         if not parameter.trainable or source.groups is None:
