@@ -53,12 +53,13 @@ COUNTS = (OF_TORCH, "_step_count")
 
 
 def continued(manifest: Manifest, older: Manifest) -> tuple[Manifest, list[MadeValue], bool]:
-    """Returns the manifest with the values that the lost model file had, and a list of these.
+    """Fills in the values of a lost model file, derived from the model file of an older save.
 
-    The third result is whether the optimizer's files show that the order of the parameters in their
-    flat buffers is that of the older model file. `manifest` was read with the model file of the
-    checkpoint `older` in place of the lost one. Raises InconsistentCheckpoint if that file is of
-    another model, of another precision or stage, or of a later save.
+    `manifest` was read with the model file of the checkpoint `older` in place of the lost one.
+    Returns three values: the manifest with the derived values; the list of these values; whether
+    the optimizer's files confirm the order of the parameters in their flat buffers. Raises
+    InconsistentCheckpoint if the older file is of another model, precision or stage, or of a later
+    save.
     """
     names = {
         path: own for path in manifest.files.paths if (own := parse_name(ROLES, path)) is not None
@@ -92,9 +93,10 @@ def _unfit(older: Manifest, why: str) -> ZckptError:
 def _need_same_model(model: TorchFile, optimizers: Sequence[TorchFile], older: Manifest) -> bool:
     """Raises InconsistentCheckpoint unless the model file lists the optimizer's parameters.
 
-    Returns whether the order of the parameters was compared too. Each rank's file has the number of
-    elements of each parameter in its partitions, in the order of the flat buffer. Old versions of
-    DeepSpeed have no such list, and under `round_robin_gradients` it has another order (0.19.8).
+    Returns whether their order was compared too. For that, each rank's optimizer file must list the
+    number of elements of each parameter in its partitions, in the order of the flat buffer. Old
+    versions of DeepSpeed have no such list, and under `round_robin_gradients` the list has another
+    order (0.19.8).
     """
     if model.value.get("num_experts"):
         raise _unfit(older, "is of a run with experts, and zckpt does not write such a file again")
@@ -170,10 +172,10 @@ def _counters(
 
 
 def _steps_since(manifest: Manifest, older: Manifest) -> tuple[int | None, str]:
-    """The number of engine steps since the older save, and a phrase that tells what states it.
+    """The number of engine steps since the older save, and a phrase that says what shows it.
 
-    Steps that were skipped count. The number is None if nothing states it, or if the tag and the
-    loss scaler disagree.
+    Skipped steps count too. The number comes from the two tags, else from the loss scalers' counts.
+    It is None if nothing shows it, or if the tags and the loss scalers disagree.
     """
     before = older.state["counters"].get(STEPS)
     named, named_before = (TAG.fullmatch(own.run.origin.tag or "") for own in (manifest, older))
@@ -190,7 +192,7 @@ def _steps_since(manifest: Manifest, older: Manifest) -> tuple[int | None, str]:
 
 
 def _iterations(manifest: Manifest) -> int | None:
-    """The engine's steps that a dynamic loss scaler has counted; None for other scalers."""
+    """The number of engine steps that a dynamic loss scaler has counted; None for other scalers."""
     scaler = nested(manifest.state, "optimizer", "loss_scaler")
     values = scaler.state if isinstance(scaler, Foreign) else None
     count = values.get("cur_iter") if isinstance(values, Mapping) else None
@@ -236,10 +238,10 @@ def _scheduler(
 
 
 def _unchanged(manifest: Manifest) -> Iterator[MadeValue]:
-    """Yields the values that are taken from the older save: client state and modules' extra states.
+    """Yields the values that are taken unchanged from the older save, for the report.
 
-    Also the states of the data sampler and of random LTD. Values that are tensors are left out: the
-    report lists tensors separately.
+    These are client state, modules' extra states, and the states of the data sampler and of random
+    LTD. Tensors are left out, because the report lists them separately.
     """
     state = manifest.state
     for key in ("data_sampler", "random_ltd"):

@@ -29,7 +29,7 @@ from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
 
 
 def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell]:
-    """Yields one optimizer file per rank.
+    """Yields the shell (the file without tensors' bytes) of each rank's optimizer file.
 
     In stage 3 all ranks' files have the same pickle, unless the source has optimizer states or
     learning rate estimates (Prodigy) that belong to single ranks.
@@ -45,8 +45,6 @@ def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell
 
 
 class _RankFile:
-    """Builds the content of one rank's optimizer file."""
-
     def __init__(self, target: DeepSpeedTarget, rank: int, is_elastic: bool) -> None:
         self.target, self.rank, self.is_elastic = target, rank, is_elastic
         self.storages = Storages()
@@ -113,11 +111,12 @@ class _RankFile:
         return {**states, **target.thawed(partition_states, self.storages)}
 
     def _base_and_step(self, states: Mapping[int, Any]) -> dict[str, Any]:
-        """The items of an optimizer file with the base optimizer's state.
+        """The items of an optimizer file that have the base optimizer's state.
 
-        They are its state_dict or, in elastic files, a list of states and one step. The engine
-        requires that step even if its optimizer keeps the step elsewhere (0.19.8: without it,
-        loading fails, even for files that the engine wrote).
+        `states` are the states of each flat buffer, by the buffer's number. Usually the only item
+        is the base optimizer's state_dict. Elastic files have two items: a list of `states`, and
+        one step. The engine requires that step even if its optimizer keeps the step elsewhere
+        (0.19.8: without it, loading fails, even for files that the engine wrote).
         """
         target = self.target
         if not self.is_elastic:
@@ -184,10 +183,10 @@ class _RankPartition:
                 yield self.buffer.names[number], numel, start, stop
 
     def mapping(self) -> OrderedDict[str, Foreign]:
-        """Maps each parameter to its start and its length in this partition.
+        """Maps each parameter to a record of its start and length in this partition, in elements.
 
-        The engine's files have this mapping for DeepSpeed's own converter. With AutoEP, the
-        parameter is the stack of a rank's experts.
+        The engine's files have this mapping (`param_slice_mappings`) for DeepSpeed's own converter.
+        With AutoEP, a parameter is the stack of a rank's experts.
         """
         address = "deepspeed.utils.tensor_fragment.fragment_address"
         places: dict[str, tuple[int, int]] = {}
@@ -204,11 +203,11 @@ class _RankPartition:
 
 
 def is_elastic(target: DeepSpeedTarget) -> bool:
-    """Whether to write elastic files: only if hyper-parameters are unknown and nothing is lost.
+    """Whether to write elastic files: if hyper-parameters are unknown, and such files suffice.
 
-    Elastic files contain no hyper-parameters, so the engine keeps the hyper-parameters that it was
-    built with. In other files, zckpt would have to guess them. DeepSpeed 0.19.8, stage_1_and_2.py
-    `_restore_base_optimizer_state`, resumes from elastic files exactly under two conditions:
+    Elastic files contain no hyper-parameters, so the engine keeps those that it was built with. In
+    other files, zckpt would have to guess them. Resuming from elastic files is exact under two
+    conditions (DeepSpeed 0.19.8, stage_1_and_2.py `_restore_base_optimizer_state`):
 
     * The stage is 1 or 2, and not BF16_Optimizer. All groups have the same states: the loader uses
       the keys of the first group. The optimizer is not Muon, which keeps momenta of complete
@@ -243,11 +242,11 @@ def _keeps_numbers_as_tensors(target: DeepSpeedTarget) -> bool:
 
 
 def warnings_of_elastic(target: DeepSpeedTarget) -> Iterator[Notice]:
-    """Warnings about what changes for an engine that resumes from elastic files.
+    """Warnings about what an engine loses that resumes from elastic files.
 
-    The engine gets no hyper-parameters, and no learning rate for its first update. Its own next
-    elastic save removes a partition's padding even from the step, if the loader has turned the step
-    into a tensor of one element (0.19.8). All ranks load the states of rank 0.
+    These files have no hyper-parameters, and no learning rate for the first update. All ranks load
+    rank 0's states. If the loader has turned the step into a tensor of one element, the engine's
+    next elastic save takes this element for padding and removes it (0.19.8).
     """
     message = (
         "the source holds no hyper-parameters, and neither does the target: the engine "

@@ -97,10 +97,10 @@ def open_ranks(
 
 
 def _base(directory: TagDirectory, state: Mapping[str, Any], partitioned: bool) -> dict[str, Any]:
-    """The base optimizer's state dict in a rank's optimizer state.
+    """The base optimizer's state dict in one rank's optimizer state.
 
-    Elastic files have only a list of states: the result then has only the key `state`, with the
-    states by the number of the flat buffer.
+    Elastic files have only a list of states. The result is then {"state": {0: ..., 1: ...}}, by the
+    number of the flat buffer.
     """
     base = state.get("optimizer_state_dict" if partitioned else "base_optimizer_state")
     if isinstance(base, list):
@@ -125,10 +125,10 @@ def without_optimizer(directory: TagDirectory) -> IncompleteCheckpoint:
 def check_kind(directory: TagDirectory, version: str, module: Any, config: Any) -> None:
     """Raises UnsupportedCheckpoint for old versions and for features that zckpt does not read.
 
-    ZenFlow is refused where its files may have transposed matrices under the shapes of untransposed
-    ones. Its `_flatten_dense_tensors` (runtime/zenflow/zenflow_utils.py) transposes parameters.
-    Stages 1 and 2 before 0.19.7 save these weights transposed, later ones do not. Stage 3
-    transposes the parameters themselves (engine_stage3.py), in all versions.
+    ZenFlow is refused in all cases in which its files may have transposed matrices under the shapes
+    of untransposed ones. In stages 1 and 2 before 0.19.7, `_flatten_dense_tensors` transposes
+    parameters before they are saved (runtime/zenflow/zenflow_utils.py); later versions do not.
+    Stage 3 transposes the parameters themselves, in all versions (engine_stage3.py).
     """
     numbers, settings = version_numbers(version), nested(config, "zero_optimization")
     zenflow, stage = nested(settings, "zenflow"), nested(settings, "stage")
@@ -156,7 +156,6 @@ def check_kind(directory: TagDirectory, version: str, module: Any, config: Any) 
 def _check_world(
     directory: TagDirectory, model: Mapping[str, Any], state: Mapping[str, Any], files: RankFiles
 ) -> None:
-    """Raises unless the files state as many ranks as there are optimizer files."""
     dp = len(files.optimizers)
     _check_count(directory, "dp", files.optimizers, model, files.sp)
     count = state.get("partition_count")
@@ -173,10 +172,10 @@ def _check_count(
     model: Mapping[str, Any],
     sp: int = 1,
 ) -> None:
-    """Raises unless the number of `files` equals that of the ranks that the model file states.
+    """Raises unless there are as many `files` as ranks that the model file states.
 
-    `axis` is "dp" (data ranks) or "mp" (model ranks). `sp` is the number of sequence-parallel
-    ranks, if the file names count these as model ranks; else 1.
+    `axis` is "dp" (one file per data-parallel rank) or "mp" (one per model rank). `sp` is the
+    number of sequence-parallel ranks if file names count them as model ranks; else 1.
     """
     count, ranks = len(files), {"dp": "data ranks", "mp": "model ranks"}[axis]
     stated_count = model.get(f"{axis}_world_size")
@@ -208,10 +207,9 @@ def _facts_of_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
-    """The groups' hyper-parameters that must be equal on all ranks.
+    """The param groups without what may differ between ranks: the step, and ranks' own estimates.
 
-    These are all but the step and the hyper-parameters that each rank's optimizer estimates
-    (`ESTIMATES`).
+    An estimate is a hyper-parameter that each rank's optimizer computes itself (`ESTIMATES`).
     """
     groups, own_keys = base.get("param_groups") or (), {"step", *ESTIMATES}
     return {
@@ -225,17 +223,16 @@ def hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
 def shapes_of_stage(
     states: Sequence[Mapping[str, Any]], layers: Mapping[int, TorchFile]
 ) -> list[dict[str, tuple[int, ...]]] | None:
-    """The parameters and shapes of each flat buffer, for a model file that does not list them.
-
-    None if the optimizer files do not list the parameters either.
+    """The shapes of the parameters in each flat buffer, for a model file that does not list them.
 
     DeepSpeed 0.19.8 saves a bf16 pipeline without ZeRO (stage 0) with BF16_Optimizer's files, but
     with `param_shapes: None`. The optimizer files state the name, the place and the number of
-    elements of each slice (`param_slice_mappings`). The files of layers have the shapes.
+    elements of each parameter's slice (`param_slice_mappings`). The layer files have the shapes.
 
-    `states` are the optimizer states of all data ranks, `layers` the files of the tensor rank's
-    layers. Raises InconsistentCheckpoint if no layer has a parameter of the stated size,
-    UnsupportedCheckpoint if several tied layers may have it.
+    `states` are the optimizer states of all data ranks, `layers` the layer files of one tensor
+    rank. Returns None if the optimizer files list no parameters either. Raises
+    InconsistentCheckpoint if no layer has a parameter of the stated size, UnsupportedCheckpoint if
+    several tied layers may have it.
     """
     mappings: list[Any] = [state.get("param_slice_mappings") for state in states]
     if not all(isinstance(groups, list) for groups in mappings):
@@ -291,12 +288,12 @@ def _shape(
 
 
 def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates]) -> int:
-    """Checks that files' contents match the pipeline and tensor ranks that their names show.
+    """Compares the pipeline and tensor ranks that files state with those in the files' names.
 
-    Returns the sequence-parallel size. Older files state no sizes: in these, all tensor ranks of a
-    pipeline stage must have the same parameters, and the layers of a stage must come after those of
-    the previous stage (tied layers have no number). Raises InconsistentCheckpoint if contents and
-    names do not match, UnsupportedCheckpoint for unknown parallel axes.
+    Returns the sequence-parallel size. Older files state no sizes: then all tensor ranks of a
+    pipeline stage must have the same parameters, and a stage's layer numbers must be higher than
+    those of the stage before it. Raises InconsistentCheckpoint if contents and names do not match,
+    UnsupportedCheckpoint for unknown parallel axes.
     """
     pp, tp = files.grid.pp, files.grid.tp
     named = files.ranks[0].sp if files.ranks else 1
@@ -365,13 +362,12 @@ Keys that zckpt does not read are left out.
 def _in_order(
     state: dict[str, Any], base: dict[str, Any], first: Sequence[tuple[str, bool]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Puts a rank's param groups into the order of the first rank's groups.
+    """Sorts one rank's param groups into the order of rank 0's; `first` has rank 0's group names.
 
-    Returns the rank's optimizer state and its base optimizer's state. `first` has the names of the
-    first rank's groups (see `_names`). If layers of experts have several expert-parallel sizes,
-    DeepSpeed (0.19.8, moe/utils.py) iterates over a set of group names, so every process may list
-    its groups of experts in another order. A rank whose groups have other names keeps its order,
-    and is refused later.
+    Returns the rank's optimizer state, and the base optimizer's state in it. Only layers of experts
+    with several expert-parallel sizes need this: DeepSpeed iterates over a set of group names, so
+    every process may list its groups of experts in another order (0.19.8, moe/utils.py). A rank
+    whose groups have other names keeps its order, and is refused later.
     """
     names = _names(base)
     if names == first or sorted(names) != sorted(first):
@@ -389,6 +385,6 @@ def _in_order(
 
 
 def _names(base: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """The names of a rank's param groups, each with whether the group has experts."""
+    """For each of a rank's param groups: (its name, whether it has experts)."""
     groups = base.get("param_groups") or ()
     return [(str(group.get("name")), group.get("moe") is True) for group in groups]

@@ -93,7 +93,10 @@ def _read(directory: TagDirectory, reading: Reading) -> Manifest:
 def of_tensor_ranks(
     directory: TagDirectory, files: GridFiles, reading: Reading = USUAL, tied: Keys = None
 ) -> list[Manifest]:
-    """Reads one manifest per tensor rank, in which all its pipeline stages are joined."""
+    """Reads one manifest per tensor rank, in which all its pipeline stages are joined.
+
+    `tied` maps layer files' numbers to keys of tied layers, if these are already known.
+    """
     first = files.ranks[0]
     if files.is_plain and first.of_ep and not first.optimizers:
         return [manifest_of_experts(directory, first, reading)]
@@ -124,7 +127,10 @@ def _models(files: GridFiles, ranks: Sequence[Manifest], step_policy: str | None
 def of_model_ranks(
     directory: TagDirectory, files: GridFiles, reading: Reading = USUAL, tied: Keys = None
 ) -> list[Manifest]:
-    """The manifest of each model rank, with its place in the grid."""
+    """Reads one manifest per model rank; each states its pipeline stage and tensor rank.
+
+    `tied` maps layer files' numbers to keys of tied layers, if these are already known.
+    """
     opened = [*_opened(directory, files, reading, tied)]
     states = [own for own, _, _ in opened]
     sp = check_grid(directory, files, states)
@@ -153,8 +159,8 @@ def _opened(
 ) -> Iterator[tuple[EngineStates, Callable[[str | None], Manifest], Keys]]:
     """Opens the files of each model rank.
 
-    Yields for each model rank: its states; a function that makes its manifest, given a step policy;
-    and the keys of its tied layers by the number of the layer file.
+    Yields three values per model rank: its opened files; a function that makes its manifest from a
+    step policy; its tied layers, as {layer file's number: key}.
     """
     ranks, tp, is_staged = files.ranks, files.grid.tp, files.grid.staged
     if ranks[0].optimizers:
@@ -206,7 +212,7 @@ def _apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manif
 
 
 def stacked(manifests: Sequence[Manifest]) -> Manifest:
-    """One manifest of all model ranks; each rank stays separate, with its own tensors."""
+    """Puts the manifests of all model ranks into one; each rank's tensors stay separate."""
     whole = united(manifests)
     assert manifests[0].place is not None
     grid = manifests[0].place.grid
@@ -225,12 +231,12 @@ def stacked(manifests: Sequence[Manifest]) -> Manifest:
 def _with_weights_of_layers(
     ranks: Sequence[Manifest], models: Sequence[Manifest]
 ) -> Iterator[Manifest]:
-    """Adds weights from layer files to the pipeline stages that have the masters of these weights.
+    """Adds to each stage's manifest the weights in layer files that belong to its masters.
 
-    Yields the manifests of the model ranks, with the weights and their type. `models` are the full
-    models of the tensor ranks. No file states which stage a copy of a tied weight comes from, so
-    each stage gets all copies. If there are fewer copies than stages, only the first stage gets
-    them, because a stage that uses the tied layer through a function saves no weight.
+    `ranks` are the manifests of the model ranks, `models` the full models of the tensor ranks. No
+    file states which stage a copy of a tied weight comes from, so each stage gets all copies. If
+    there are fewer copies than stages, only the first stage gets them: a stage that uses the tied
+    layer through a function saves no weight.
     """
     tp = len(models)
     tensors = (chain(model.entries.values(), model.replicas) for model in models)

@@ -73,7 +73,7 @@ def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
 
 
 class _Run(Template):
-    """The run of `--like` as a template that the source's values fill."""
+    """Combines the run of `--like` (ranks, groups, configuration) with the source's tensors."""
 
     way_to_groups = "--groups-from RUN uses the groups and hyper-parameters of that run"
 
@@ -103,7 +103,7 @@ class _Run(Template):
         )
 
     def _need_own_weights(self) -> None:
-        """Raises MissingData if two separate weights of the run are tied in the source."""
+        """Raises MissingData if a tied weight of the source is two separate weights in the run."""
         both: dict[str, str] = {}
         for name, owner in self.owners.items():
             if (other := both.setdefault(owner, name)) != name:
@@ -119,7 +119,6 @@ class _Run(Template):
     # -- what is not a tensor
 
     def _groups(self) -> tuple[Group, ...]:
-        """The run's groups with the source's hyper-parameters."""
         groups = self.run.groups or ()
         chosen = self.own_groups(
             lambda number: [key for key in groups[number] if key not in OF_IMPLEMENTATIONS]
@@ -146,10 +145,10 @@ class _Run(Template):
         return tuple(result)
 
     def _state(self) -> dict[str, Any]:
-        """The target's values other than parameters: those of the run, with some of the source's.
+        """The target's values that are no parameters: the run's, some replaced by the source's.
 
-        Counters are the source's, or are made for its number of updates. The scheduler's state and
-        the client state are the source's, as far as the source has them.
+        The source's are its counters (or counters made for its number of updates), its scheduler's
+        state and its client state.
         """
         source, like = self.source, self.run
         state = {key: value for key, value in like.state.items() if key != "counters"}
@@ -198,9 +197,8 @@ class _Run(Template):
     def _scheduler(self) -> Any:
         """The scheduler's state to write: the source's, if the program of the run can load it.
 
-        If not, or if the source has no scheduler, it is the run's state, with its counters moved on
-        to the source's step. A warning then tells the user that the run's state was used, also if
-        it has no counters and stays unchanged.
+        Otherwise it is the run's state. Its counters are moved to the source's step, if it has
+        counters. A warning says that the run's state was used.
         """
         theirs, ours = (m.state.get("lr_scheduler") for m in (self.run, self.source))
         if not isinstance(theirs, dict) or not (ours is None or self._has_other_scheduler()):
@@ -222,10 +220,10 @@ class _Run(Template):
         return {**theirs, **moved}
 
     def _has_other_scheduler(self) -> bool:
-        """Whether the source's scheduler is another one than the run's.
+        """Whether the source's scheduler differs from the run's.
 
-        It is if its state lacks the counter of the run's scheduler, or if the two ds_configs name
-        different schedulers.
+        It differs if its state lacks the counter that the run's scheduler needs, or if the two
+        ds_configs name different schedulers.
         """
         named = [
             schedulers.named_in(side.run.engine.config)
@@ -239,8 +237,9 @@ class _Run(Template):
 def _taken(key: str, theirs: Any, group: Mapping[str, Any]) -> Any:
     """The value of the hyper-parameter `key` in a group of the target.
 
-    It is the source's value (in `group`), as a tuple or a list like the run's (`theirs`). The run's
-    value is used if the source has none, or if the value depends on the optimizer's implementation.
+    It is the source's value, from `group`; a list becomes a tuple if the run's value (`theirs`) is
+    one. The run's value is used if the source has none, or if the key depends on the optimizer's
+    implementation (`foreach`, for example).
     """
     if key in OF_IMPLEMENTATIONS or key not in group:
         return theirs

@@ -1,8 +1,8 @@
 """The number of ranks that share each sequence (Ulysses, ALST).
 
-With the `mpu` of DeepSpeed's sequence parallelism (parallel_state_sp.py), ZeRO cuts over all ranks;
-`sp` of these ranks share each sequence. No weight is cut. But this `mpu` returns a rank's index in
-its sequence as the model rank, so files show this index like a tensor rank:
+Sequence parallelism cuts no weight: `sp` ranks share each sequence, and ZeRO cuts over all ranks.
+But the `mpu` object that DeepSpeed uses for it (parallel_state_sp.py) returns a rank's index in its
+sequence as the model rank. So this index appears in files like a tensor rank:
 
     to 0.19.5     zero_pp_rank_{r}_mp_rank_{r % sp}_...; in stages 1 and 2 mp_rank_00 is the one
                   model file
@@ -32,7 +32,7 @@ WORLDS = ("dp_world_size", "mp_world_size")
 def of_names(files: FilesByRole) -> int:
     """The sequence-parallel size, if file names count sequence ranks as model ranks; else 1.
 
-    In such names, each data rank has files of one model rank only. In a real grid of model ranks,
+    In such names, each data rank has files of one model rank only. In a run with real model ranks,
     each data rank has files of every model rank.
     """
     places = {*files[MODEL_3], *files[OPTIMIZER]}
@@ -42,10 +42,7 @@ def of_names(files: FilesByRole) -> int:
 
 
 def as_data_ranks(by_role: FilesByRole) -> FilesByRole:
-    """The same files, with the numbers in their names changed to those of a single model rank.
-
-    For file names that count sequence ranks as model ranks.
-    """
+    """Changes (data rank, model rank) to (data rank, 0) in names that count sequence ranks."""
     of_ranks = (MODEL_3, OPTIMIZER)
     return {
         role: {(rank, 0): path for (rank, _), path in files.items()} if role in of_ranks else files
@@ -56,8 +53,8 @@ def as_data_ranks(by_role: FilesByRole) -> FilesByRole:
 def at(dp: int, sp: int) -> int:
     """The smallest sequence-parallel size that is at least `sp` and divides `dp`.
 
-    Only sizes below 2 * sp are tried; if none divides `dp`, `sp` is returned. Used if files are
-    missing: the names of the remaining files show only that the size is at least `sp`.
+    Used if files are missing: the names of the remaining files show only that the size is at least
+    `sp`. Sizes from 2 * sp on are not tried; if no smaller size divides `dp`, `sp` is returned.
     """
     return next((size for size in range(sp, 2 * sp) if dp % size == 0), sp)
 

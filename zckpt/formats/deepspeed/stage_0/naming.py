@@ -1,4 +1,4 @@
-"""Finds the weight of each parameter in a stage-0 optimizer, whose state has no names.
+"""Finds the parameter names of a stage-0 optimizer, whose state has only numbers for parameters.
 
 The first way in this table that applies decides:
 
@@ -51,10 +51,10 @@ program, before deepspeed.initialize, write that file:
 
 
 class Named(NamedTuple):
-    """The names of each group's parameters (`members`).
+    """The names that were found: `members` has each group's names in the optimizer's order.
 
     Names in `inferred` are less certain: only the order of the module's weights shows which
-    parameter each of them belongs to.
+    parameter has which name.
     """
 
     members: Members
@@ -62,10 +62,15 @@ class Named(NamedTuple):
 
 
 class Nameless(Struct, frozen=True):
-    """An optimizer (or some groups) without names, and the weights that may be its parameters.
+    """An optimizer whose state has numbers in place of names, and what may show the names.
 
-    `stated_names` are names by group, if zckpt wrote the file and listed them. `inferred` are those
-    of them that zckpt had only inferred. `given` are the user's names by group.
+        path           the optimizer's file
+        groups         what the state has under each number, group by group
+        weights        the weights that may be its parameters, by name
+        is_flat        whether each group has one flat master (FP16_Optimizer)
+        stated_names   each group's names, if zckpt wrote the file
+        inferred       the stated names that zckpt had only inferred
+        given          each group's names, if the user gives them
     """
 
     path: str
@@ -169,7 +174,7 @@ def by_user(asked: Nameless) -> Named | None:
 
 
 def by_torch(asked: Nameless) -> Named | None:
-    """The names that torch's own optimizer states; None unless every trained parameter has one."""
+    """The names in torch's own optimizer's state; None unless all trained parameters have one."""
     trained = [[number.name for number in own if not number.is_frozen] for own in asked.groups]
     if not all(chain.from_iterable(trained)):
         return None
@@ -179,9 +184,9 @@ def by_torch(asked: Nameless) -> Named | None:
 
 
 def _with_frozen(groups: Groups, trained: Iterable[Iterable[str | None]]) -> Members:
-    """Inserts None for each frozen parameter of the optimizer into the names of the trained ones.
+    """Inserts None into each group's names where the optimizer lists a frozen parameter.
 
-    Each item of the result has the names of one group, in the optimizer's order.
+    `trained` has the names of each group's trained parameters only.
     """
     return [
         [None if number.is_frozen else next(names, None) for number in group]
@@ -190,7 +195,7 @@ def _with_frozen(groups: Groups, trained: Iterable[Iterable[str | None]]) -> Mem
 
 
 def _without_frozen(groups: Groups, names: Sequence[Sequence[str]]) -> Members:
-    """Replaces the names of frozen parameters by None; `names` has the names of all parameters."""
+    """Replaces the names of frozen parameters by None; `names` has names of all parameters."""
     return [
         [None if number.is_frozen else name for number, name in zip(group, numbers, strict=True)]
         for group, numbers in zip(groups, names, strict=True)
@@ -251,8 +256,8 @@ def check_rounding(
 ) -> None:
     """Raises WrongOption if the user gives a master the name of a weight it does not round to.
 
-    A master that rounds to no weight at all is an error only with `strict`: a program may have
-    changed its weights after the last update.
+    A program may have changed its weights after the last update, so a master that rounds to no
+    weight at all is accepted, except with `strict`.
     """
     of_weights, of_masters = labels([*weights.values()], masters)
     labels_by_name = dict(zip(weights, of_weights, strict=True))
@@ -271,11 +276,11 @@ def check_rounding(
 
 
 def by_views(asked: Nameless) -> Named | None:
-    """Names of flat masters, if the module's 16-bit weights are views of one buffer per group.
+    """Finds the names of flat masters, whose groups have one buffer with all 16-bit weights.
 
-    The engine saves weights as such views. The buffer of a group has the bytes of the group's flat
-    master, rounded. None if the masters are not flat. Raises MissingData if the weights are no
-    longer such views, because another program has saved the file again.
+    FP16_Optimizer makes the module's weights views of this buffer, and saves them as such. The
+    buffer's bytes equal the rounded flat master. None if masters are not flat. Raises MissingData
+    if the weights are no longer such views, because another program has saved the file again.
     """
     if not asked.is_flat or asked.is_apart:
         return None
@@ -356,7 +361,6 @@ def cut(asked: Nameless, flat: TensorInFile) -> list[TensorInFile]:
 
 
 def _piece(flat: TensorInFile, start: int, shape: Shape) -> TensorInFile:
-    """The elements of a flat tensor from `start` on, as a tensor of this shape."""
     whole = flat.tensor
     piece = Tensor(whole.storage, whole.dtype, whole.offset + start, shape, row_major(shape))
     return TensorInFile(flat.file, piece)
@@ -376,7 +380,7 @@ WAYS = (by_file, by_user, by_views, by_bytes, by_torch, by_shapes)
 
 
 def of_stages(asked: Sequence[Nameless]) -> list[Named] | None:
-    """The names in a pipeline's optimizers, found as if all stages were one optimizer.
+    """The names in the optimizers of a pipeline, found as if its stages were one optimizer.
 
     In each group, the parameters of all stages are put one after another, in the order of the
     layers. None if the shapes are ambiguous, or if two layers have equal weights, since they may be
@@ -412,7 +416,7 @@ def of_stages(asked: Sequence[Nameless]) -> list[Named] | None:
 
 
 def _in_order(asked: Nameless) -> Named | None:
-    """Names that follow from the module's order and the shapes; None if several names fit.
+    """Finds names by shapes and the module's order; None if several names fit.
 
     Frozen parameters must have a number in the optimizer's state too, in the same order.
     """
@@ -427,12 +431,12 @@ def _in_order(asked: Nameless) -> Named | None:
 def _matched(
     asked: Nameless, orders: Sequence[Sequence[Any]], labelled: Mapping[str, Any], what: str
 ) -> Named:
-    """Finds each parameter's name by a label: its shape, or what its bytes show (samples.py).
+    """Finds each parameter's name by comparing labels of parameters with labels of weights.
 
+    A label is a shape, or what samples.py computes from bytes; `what` describes it in errors.
     `orders` has the labels of each group's parameters. `labelled` maps weights to labels, in the
-    module's order; `what` describes the labels in errors. A group whose labels are all unique may
-    be in any order. A group with other labels must be in the module's order. Raises MissingData
-    with the names of the weights that cannot be told apart.
+    module's order. A group whose labels are all unique may be in any order; other groups must be in
+    the module's order. Raises MissingData with the names of the weights that cannot be told apart.
     """
     numbers = Counter(chain.from_iterable(orders))
     owners = by_key((label, name) for name, label in labelled.items())

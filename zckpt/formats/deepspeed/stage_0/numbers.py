@@ -1,8 +1,8 @@
-"""The state, master and shape that a stage-0 optimizer keeps for each number.
+"""The state, master and shape that a stage-0 optimizer keeps under each number.
 
-The optimizer's state has numbers in place of parameter names. Torch's own optimizer and
-FP16_UnfusedOptimizer have one number for each parameter, FP16_Optimizer one for each flat group.
-naming.py finds the parameter names of these numbers.
+The state of an optimizer has numbers in place of parameter names. In torch's own optimizer and in
+FP16_UnfusedOptimizer a number stands for one parameter, in FP16_Optimizer for one flat group.
+naming.py finds the names.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ FROZEN = "zckpt_frozen"
 
 
 class Number(Struct, frozen=True):
-    """What an optimizer's state has under one number: for one parameter, or for a flat group.
+    """What the optimizer's state has under one number: for one parameter, or for a flat group.
 
-    `master` is None if the optimizer updates the weight itself. `name` is the name that torch
-    states (since 2.6). `shapes` maps the names of its parameters to their shapes, once these are
-    known.
+        group       the number of the param group
+        state       the optimizer states, such as exp_avg, by key
+        master      the fp32 master; None if the optimizer updates the weight itself
+        name        the parameter's name, if torch states it (since 2.6)
+        is_frozen   whether the parameter is frozen
+        shapes      names and shapes of its parameters; filled in when naming.py has found them
     """
 
     group: int
@@ -59,17 +62,17 @@ class Number(Struct, frozen=True):
 
     @property
     def owner(self) -> str:
-        """What this number stands for, as messages name it: a parameter's name, or `group N`."""
+        """What this number stands for, in messages: a parameter's name, or `group N`."""
         return self.first if len(self.shapes) == 1 else f"group {self.group}"
 
 
 def numbers_of(states: EngineStates) -> Groups:
     """What the optimizer's state has under each number, group by group.
 
-    The engine gives every trained weight a gradient, so torch's own optimizer has a state for it,
-    and a number without a state is a frozen parameter. If no parameter has a state, as with plain
-    SGD, nothing shows which ones are frozen. Raises CorruptCheckpoint if the state is damaged, and
-    InconsistentCheckpoint if only some numbers have masters.
+    A number without a state is a frozen parameter, because the engine gives every trained weight a
+    gradient, so torch's own optimizer has a state for it. If no number has a state, as with plain
+    SGD, nothing shows which parameters are frozen. Raises CorruptCheckpoint if the state is
+    damaged, and InconsistentCheckpoint if only some numbers have masters.
     """
     optimizer, base, file = states.first, states.bases[0], states.optimizers[0]
     kept, wrapper = base.get("state") or {}, wrapper_of(optimizer)
@@ -121,8 +124,8 @@ def misfit(where: str, expected: str, actual: object) -> InconsistentCheckpoint:
 def shape_of(state: Any) -> Shape | None:
     """The shape of a parameter, as its optimizer states show it; None if they show none.
 
-    Adafactor's states, one for rows and one for columns, do not show it. 0-d tensors, which ASGD
-    keeps beside its average, are ignored.
+    Adafactor's states, one for rows and one for columns, do not show it. 0-d tensors are ignored:
+    ASGD keeps some beside its average.
     """
     tensors = {k: v for k, v in (state or {}).items() if isinstance(v, Tensor) and k != "step"}
     shapes = {tensor.shape for key, tensor in tensors.items() if key in ELEMENTWISE}
