@@ -7,8 +7,9 @@ There are three cases:
     other slices    The full model is cut over tensor ranks by the source's own rules, and each
                     tensor rank over pipeline stages. Each layer of a tensor rank gets a new file.
 
-This module computes no byte offset: the files are laid out, and the reader finds the places of
-tensors. Without a pipeline there are no files of layers, and each tensor rank is one model rank.
+No code here computes byte offsets: once the empty files are laid out, the reader finds the places
+of tensors in them. Without a pipeline there are no files of layers, and each tensor rank is one
+model rank.
 """
 
 from __future__ import annotations
@@ -65,10 +66,12 @@ OF_RANKS = [
 
 
 class TargetRanks(Struct, frozen=True, kw_only=True):
-    """The model ranks of a target, in order; each one is written like a separate checkpoint.
+    """The model ranks of a target; each of them is written like a separate checkpoint.
 
-    `source` has the tensors that fill the ranks' files. `grid` has the numbers of pipeline and
-    tensor ranks; it is None for one model rank without a pipeline.
+        source   the manifest that has the tensors for the ranks' files
+        ranks    one manifest per model rank, in order
+        grid     the numbers of pipeline stages and tensor ranks; None for one model rank without a
+                 pipeline
     """
 
     source: Manifest
@@ -94,7 +97,7 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
     omitted: Sequence[Notice] = ()
 
     def read_back(self, path: str, tag: str) -> Manifest:
-        """Reads the target's files as a manifest; layer files to be copied do not exist yet."""
+        """Reads the laid-out target as a manifest; files to be copied do not exist yet."""
         directory = TagDirectory(locate(path, tag).path, tag, None)
         if self.table is not None:
             tied = self.pipeline.tied if self.pipeline else None
@@ -115,7 +118,7 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
         return [(name, Sibling(name, path, sources.size(path))) for path, name in names.items()]
 
     def checks(self) -> list[Replicas]:
-        """The comparisons to make between copies of a tensor of which the target gets only one."""
+        """The comparisons to make where ranks have copies of a tensor and the target gets one."""
         return [replicas_of(model, None, IF_COPIES_DIFFER) for model in self.copies]
 
 
@@ -156,8 +159,8 @@ def target_ranks(source: Manifest, options: Options) -> TargetRanks:
 def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
     """Raises WrongOption for options that cannot be used while model ranks are written one by one.
 
-    Such an option would change the files of layers, which are copied unchanged, or the full model,
-    which is not built in this case.
+    Such options would change the files of layers, which are copied unchanged, or need the full
+    model, which is not built in this case.
     """
     for option, _ in options.given:
         is_known = option.name in OF_LAYERS
@@ -181,9 +184,9 @@ def _has_stages_of_experts(source: Manifest, options: Options) -> bool:
 
 
 def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
-    """The model ranks of a target with the source's tensor ranks.
+    """The model ranks of a target that keeps the source's tensor ranks.
 
-    The stages are the source's, or the pipeline is cut again if the options ask for other stages.
+    Its pipeline stages are the source's, or other ones if the options ask for them.
     """
     models, ranks, inferred = source.models, source.ranks, list[Notice]()
     wholes: Sequence[Manifest] = ()
@@ -288,7 +291,7 @@ def _pipeline_of(source: Manifest) -> Pipeline | None:
 
 
 def _names_in(layer: int, pipeline: Pipeline, model: Manifest) -> dict[str, str]:
-    """The tensors of a layer: names in its file, mapped to names in the full model."""
+    """Maps the names in a layer's file to names in the full model: {"fc.weight": "3.fc.weight"}."""
     prefix = prefix_of(layer, pipeline.tied)
     names = model.state.get("module") or ()
     return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}

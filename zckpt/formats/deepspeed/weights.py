@@ -40,7 +40,7 @@ IN_STAGE_3 = "in stage 3 the optimizer's files hold the weights too: without the
 def without_optimizer(
     directory: TagDirectory, path: str, reading: Reading, error: ZckptError
 ) -> Manifest:
-    """Reads only the weights of a checkpoint, after reading its optimizer has raised `error`.
+    """Reads only the weights of a checkpoint; `error` was raised when its optimizer was read.
 
     Raises `error` again if the weights cannot be read either, if something else than the optimizer
     may be damaged, or if the user's command does not accept weights alone.
@@ -70,9 +70,9 @@ def without_optimizer(
 
 
 def _is_of_optimizer(error: ZckptError) -> bool:
-    """Whether an error may concern only the optimizer's files, so that weights remain readable.
+    """Whether only the optimizer's files may be wrong, so that the weights can be read.
 
-    An error that files contradict each other counts only if it names an optimizer file.
+    If `error` says that files contradict each other, it must name an optimizer file.
     """
     if isinstance(error, OF_FILES):
         return True

@@ -80,7 +80,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 def lay_out_like(source: Manifest, run: Manifest, options: Options) -> Layout:
-    """Lays out the source's files with the ranks and groups of `run`.
+    """Lays out the source's files for the ranks and param groups of another run (`--like`).
 
     Raises the errors of `lay_out` and of `as_in_run` (run_template.py).
     """
@@ -88,7 +88,7 @@ def lay_out_like(source: Manifest, run: Manifest, options: Options) -> Layout:
 
 
 def _files(target: DeepSpeedTarget) -> Iterator[Shell]:
-    """The files of one model rank."""
+    """Yields the shells of one model rank's files; a shell is a file without its tensors' bytes."""
     if target.engine.whole:
         yield from model_shells(target)
     else:
@@ -98,7 +98,7 @@ def _files(target: DeepSpeedTarget) -> Iterator[Shell]:
 
 
 def _targets(ranks: TargetRanks, options: Options) -> list[DeepSpeedTarget]:
-    """One `DeepSpeedTarget` for each model rank; raises if the source cannot fill it."""
+    """Decides the files of each model rank; raises if the source lacks what they need."""
     targets: list[DeepSpeedTarget] = []
     for manifest in ranks.ranks:
         targets.append(DeepSpeedTarget(regroup.over_ranks(manifest, options), options))

@@ -44,8 +44,7 @@ def check_facts(
 ) -> None:
     """Raises InconsistentCheckpoint unless all files state the same facts as the first file.
 
-    `states` has each file's content, and `facts` picks the values that must be equal from a
-    content.
+    `states` has each file's content. `facts` maps such a content to the values that must be equal.
     """
     values = for_each(states, facts)
     _check_tensors(files, values)
@@ -81,7 +80,6 @@ def _check_tensors(files: Sequence[TorchFile], values: Sequence[dict[str, Any]])
 
 
 def _tensors(value: Any) -> Iterator[bool]:
-    """Yields True once for each tensor in a value, which may have dictionaries and lists."""
     if isinstance(value, Tensor):
         yield True
     elif isinstance(value, (dict, list, tuple)):
@@ -90,7 +88,7 @@ def _tensors(value: Any) -> Iterator[bool]:
 
 
 def for_each(states: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], Any]) -> list[Any]:
-    """Applies `of` to each state, but only once to an object that occurs several times."""
+    """Applies `of` to each state, but only once to an object that several files share."""
     values: dict[int, Any] = {}
     for state in states:
         if id(state) not in values:
@@ -99,10 +97,9 @@ def for_each(states: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], An
 
 
 def _difference(value: Any, first: Any, fact: str = "") -> tuple[str, Any, Any] | None:
-    """The first difference between two values: its path and both values; None if they are equal.
+    """The first value that differs: (its path, value, first value); None if the values are equal.
 
-    `fact` is the path of `value` and `first` themselves, with which the path of the difference
-    begins.
+    A path is like "groups[0].lr". `fact` is the path at which the comparison begins.
     """
     if value is first or value == first:
         return None
@@ -154,9 +151,9 @@ def check_names(files: Iterable[TorchFile]) -> list[Notice]:
 
 
 def _are_as_before(names: Sequence[SavedName]) -> bool:
-    """Whether all files contain the names that earlier versions of zckpt stored in them.
+    """Whether the files contain exactly the names that earlier versions of zckpt stored in them.
 
-    Several files then contain the same name, so names do not show whether files were swapped.
+    These versions stored one name in several ranks' files, so names do not show swapped files.
     """
     in_stage_3 = any(name.parsed_name.role is MODEL_3 for name in names)
     return all(
@@ -171,11 +168,11 @@ def _place(name: ParsedName) -> tuple[Role, Numbers]:
 
 
 def _before(role: Role, numbers: Numbers, in_stage_3: bool) -> tuple[Role, Numbers] | None:
-    """The role and the rank numbers of the name that earlier versions of zckpt wrote into a file.
+    """The role and rank numbers in the name that earlier versions of zckpt stored in a file.
 
-    torch.save writes a file's name into its zip, as the name of a folder; these versions wrote one
-    name there for the files of several ranks. `role` and `numbers` are those of the file's name on
-    disk. None if the folder was called `archive`, which states no role and no rank.
+    torch.save stores a file's name in the file. These versions stored the same name in several
+    ranks' files. `role` and `numbers` are those of the file's name on disk. None if the stored name
+    was `archive`, which states no role and no rank.
     """
     if role is LAYER:
         return role, numbers
@@ -217,14 +214,10 @@ def _refuse_copied_ranks(names: Sequence[SavedName], files: Mapping[str, TorchFi
 
 
 def _crc(file: TorchFile, record: Record) -> int | None:
-    """The CRC-32 of a record; None for a file that is read in place of a lost one.
-
-    Such a file is a copy of another rank's on purpose.
-    """
     return None if sources.is_stand_in(file.path) else record.crc
 
 
 def _has_optimizer(model: Any) -> bool:
-    """Whether a model file has optimizer states, as in stage 0."""
+    """Whether a model file's content has optimizer states, as in stage 0."""
     optimizer = model.get("optimizer") if isinstance(model, dict) else None
     return isinstance(optimizer, dict) and bool(optimizer.get("state", optimizer))

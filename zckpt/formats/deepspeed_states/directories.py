@@ -71,7 +71,10 @@ OWN = frozenset({*SCRIPTS, *POINTERS})
 
 
 class TagDirectory(Struct, frozen=True):
-    """A tag's directory, and the run directory around it if the user gave the run directory."""
+    """A tag's directory (`path`) and the run directory around it.
+
+    `run` is None if the user gave the tag's directory, not the run directory.
+    """
 
     path: str
     tag: str
@@ -79,10 +82,12 @@ class TagDirectory(Struct, frozen=True):
 
 
 class TagKind(Struct, frozen=True):
-    """Describes one kind of tag folder: of a run, or of DeepSpeed's universal checkpoints.
+    """A kind of checkpoint with tag directories: of a run, or DeepSpeed's universal checkpoints.
 
-    `what` names the kind in errors. `pointer` is the file that names the current tag. `holds` tells
-    whether a folder is of this kind. `tags` lists the tags in a run directory.
+        what      the kind's name in errors
+        pointer   the file that names the current tag: "latest" or "latest_universal"
+        holds     tells whether a folder has a checkpoint of this kind
+        tags      lists the tags in a run directory
     """
 
     what: str
@@ -142,10 +147,10 @@ class TagKind(Struct, frozen=True):
         return self._folder(path, tags[0], f"{os.path.join(path, self.pointer)} names")
 
     def _own_tag(self, path: str) -> str:
-        """The tag of the tag directory `path`, with slashes if the tag is nested.
+        """The tag of the tag directory `path`; it may have several parts: "epoch_1/step_3".
 
-        For a nested tag such as `epoch_1/step_3`, the run directory is the folder around `epoch_1`.
-        It is found by its pointer file, which names a tag with as many parts (two).
+        In that case, the run directory is the folder around `epoch_1`. It is found by its pointer
+        file, which names a tag with as many parts.
         """
         run, names = os.path.abspath(path), list[str]()
         while len(names) < MOST_FOLDERS:
@@ -159,9 +164,9 @@ class TagKind(Struct, frozen=True):
     def _folder(self, path: str, tag: str, statement: str, is_stated: bool = True) -> TagDirectory:
         """The directory of the tag `tag` in the run directory `path`.
 
-        If there is no such directory, raises IncompleteCheckpoint if the pointer file names the tag
-        (`is_stated`), NotACheckpoint if the user does. `statement` is the beginning of the error
-        message.
+        If it does not exist, raises IncompleteCheckpoint for a tag from the pointer file
+        (`is_stated`), NotACheckpoint for a tag from the user. The error's message begins with
+        `statement`.
         """
         directory = os.path.join(path, tag)
         if not is_tag(tag):
@@ -209,8 +214,8 @@ def holds_universal(path: str) -> bool:
 def _folders(path: str) -> list[str]:
     """Names of the subfolders of `path`, sorted by the numbers in them.
 
-    Folders without read permission (such as `lost+found`) are left out, and links to another folder
-    in `path` (such as `latest`).
+    Folders without read permission (such as `lost+found`) are left out. So are links to another
+    folder in `path` (such as a link `latest`).
     """
     folders = ((name, os.path.join(path, name)) for name in sources.names_but_of_files(path))
     return by_counting(
@@ -240,8 +245,8 @@ def universal_tags(path: str) -> list[str]:
 def _tag_folders(path: str, pointer: str, holds: Callable[[str], bool]) -> list[str]:
     """The names of the folders in `path` that are tags.
 
-    If the pointer file names a nested tag such as "epoch_1/step_3", folders at that depth are
-    searched too: a program that saves with nested tags does so each time.
+    A tag may be nested: "epoch_1/step_3". Folders at that depth are searched too if the pointer
+    file names a nested tag, because a program that saves with nested tags always does so.
     """
     tag_in_pointer = pointed(path, pointer) or ""
     level, tags = _folders(path), list[str]()
@@ -290,7 +295,7 @@ def refuse(directory: TagDirectory, what: str, hint: str | None = None) -> NoRet
 
 
 def siblings(directory: TagDirectory) -> SiblingList:
-    """Files of a trainer's directory around the tag; none for a plain run directory."""
+    """Lists the trainer's files around the tag directory; none for a plain run directory."""
     run = directory.run
     files = SiblingList(run or directory.path, OPEN_FOLDERS)
     with sources.remembering():
@@ -301,7 +306,7 @@ def siblings(directory: TagDirectory) -> SiblingList:
     own_names = {*(tag.partition("/")[0] for tag in tags), *OWN}
 
     def is_other(name: str, entry: os.DirEntry[str]) -> bool:
-        """Whether an entry is no file of the trainer's: a tag, or a directory that zckpt wrote."""
+        """Whether an entry is not the trainer's: a tag, or a directory that zckpt wrote."""
         if name in own_names or files.is_closed(entry) or not files.is_folder(entry):
             return name in own_names
         manifest_path = os.path.join(entry.path, "manifest.json")
@@ -358,7 +363,7 @@ def is_by_datastates(path: str) -> bool:
 
 
 def is_foreign(path: str) -> bool:
-    """Whether a file was written by DataStates-LLM, or is a part written by FastPersist."""
+    """Whether DataStates-LLM wrote the file, or whether it is a part that FastPersist wrote."""
     is_part = whole_name(path) != path and sources.is_file(path)
     return is_part or is_by_datastates(path)
 

@@ -18,12 +18,12 @@ FLOAT_NAMES = {"fp32": "F32", "float32": "F32", "float": "F32", "bf16": "BF16", 
 
 
 class TargetEngine:
-    """The stage, the type and the options of the engine that a target is written for.
+    """The stage, the type and the options of the engine that will load the target.
 
-    All of them are the source's unless the user asks for others. A ds_config from the user replaces
-    the source's. `before` is the source's own engine, or None if another kind of engine wrote the
-    source. "auto", as trainers' configs have it, is treated as missing. Raises WrongOption if
-    options and config contradict each other.
+    They are the source's unless the user asks for others. A ds_config from the user replaces the
+    source's. `before` is the source's own engine, or None if DeepSpeed did not write the source.
+    The value "auto" in a config counts as missing. Raises WrongOption if options and config
+    contradict each other.
     """
 
     def __init__(self, source: Manifest, options: Options) -> None:
@@ -76,7 +76,7 @@ class TargetEngine:
 
     @property
     def cuts_groups(self) -> bool:
-        """Whether the engine is DeepSpeedZeroOptimizer, which may reorder and align parameters."""
+        """Whether DeepSpeedZeroOptimizer is used, which may reorder and align parameters."""
         return self.stage in (1, 2) and not self.wraps_bf16
 
     @property

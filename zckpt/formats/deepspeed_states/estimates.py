@@ -28,7 +28,7 @@ Estimates = Sequence[Mapping[str, Sequence[Any]]]
 
 
 def estimates_of(ranks: EngineStates) -> Estimates:
-    """For each group, the hyper-parameters whose estimates differ between ranks, with all values.
+    """Each group's hyper-parameters that ranks have estimated differently: {"d": [rank 0's, ...]}.
 
     Prodigy and D-Adaptation estimate such hyper-parameters on each rank. Empty if no estimate
     differs.
@@ -60,10 +60,7 @@ def warnings(estimates: Estimates) -> list[Notice]:
 
 
 def stated_estimates(source: Manifest) -> Estimates:
-    """The hyper-parameters in a manifest that each rank's optimizer has estimated separately.
-
-    Raises CorruptCheckpoint if they are malformed.
-    """
+    """As `estimates_of`, but from a manifest; raises CorruptCheckpoint if values are malformed."""
     rows = source.states.of_form("estimate")
     if not all(_is_of_ranks(row.value, source.dp) for row in rows):
         raise CorruptCheckpoint(
@@ -75,7 +72,6 @@ def stated_estimates(source: Manifest) -> Estimates:
 
 
 def _is_of_ranks(values: Any, dp: int) -> bool:
-    """Whether `values` is a list with one number for every rank."""
     return (
         isinstance(values, list)
         and len(values) == dp
@@ -106,10 +102,7 @@ def need_same_ranks(source: Manifest, dp: int = 0, stage: int | None = None) -> 
 
 
 def of_rank(source: Manifest, group: int, rank: int, storages: Storages) -> dict[str, Any]:
-    """The values that one rank's optimizer has estimated for a group's hyper-parameters.
-
-    Empty if the source has no such values.
-    """
+    """One rank's own estimates of a group's hyper-parameters, such as {"d": 0.0013}; else empty."""
     estimates = stated_estimates(source)
     values = {key: own[rank] for key, own in estimates[group].items()} if estimates else {}
     own_values: dict[str, Any] = thawed(values, source.entries, storages)

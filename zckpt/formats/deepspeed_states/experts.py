@@ -78,9 +78,10 @@ def size_in(group: Mapping[str, Any]) -> int | None:
 
 
 def parameter_of(name: str) -> str:
-    """The name of the engine's parameter that contains a tensor of a manifest.
+    """The engine's name of the parameter that contains a tensor of a manifest.
 
-    For an expert's slice it is the stacked parameter; all other names stay unchanged.
+    AutoEP stacks experts, so an expert's slice `experts.w1.3` belongs to the parameter
+    `experts.w1`. All other names stay unchanged.
     """
     parts = expert_name(name)
     return parts.parameter if parts is not None and parts.is_slice else name
@@ -97,7 +98,7 @@ def stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]
 
 
 class ExpertLayers(Struct, frozen=True):
-    """All layers of experts of a model, in the engine's order; none for a dense model."""
+    """All layers of experts of a model, in the engine's order, by name; empty for a dense model."""
 
     layers: Mapping[str, ExpertLayer]
 
@@ -135,52 +136,56 @@ class ExpertLayers(Struct, frozen=True):
         return self.layer_of(name) is None
 
     def is_on_first(self, name: str) -> bool:
-        """Whether ep rank 0 has the tensor `name`: it has all but those of other ranks' experts."""
+        """Whether ep rank 0 has the tensor `name`: it has all, except experts of other ranks."""
         return self.is_held(name, dict.fromkeys(self.layers, 0))
 
     def is_held(self, name: str, of_layer: Mapping[str, int]) -> bool:
-        """Whether a rank has the tensor `name`.
+        """Whether a rank has the tensor `name`: every tensor, except experts of other ep ranks.
 
-        `of_layer` states the rank's ep rank in each layer of experts, by the layer's name.
+        `of_layer` maps each layer of experts to the rank's ep rank in this layer.
         """
         parts, layer = expert_name(name), self.layer_of(name)
         return parts is None or layer is None or parts.number // layer.local == of_layer[layer.name]
 
     def on_first(self, names: Sequence[str]) -> list[str]:
-        """Those of a group's members that ep rank 0 has.
+        """The names among `names` of tensors that ep rank 0 has.
 
-        On that rank, their names are the same as in the full model.
+        On that rank, they have the same names as in the full model.
         """
         return [name for name in names if self.is_on_first(name)]
 
     def global_name(self, name: str, ep_rank: int) -> str:
-        """The name in the full model of the tensor that is named `name` on an ep rank."""
+        """Converts an ep rank's name of a tensor to its name in the full model.
+
+        An ep rank numbers its experts from 0; the full model numbers the experts of all ranks.
+        """
         parts, layer = expert_name(name), self.layer_of(name)
         if parts is None or layer is None:
             return name
         return parts.numbered(ep_rank * layer.local + parts.number)
 
     def named_in(self, name: str, of_layer: Mapping[str, int]) -> str:
-        """The name in the full model of the tensor that is named `name` on a rank.
+        """Converts a rank's name of a tensor to its name in the full model.
 
-        `of_layer` states the rank's ep rank in each layer of experts, by the layer's name.
+        A rank numbers its experts from 0. `of_layer` maps each layer of experts to the rank's ep
+        rank in this layer.
         """
         layer = self.layer_of(name)
         return name if layer is None else self.global_name(name, of_layer[layer.name])
 
     def everywhere(self, local: Sequence[str]) -> list[str]:
-        """Adds the experts of all other ranks to one rank's members of a param group (`local`).
+        """Adds the same tensors of all other ranks' experts to one rank's list of names.
 
-        The result is ordered so that, at any expert-parallel size, each rank's members are in the
-        same order as in `local`.
+        `local` has the rank's members of a param group. The result is ordered so that, at any
+        expert-parallel size, each rank's members are in the same order as in `local`.
         """
         runs = groupby(local, self.layer_of)  # consecutive names of the same layer
         return [name for layer, run in runs for name in _spread(layer, [*run])]
 
     def is_regular(self, names: Sequence[str]) -> bool:
-        """Whether the experts' tensors in a group are in one of the engine's orders (`_orders`).
+        """Whether a group lists its experts' tensors in an order that DeepSpeed itself uses.
 
-        If so, their order at any other expert-parallel size is known too.
+        If so, their order at any other expert-parallel size is known too. See `_orders`.
         """
         return all(
             layer is None or _order([*run], layer.experts) is not None
@@ -206,11 +211,10 @@ def refuse_experts(source: Manifest) -> None:
 
 
 def _spread(layer: ExpertLayer | None, run: Sequence[str]) -> list[str]:
-    """Adds the tensors of all other ranks' experts to one rank's tensors of one layer.
+    """Adds the tensors of all other ranks' experts to one rank's tensors (`run`) of one layer.
 
-    `run` are the rank's tensors: consecutive members of a param group. If they are in one of the
-    engine's orders (`_orders`), the result is in the same order. Otherwise each tensor of this rank
-    is followed by the same tensor of the other ranks.
+    If `run` is in one of DeepSpeed's orders (`_orders`), so is the result. Otherwise each tensor is
+    followed by the same tensor of the other ranks.
     """
     if layer is None:
         return list(run)
@@ -227,10 +231,10 @@ def _spread(layer: ExpertLayer | None, run: Sequence[str]) -> list[str]:
 
 
 def _orders(inners: Iterable[str], count: int) -> list[list[tuple[int, str]]]:
-    """The four orders in which the engine may list the tensors of `count` experts.
+    """The four orders in which DeepSpeed may list the tensors of `count` experts.
 
-    All tensors of an expert together, or the same tensor of all experts together; either of them
-    with ascending or descending numbers. An item of an order is (expert's number, inner name).
+    All tensors of one expert together, or one tensor of all experts together; experts ascending or
+    descending. An item of an order is (expert's number, inner name): (3, "fc1.weight").
     """
     inners, ways = [*inners], (range(count), range(count)[::-1])
     return [
@@ -240,9 +244,9 @@ def _orders(inners: Iterable[str], count: int) -> list[list[tuple[int, str]]]:
 
 
 def _order(run: Sequence[str], count: int) -> int | None:
-    """Which of the orders in `_orders` the tensors `run` of `count` experts have, as an index.
+    """The index in `_orders` of the order in which `run` lists the tensors of `count` experts.
 
-    None if they have another order.
+    None if it is none of these orders.
     """
     parts = [part for part in map(expert_name, run) if part is not None]
     orders = _orders(dict.fromkeys(part.inner for part in parts), count)
@@ -281,10 +285,10 @@ class ExpertRanks(Struct, frozen=True):
         return [rank for rank in range(self.dp) if self.place(rank, ep)[0] == ep_rank]
 
     def in_layers(self, layers: ExpertLayers, number: int) -> dict[str, int]:
-        """The ep rank that one data rank has in each layer of experts, by the layer's name.
+        """One data rank's ep rank in each layer of experts: {"layers.1.moe": 0}.
 
         It is the first data rank whose ep rank is `number` in the layers with the largest
-        expert-parallel size. In layers of another size, it may have another ep rank.
+        expert-parallel size. In layers of a smaller size, it may have another ep rank.
         """
         rank = self.alike(number, max(layers.sizes))[0]
         return {layer.name: self.place(rank, layer.ep)[0] for layer in layers.listed}

@@ -65,12 +65,14 @@ from .numbers import FROZEN, Number, Shape, misfit, numbers_of
 
 
 class WholeOptimizer(Struct, frozen=True):
-    """The opened model file, and the names of the optimizer's parameters.
+    """The opened model file, and the names of its optimizer's parameters.
 
-    `members` are the parameter names of each group in the optimizer's order; None is a frozen
-    parameter, which has no state. If `members` is empty, nothing shows the names, and only the
-    weights are read. Names in `inferred` follow only from the order of the module's weights.
-    `module` are the names of all weights.
+        states     the opened file
+        members    each group's names in the optimizer's order; None is a frozen parameter, and
+                   has no state. If nothing shows the names, `members` is empty, and only the
+                   weights are read
+        inferred   the names that follow only from the order of the module's weights
+        module     the names of all weights
     """
 
     states: EngineStates
@@ -133,10 +135,13 @@ def states_with(
     optimizer: Any,
     overrides: ModuleOverrides,
 ) -> EngineStates:
-    """The states of a model file together with an `optimizer` that the file `beside` contains.
+    """Checks and combines a model file and its `optimizer`, which may be in another file.
 
-    `beside` may be the model file itself. `overrides` replace values of the model file. Raises the
-    same errors as `states_of`.
+        file        the model file; `model` is its content
+        beside      the file with `optimizer`: the model file, or an ep rank's optimizer file
+        overrides   values that replace those of the model file
+
+    Raises the same errors as `states_of`.
     """
     if not isinstance(optimizer, dict) or not optimizer:
         raise without_optimizer(directory)
@@ -191,8 +196,8 @@ def with_names(states: EngineStates, named: Named, shapes: Mapping[str, Shape]) 
 def _numbers(whole: WholeOptimizer) -> Iterator[Number]:
     """Yields what the optimizer's state has for each trained parameter, or for each flat group.
 
-    Each item has the parameters' names and shapes. Raises InconsistentCheckpoint if the names do
-    not fit the groups and masters.
+    Unlike those of `numbers_of`, these items have names and shapes. Raises InconsistentCheckpoint
+    if the names do not fit the groups and masters.
     """
     states, shapes = whole.states, whole.states.param_shapes()
     if not whole.members:
@@ -236,7 +241,7 @@ def kept(whole: WholeOptimizer, step_policy: str | None) -> list[FlatBuffer]:
     """The optimizer's state as `FlatBuffer`s: one for each number in its state dict.
 
     A number stands for a parameter or, with FP16_Optimizer, for a flat group. A value named `step`
-    that is no step count is treated like any other state.
+    that cannot be a step count is treated like any other state.
     """
     states, file, numbers = whole.states, whole.file, list(_numbers(whole))
     in_states, in_groups = steps.StatedSteps("state"), steps.StatedSteps("group")
@@ -311,11 +316,10 @@ def manifest_of_whole(whole: WholeOptimizer, step_policy: str | None) -> Manifes
 
 
 def with_members(manifest: Manifest, members: Members) -> Manifest:
-    """Records the parameters of each group in the manifest, if some of them are frozen.
+    """If the optimizer lists frozen parameters, records each group's parameters in the manifest.
 
     Only torch's own optimizer may list frozen parameters. `members` has each group's names, and
-    None for a frozen parameter. The record has the names' places in the module instead of the
-    names.
+    None for a frozen parameter. The record has each name's index in the module's list of names.
     """
     if all(None not in own for own in members):
         return manifest
@@ -329,9 +333,9 @@ def with_members(manifest: Manifest, members: Members) -> Manifest:
 
 
 def model_shells(target: DeepSpeedTarget) -> Iterator[Shell]:
-    """Yields the model file, and with experts also the optimizer files of all ep ranks.
+    """Yields the shell (the file without tensors' bytes) of the model file.
 
-    Each is a shell: a file without its tensors' bytes.
+    With experts, also yields the shells of all ep ranks' optimizer files.
     """
     yield from model_files(target, True, None if target.experts else optimizer)
     for rank in range(max(target.experts.sizes, default=0)):
@@ -345,14 +349,14 @@ def model_shells(target: DeepSpeedTarget) -> Iterator[Shell]:
 def optimizer(
     target: DeepSpeedTarget, storages: Storages, named: Callable[[str], str] = str
 ) -> dict[str, Any]:
-    """The value under the key `optimizer` in a model file of stage 0.
+    """The value under the key `optimizer` in a model file of stage 0: masters, states and groups.
 
-    `named` maps rank 0's names to names in the full model.
+    `named` maps rank 0's names of experts to their names in the full model.
     """
     is_flat = target.wrapper == FLAT
 
     def tensor(buffer: TargetBuffer, dtype: str) -> Tensor:
-        """A tensor without values yet, with the shape of a master: flat, or its parameter's."""
+        """A tensor without values, with the shape of a master: flat, or its parameter's."""
         shape = (buffer.starts[-1],) if is_flat else target.trainable[buffer.names[0]].shape
         return storages.tensor(dtype, shape)
 
@@ -382,10 +386,7 @@ def optimizer(
 
 
 def _members(target: DeepSpeedTarget) -> list[list[TargetBuffer | None]]:
-    """For each group, the flat buffers in the order of the optimizer's numbers.
-
-    None stands where the optimizer lists a frozen parameter, which has no buffer.
-    """
+    """For each group, its flat buffers in the optimizer's order; None is a frozen parameter."""
     of_group = by_key((buffer.group, buffer) for buffer in target.buffers)
     groups = [of_group.get(number, []) for number, _ in enumerate(target.groups)]
     if not target.lists_frozen:

@@ -48,8 +48,8 @@ def labels(
 ) -> tuple[list[Label], list[list[Label]]]:
     """Labels for weights and masters: a master with a weight's label may be the weight's master.
 
-    Returns one label for every weight, and a list of labels for every master, at most one for each
-    type of weights.
+    A label stands for a shape and for the bits of some elements. Returns one label for every
+    weight, and a list of labels for every master, with at most one label for each type of weights.
     """
     typed = by_key(((w.tensor.shape, w.tensor.dtype), place) for place, w in enumerate(weights))
     shaped = by_key((m.tensor.shape, place) for place, m in enumerate(masters))
@@ -78,7 +78,7 @@ def alike(tensors: Mapping[K, Mapping[str, TensorInFile]]) -> list[list[K]]:
 
 
 class _Sampler(Struct, frozen=True):
-    """Reads elements of weights and masters; their files stay open until `opened` is closed."""
+    """Reads elements of weights and masters; keeps their files open until `opened` is closed."""
 
     opened: ExitStack
     weights: Sequence[TensorInFile]
@@ -89,8 +89,8 @@ class _Sampler(Struct, frozen=True):
         """Splits weights of one shape and type into sets of equal weights, with each set's masters.
 
         A set's masters are those that round to its weights. `weights` and `theirs` (the masters)
-        are indices in `self.weights` and `self.masters`. Sets that no master fits are not split
-        further, so their weights may differ. fp32 masters may belong to 16-bit weights; other
+        are indices in `self.weights` and `self.masters`. If no master fits a set, the set is not
+        split further, so its weights may differ. fp32 masters may belong to 16-bit weights; other
         masters only to weights of their own type.
         """
         kinds = (dtype, "F32") if dtype in ("BF16", "F16") else (dtype,)
@@ -139,7 +139,6 @@ class _Sampler(Struct, frozen=True):
         return None
 
     def _bytes(self, stored: TensorInFile, start: int, stop: int) -> bytes:
-        """The bytes of the elements [start, stop) of a tensor, in row-major order."""
         file, tensor = stored.file, stored.tensor
         if tensor.contiguous:
             parts = [file.extent(tensor.part(start, stop))]

@@ -113,7 +113,7 @@ def _stated_shapes(
 def _weights(
     layers: Mapping[int, TorchFile], buffers: set[str], tied: Mapping[int, str]
 ) -> Weights:
-    """The weights of all layers by their names in the full model; a tied weight has one item."""
+    """All layer files' weights, by their names in the full model; a tied weight occurs once."""
     named = (
         (prefix_of(number, tied) + inner, file, value)
         for number, file in layers.items()
@@ -125,11 +125,10 @@ def _weights(
 def _ties(
     shapes: Mapping[str, Shape | None], layers: Mapping[int, TorchFile]
 ) -> list[dict[int, str]]:
-    """All possible ways to assign layer files to tied layers.
+    """All possible ways to assign layer files to tied layers, each as {file's number: key}.
 
-    Each way maps the numbers of layer files to keys of tied layers. `shapes` has the names and
-    shapes of all parameters. Files with different tensors are never assigned to the same tied
-    layer.
+    `shapes` has the names and shapes of all parameters. All files that a way assigns to one tied
+    layer have equal tensors.
     """
     named = {*untied_layers(shapes)}
     choices: list[list[dict[int, str]]] = []
