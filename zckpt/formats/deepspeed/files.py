@@ -72,13 +72,13 @@ SOME_STAGES = "mixture-of-experts layers in only some stages of a pipeline"
 class RankFiles(Struct, frozen=True):
     """The paths of the files that belong to one model rank, each list sorted by rank.
 
-        models       the model file in stages 0 to 2; one per data-parallel rank in stage 3
-        optimizers   one per data-parallel rank; empty in stage 0
-        experts      (layer of experts, expert) -> path; layers are counted in this model rank
-        of_ep        one optimizer file per ep rank, if a run with experts was in stage 0
-        parsed       a cache of opened files, which all model ranks share
-        number       the model rank
-        sp           how many sequence-parallel ranks the file names count as model ranks; else 1
+    models       the model file in stages 0 to 2; one per data-parallel rank in stage 3
+    optimizers   one per data-parallel rank; empty in stage 0
+    experts      (layer of experts, expert) -> path; layers are counted in this model rank
+    of_ep        one optimizer file per ep rank, if a run with experts was in stage 0
+    parsed       a cache of opened files, which all model ranks share
+    number       the model rank
+    sp           how many sequence-parallel ranks the file names count as model ranks; else 1
     """
 
     models: Sequence[str]
@@ -97,9 +97,9 @@ class RankFiles(Struct, frozen=True):
 class GridFiles(Struct, frozen=True):
     """All files of a checkpoint, sorted by model rank and pipeline layer.
 
-        ranks    one item per model rank
-        layers   (layer, tensor rank) -> path of the layer file; empty without a pipeline
-        grid     the numbers of pipeline stages and tensor ranks
+    ranks    one item per model rank
+    layers   (layer, tensor rank) -> path of the layer file; empty without a pipeline
+    grid     the numbers of pipeline stages and tensor ranks
     """
 
     ranks: Sequence[RankFiles]

@@ -111,11 +111,11 @@ def _contradiction(ranks: EngineStates, what: str, hint: str = "") -> Inconsiste
 class _RankedBuffer(Struct, dict=True):
     """Joins the ranks' partitions of one flat buffer into a `FlatBuffer`; see `read`.
 
-        ranks      the opened files of the ranks that share the buffer
-        place      the number of the buffer: one per param group, in stage 3 one per sub-group
-        shapes     names and shapes of the parameters in the buffer
-        paddings   elements of padding after each parameter
-        masters    each rank's partition of the fp32 masters
+    ranks      the opened files of the ranks that share the buffer
+    place      the number of the buffer: one per param group, in stage 3 one per sub-group
+    shapes     names and shapes of the parameters in the buffer
+    paddings   elements of padding after each parameter
+    masters    each rank's partition of the fp32 masters
     """
 
     ranks: EngineStates

@@ -68,10 +68,10 @@ OF_RANKS = [
 class TargetRanks(Struct, frozen=True, kw_only=True):
     """The model ranks of a target; each of them is written like a separate checkpoint.
 
-        source   the manifest that has the tensors for the ranks' files
-        ranks    one manifest per model rank, in order
-        grid     the numbers of pipeline stages and tensor ranks; None for one model rank without a
-                 pipeline
+    source   the manifest that has the tensors for the ranks' files
+    ranks    one manifest per model rank, in order
+    grid     the numbers of pipeline stages and tensor ranks; None for one model rank without a
+             pipeline
     """
 
     source: Manifest

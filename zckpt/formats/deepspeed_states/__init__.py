@@ -11,8 +11,8 @@ share this package; it is not a format itself.
     states.py              facts in model and optimizer states about the run and its flat buffers
     module_names.py        maps listed parameter names to the names of the module's weights
     experts.py             names and layers of experts, and the ranks that have them
-    tensors.py             parameters, buffers, aliases and replicas of a manifest
-    of_files.py            values other than tensors in the files of single ranks
+    tensors.py             parameters, buffers, second names and replicas of a manifest
+    of_files.py            values in the files of single ranks that are no tensors
     manifest.py            builds the manifest from all of these
     schedulers.py          the state that the next run's scheduler loads
     engine.py              the engine that a target is written for
@@ -21,7 +21,7 @@ share this package; it is not a format itself.
     target.py              everything that is decided before the first byte is written
     reports.py             warnings for the user
     model_files.py         the model files of a target
-    optimizer_values.py    values other than flat tensors in a target's optimizer files
+    optimizer_values.py    values in a target's optimizer files that are no flat tensors
 
 Facts are of DeepSpeed 0.19.8 unless said otherwise.
 """

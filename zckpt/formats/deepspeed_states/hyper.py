@@ -36,7 +36,7 @@ OF_IMPLEMENTATIONS = frozenset((*TORCH, "fused", "bias_correction", "decoupled_w
 
 
 def optimizer_name(engine: TargetEngine, source: Manifest) -> str:
-    """The target's base optimizer, spelled as by `plain_name`; "" if nothing names it."""
+    """The target's base optimizer in lower case, such as "adamw"; "" if nothing names it."""
     return plain_name(engine.optimizer) if engine.optimizer else likely_optimizer(source)
 
 
@@ -44,7 +44,7 @@ def adam_class(engine: TargetEngine, source: Manifest) -> str | None:
     """The class of Adam for which param groups and steps are written, as `--optimizer` names it.
 
     Without that option, it is the class that the engine makes by the ds_config (None if that is no
-    Adam). But if the source's groups are complete and the user gives no ds_config, it is None:
+    Adam). It is also None if the source's groups are complete and the user gives no ds_config:
     groups and steps are then written as in the source.
     """
     if engine.options[OPTIMIZER]:
@@ -61,10 +61,10 @@ FUSED = ("deepspeed-fused-adam", "apex-fused-adam")
 def wrapper(engine: TargetEngine, source: Manifest) -> str | None:
     """The engine's class that wraps the optimizer in a target of stage 0; None for fp32.
 
-    The engine flattens the groups of DeepSpeed's and Apex's FusedAdam, and of no other optimizer
-    (0.19.8, engine.py `_configure_fp16_optimizer`). The class follows from the options, else from a
-    source of stage 0, else from the ds_config, else from where the source's optimizer keeps its
-    step.
+    The class is FP16_Optimizer, which flattens groups, for DeepSpeed's and Apex's FusedAdam, and
+    FP16_UnfusedOptimizer for all other optimizers (0.19.8, engine.py `_configure_fp16_optimizer`).
+    It follows from the options, else from a source of stage 0, else from the ds_config, else from
+    where the source's optimizer keeps its step.
     """
     if engine.dtype == "F32":
         return None
@@ -104,9 +104,9 @@ def complete_groups(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Completes all groups with the keys that the target's optimizer needs.
 
-    Also returns the values that zckpt assumed. Groups that a DeepSpeed engine wrote are complete.
-    Groups of elastic files and of other engines are completed from `--group-defaults`, then from
-    the ds_config, then from the optimizer's own defaults.
+    Returns the groups, and the values that zckpt assumed: {"eps": 1e-08}. Groups that a DeepSpeed
+    engine wrote are complete already. Groups of elastic files and of other engines are completed
+    from `--group-defaults`, then from the ds_config, then from the optimizer's own defaults.
     """
     options, name, adam = engine.options, optimizer_name(engine, source), adam_class(engine, source)
     inferred, complete = are_inferred(source), _is_complete(engine, source)
@@ -174,16 +174,16 @@ def _refuse_groups_of_adagrad(
 
 
 def _scheduled(source: Manifest) -> tuple[str, ...]:
-    """The names of the hyper-parameters that a scheduler of torch's in the source sets.
+    """The hyper-parameters that torch's scheduler in the source sets: the learning rates.
 
-    These are the learning rates. Empty if the source has no such scheduler.
+    Empty if the source has no such scheduler.
     """
     scheduler = source.state.get("lr_scheduler")
     return ("lr", "initial_lr") if isinstance(scheduler, dict) and "_last_lr" in scheduler else ()
 
 
 def _refuse_given(source: Manifest, options: Options) -> None:
-    """Raises WrongOption if --group-defaults sets a hyper-parameter that the source has, too."""
+    """Raises WrongOption if --group-defaults sets a hyper-parameter that the source has too."""
     groups = source.groups or ()
     for place, group in enumerate(groups):
         if twice := sorted(set(options.defaults_of(place, len(groups))) & set(group)):
@@ -219,7 +219,7 @@ def _needed(engine: TargetEngine, source: Manifest, name: str, adam: str | None)
 
 
 def _stated(engine: TargetEngine, needed: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters that the ds_config states for its optimizer, among the `needed` keys."""
+    """The values of `needed` hyper-parameters that the ds_config states for its optimizer."""
     in_config = engine.option("optimizer", "params")
     params = in_config.items() if isinstance(in_config, dict) else ()
     return {
@@ -230,7 +230,7 @@ def _stated(engine: TargetEngine, needed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def one_type(key: str, dtypes: Sequence[str]) -> str:
-    """The dtype of an optimizer state in a flat buffer, which must be the same for all parameters.
+    """The one dtype with which a state of all parameters fits into a flat buffer.
 
     `dtypes` are the state's dtypes in the source, one per parameter. Different floats become F64 or
     F32. Raises UnsupportedState for a mix of integers and other dtypes.
@@ -249,7 +249,7 @@ def one_type(key: str, dtypes: Sequence[str]) -> str:
 
 
 def _no_states(source: Manifest) -> MissingData:
-    """The error for a source without an optimizer, or without one for the model `--root` names."""
+    """The error for a source without an optimizer, or without one for the model in `--root`."""
     root, ways = source.run.origin.root, "write only the weights: --weights-only"
     if root is None:
         return MissingData(
@@ -271,8 +271,9 @@ def _no_states(source: Manifest) -> MissingData:
 def are_of_families(name: str, source: Manifest) -> bool | None:
     """Whether the optimizer `name` can continue from the states of the source's optimizer.
 
-    `name` is spelled as by `plain_name`. None if zckpt does not know one of the two optimizers. The
-    engine's Muon updates some groups as Adam does, so it can continue from Adam's states too.
+    None if zckpt does not know one of the two optimizers. Adam can continue from AdamW's states,
+    for example. The engine's Muon updates some groups as Adam does, so it can continue from Adam's
+    states too.
     """
     before = [plain_name(each) for each in (source.optimizer or "").split(", ")]
     family = known_optimizer(name).family
@@ -285,8 +286,8 @@ def are_of_families(name: str, source: Manifest) -> bool | None:
 def is_other_optimizer(engine: TargetEngine, source: Manifest) -> bool:
     """Whether the engine makes an optimizer that cannot continue from the source's states.
 
-    If zckpt does not know one of the two optimizers, whether their names differ. False if one of
-    them is not named anywhere.
+    If zckpt does not know one of the two optimizers, their names are compared. False if one of them
+    is not named anywhere.
     """
     if None in (source.optimizer, engine.optimizer):
         return False

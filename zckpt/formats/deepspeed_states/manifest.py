@@ -149,7 +149,7 @@ def _files(ranks: EngineStates) -> list[TorchFile]:
 
 
 def with_files(manifest: Manifest, files: Iterable[TorchFile]) -> Manifest:
-    """Adds further files, each once, to the manifest."""
+    """Adds files to those that the manifest is read from; each file only once."""
     more = [file for file in dict.fromkeys(files) if file.path not in manifest.files.paths]
     return manifest.replace(
         paths=(*manifest.files.paths, *(file.path for file in more)),
@@ -167,7 +167,7 @@ CONSTRUCTION = frozenset({"torch_adam", "adam_w_mode", "fp32_optimizer_states"})
 def _groups(ranks: EngineStates, tensors: ManifestTensors) -> tuple[dict[str, Any], ...] | None:
     """The hyper-parameters of each param group; None without optimizer files.
 
-    Left out are `params` (the members) and `step`.
+    The keys `params` (the group's members) and `step` are left out.
     """
     if not ranks.bases:
         return None
@@ -193,10 +193,10 @@ def _groups(ranks: EngineStates, tensors: ManifestTensors) -> tuple[dict[str, An
 def _elastic_groups(
     ranks: EngineStates, tensors: ManifestTensors
 ) -> tuple[dict[str, Any], ...] | None:
-    """The groups' hyper-parameters in a checkpoint with elastic files, which contain none.
+    """The groups' hyper-parameters for elastic files, which contain none.
 
-    They are those of the ds_config and the scheduler's learning rates. None if these state none
-    either.
+    They come from the ds_config, and the learning rates from the scheduler. None if neither states
+    any.
     """
     count = len(ranks.param_shapes())
     params = nested(ranks.config, "optimizer", "params")
@@ -217,7 +217,7 @@ def _elastic_groups(
 
 
 def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
-    """The manifest's `state`: all that a target's files need besides the tensors of parameters."""
+    """The manifest's `state`: all that a target's files need besides tensors of parameters."""
     optimizer = {
         key.removeprefix("optimizer."): tensors.kept(value, key, ranks.optimizers[0])
         for key, value in optimizer_values(ranks.first).items()
@@ -241,7 +241,7 @@ def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
 
 
 def _by_value(files: Sequence[TorchFile]) -> list[list[TorchFile]]:
-    """Groups files that share one parsed value, because their pickles are equal."""
+    """Groups files that share one parsed object; files do if their pickles are equal."""
     return [*by_key((id(file.value), file) for file in files).values()]
 
 
@@ -380,10 +380,10 @@ def stated_optimizer(
 
 
 def step_place(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> StepPlace | None:
-    """Where the base optimizer keeps the step that it uses; None if there is no step.
+    """Where the base optimizer keeps the step that it uses: in its state, or in param groups.
 
     If the optimizer uses the step in its state, param groups may have a step that it does not use:
-    the result states that one too (`stale`).
+    that one is the result's `stale`. None if there is no step.
     """
     place = next((buffer.step_place for buffer in buffers if buffer.step_place), None)
     if place is None:
@@ -396,12 +396,12 @@ def step_place(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> StepPlace 
 
 
 def _times(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> int:
-    """The number by which one update increases the step in the groups in stage 3 (0.19.8).
+    """By how much one update increases the step in the param groups of stage 3 (0.19.8).
 
-    It is more than 1 with several sub-groups: the engine calls the optimizer once for each
-    sub-group, and each call increases the step of all groups, even of those that are empty during
-    the call. The FusedAdams of Apex and TransformerEngine, whose groups have `bias_correction`,
-    skip empty groups, so the largest number of sub-groups in a group counts.
+    The engine calls the optimizer once for each sub-group, and each call increases the step of all
+    groups. The FusedAdams of Apex and TransformerEngine, whose groups have `bias_correction`, skip
+    groups that are empty during the call, so the largest number of sub-groups in a group counts.
+    For other optimizers it is the number of all sub-groups.
     """
     if not all("bias_correction" in group for group in ranks.groups(0)):
         return len(buffers)
@@ -409,10 +409,10 @@ def _times(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> int:
 
 
 def _named_optimizer(ranks: EngineStates, place: StepPlace) -> str | None:
-    """The optimizer that `--optimizer` or the ds_config names, if it keeps its step at `place`.
+    """The optimizer that `--optimizer` or the ds_config named, if it keeps its step at `place`.
 
     From 0.6.5 on, no optimizer that the ds_config names keeps its step in groups. If the step is in
-    the groups, the program made its own optimizer, and the engine ignored the one in the ds_config.
+    groups, the program made its own optimizer, and the engine ignored the ds_config's.
     """
     if named := ranks.optimizers[0].value.get(STEPS_OF) or ranks.first.get(STEPS_OF):
         return str(named)

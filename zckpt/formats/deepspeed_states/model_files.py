@@ -27,11 +27,11 @@ Optimizer = Callable[[DeepSpeedTarget, Storages], dict[str, Any]]
 def model_files(
     target: DeepSpeedTarget, derives: bool, optimizer: Optimizer | None = None
 ) -> Iterator[Shell]:
-    """Yields the model files: one in stages 0, 1 and 2, one per rank in stage 3.
+    """Yields the shells of the model files: one in stages 0, 1 and 2, one per rank in stage 3.
 
-    With `derives`, module weights that the source lacks are cast from the masters; otherwise they
-    are left out. `optimizer` is the function that makes the optimizer's state in a model file of
-    stage 0.
+    A shell is a file without its tensors' bytes. With `derives`, module weights that the source
+    lacks are cast from the masters; otherwise they are left out. `optimizer` makes the optimizer's
+    state in a model file of stage 0.
     """
     for rank in range(target.dp if target.engine.partitioned else 1):
         first = 1 if rank and target.aliases else 0  # only rank 0's file has second names
@@ -107,8 +107,8 @@ def _listed(target: DeepSpeedTarget) -> Sequence[Sequence[str]]:
 def _shared(target: DeepSpeedTarget, rank: int) -> dict[str, str] | None:
     """The value of `shared_params`: second names of tied weights, mapped to the first names.
 
-    Only rank 0's file has these names; other ranks' dictionaries are empty. None in stage 0, where
-    the engine writes no such value.
+    Only rank 0's file has these names; the dictionary is empty in other files. None in stage 0,
+    where the engine writes no such value.
     """
     if target.engine.whole:
         return None
@@ -134,7 +134,7 @@ def _of_experts(target: DeepSpeedTarget) -> dict[str, Any]:
 def module_weights(
     target: DeepSpeedTarget, derives: bool, storages: Storages, names: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Tensors without values yet, for the module's tensors with these `names`.
+    """Makes tensors without values for the module's tensors with these `names`.
 
     In stage 3, parameters get empty placeholders. A weight that the source lacks is left out,
     unless `derives` allows zckpt to cast the weight from its master.
@@ -161,7 +161,8 @@ def module_weights(
 def _frozen_dtype(target: DeepSpeedTarget, dtype: str) -> str:
     """The type of a frozen weight in the target; `dtype` is its type in the source.
 
-    It is the module's type if the target changes that type, else `dtype`.
+    It changes to the target's weight type only if that differs from the type of the source's
+    weights.
     """
     before = target.engine.before
     changes = target.engine.dtype != (dtype if before is None else before.dtype)
@@ -253,10 +254,10 @@ def _auto_ep_layers(
 
 
 def _affine_map(layer: ExpertLayer, shape: tuple[int, ...]) -> dict[str, Any]:
-    """The affine map of a stacked parameter: which elements each ep rank has.
+    """The affine map of a stacked parameter of AutoEP: which elements each ep rank has.
 
     `shape` is the shape of one expert. Every ep rank has one block of the full parameter. The map
-    states the block's offset in the full parameter, and 0 as its offset in the rank's own part
+    states the block's offset in the full parameter, and its offset in the rank's own part: 0
     (0.19.8, checkpoint/autoep_affine.py and affine.py).
     """
     shard = (layer.local, *shape)

@@ -1,4 +1,4 @@
-"""Values other than tensors in the files of ranks, and how they differ between ranks."""
+"""Values in the files of ranks that are no tensors, and how they differ between ranks."""
 
 from __future__ import annotations
 
@@ -45,14 +45,17 @@ CLIENT = "client_state."
 
 
 def optimizer_values(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of an optimizer file other than tensors and hyper-parameters."""
+    """An optimizer file's clipping norm, loss scaler and the like: {"optimizer.clip_grad": 1.0}."""
     scaling = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "overflow")
     keys = (*scaling, *SCALING)
     return {f"optimizer.{key}": state[key] for key in keys if key in state}
 
 
 def model_values(model: Mapping[str, Any], module: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a model file except weights and counters; `module` is its module's content."""
+    """A model file's scheduler state, client state and the like; no weights and no counters.
+
+    `module` is the state dict in the file, whose extra states are included.
+    """
     return {
         "lr_scheduler": model.get("lr_scheduler"),
         "module_metadata": getattr(module, "_metadata", None),
@@ -64,10 +67,10 @@ def model_values(model: Mapping[str, Any], module: Mapping[str, Any]) -> dict[st
 
 
 def of_ranks(ranks: EngineStates) -> dict[str, dict[str, Any]]:
-    """For each rank's file, the values in which it differs from the first file of its kind.
+    """For each rank's file: the values in which it differs from rank 0's file of the same kind.
 
-    A kind is optimizer files or model files. Keyed by file name; files without differences are left
-    out.
+    Optimizer files are compared with rank 0's optimizer file, model files with rank 0's model file.
+    Keyed by file name; files without differences are left out.
     """
     differing: dict[str, dict[str, Any]] = {}
     for files, values_of in (
@@ -90,9 +93,9 @@ def of_ranks(ranks: EngineStates) -> dict[str, dict[str, Any]]:
 def layout(ranks: EngineStates) -> dict[str, dict[str, Any]]:
     """What each file states about the run's sizes and partitions, by file name.
 
-    The manifest keeps these statements only for comparisons, since the reader computes the same
-    facts itself. Slice mappings under `round_robin_gradients` are left out: DeepSpeed writes
-    mappings that do not match its flat buffers, and zckpt writes correct ones.
+    The manifest keeps this only to compare checkpoints, since the reader computes the same facts
+    itself. Slice mappings under `round_robin_gradients` are left out: DeepSpeed writes mappings
+    that do not match its flat buffers, and zckpt writes correct ones.
     """
     statements: dict[str, dict[str, Any]] = {}
     for file in ranks.models:
@@ -109,9 +112,8 @@ def layout(ranks: EngineStates) -> dict[str, dict[str, Any]]:
 def _crc_of_slices(groups: Any) -> int:
     """One checksum for the starts and lengths of all parameters in a rank's partitions.
 
-    Group numbers do not affect it, because ranks may list groups of experts in different orders
-    (see deepspeed/moe). Words that wrappers insert into names, such as torch.compile's, do not
-    either.
+    It does not depend on the order of groups, because ranks may list groups of experts in different
+    orders, nor on words that wrappers such as torch.compile insert into names.
     """
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         return crc32(repr(comparable(groups)).encode())
@@ -127,7 +129,7 @@ def _numbers(address: Any) -> Any:
 
 
 def _values_by_key(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a model file except weights; each item of client state has a key of its own."""
+    """As `model_values`, but each item of the client state has a key of its own."""
     values = model_values(model, model["module"])
     client_state = values.pop("client_state")
     return {**values, **{f"{CLIENT}{key}": value for key, value in client_state.items()}}
@@ -165,10 +167,10 @@ OF_ENGINE = OF_BASE | {
 
 
 def extra_states_of(ranks: EngineStates) -> list[StateRow]:
-    """Optimizer states that belong to no parameter, as rows of the manifest's `states`.
+    """Optimizer states that belong to no parameter, as rows for the manifest's `states`.
 
-    A number that is equal on all ranks is one row, and targets store it again. For any other state,
-    a row has the values of all ranks, which are compared but never written. Keys that begin with
+    A number that is equal on all ranks is one row, and targets store it again. Any other state is a
+    row with the values of all ranks, which are compared but never written. Keys that begin with
     `zckpt` are skipped, because zckpt wrote them.
     """
 

@@ -1,4 +1,4 @@
-"""Values of a target's optimizer files other than flat tensors: groups, steps, the loss scale."""
+"""Values of a target's optimizer files that are no flat tensors: groups, steps, the loss scale."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 
 
 def own_statements(target: DeepSpeedTarget) -> dict[str, Any]:
-    """Facts that zckpt writes into a target's files, under keys that the engine does not read.
+    """Facts that zckpt writes into a target's files under keys of its own; the engine ignores them.
 
-    These are parameter names that no file of the source states, and the class that `--optimizer`
-    names.
+    They are the parameter names that zckpt inferred, and the optimizer that `--optimizer` names.
     """
     inferred, named = target.source.notices.inferred, target.engine.options[OPTIMIZER]
     return {
@@ -51,10 +50,10 @@ def base_state(
     rank: int = 0,
     numbers: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Any]:
-    """The base optimizer's state dict for a rank: `states` without empty ones, and the groups.
+    """The base optimizer's state dict for one rank: {"state": ..., "param_groups": ...}.
 
-    `states` are the states of flat buffers, by the buffer's number. `numbers` are the parameter
-    numbers in each group; without them, a group lists the numbers of its flat buffers.
+    `states` are the states of each flat buffer, by the buffer's number; empty ones are left out. A
+    group lists its members as `numbers` says; without `numbers`, as numbers of flat buffers.
     """
     groups = []
     for number, group in enumerate(target.groups):
@@ -77,7 +76,7 @@ def base_state(
 
 
 def numbers(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -> dict[str, Any]:
-    """The step and the other single numbers in the optimizer state of one flat buffer, by key."""
+    """The single numbers in one flat buffer's state: {"step": 7, "mu_product": 0.98}."""
     values: dict[str, Any] = {}
     if buffer.step is not None and target.step_place.where == "state":
         step = buffer.step if target.counts(buffer) else 0
@@ -95,7 +94,7 @@ def typed_step(target: DeepSpeedTarget, step: agreement.Step, storages: Storages
 def group_step(
     target: DeepSpeedTarget, members: Iterable[TargetBuffer], storages: Storages
 ) -> dict[str, Any]:
-    """The item `step` of a param group whose flat buffers are `members`.
+    """The step to store in a param group: {"step": 7}; `members` are the group's flat buffers.
 
     Empty if the target's optimizer keeps no step in groups. Raises InconsistentCheckpoint if the
     buffers have different steps, since a group can store only one.
@@ -121,11 +120,11 @@ DYNAMIC = ("last_overflow_iter", "scale_factor", "scale_window")
 
 
 def loss_scaling(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
-    """The keys of the loss scaler in a ZeRO optimizer file.
+    """The items of a ZeRO optimizer file that hold the loss scaler.
 
     If the target has the source's 16-bit type, the source's scaler is kept. A source of stage 0 has
-    only the numbers of a scaler, which are put into a new scaler object. If the type differs, or
-    the source has no scaler, the scaler is a new one, as the engine makes it.
+    only a scaler's numbers, which are put into a new scaler object. If the type differs, or the
+    source has no scaler, the scaler is a new one, as the engine makes it.
     """
     kept = target.optimizer_state
     if target.engine.same_dtype and isinstance(kept.get("loss_scaler"), Foreign):
@@ -167,7 +166,7 @@ def whole_scaling(target: DeepSpeedTarget) -> dict[str, Any]:
 
 
 def _scaler_with(engine: TargetEngine, kept: Mapping[str, Any], dynamic: bool) -> Foreign:
-    """A loss scaler object with the numbers of a stage-0 source (`kept`).
+    """A loss scaler object made from the scaler's numbers in a stage-0 source (`kept`).
 
     For a dynamic scaler, the ds_config gives the numbers that `kept` lacks.
     """
@@ -178,10 +177,7 @@ def _scaler_with(engine: TargetEngine, kept: Mapping[str, Any], dynamic: bool) -
 
 
 def _fresh_scaler(engine: TargetEngine) -> tuple[Foreign, bool]:
-    """A new loss scaler as the engine makes it (0.19.8, fp16/loss_scaler.py).
-
-    Also returns whether the scaler is dynamic.
-    """
+    """A new loss scaler as the engine makes it, and whether it is dynamic (0.19.8)."""
     static = engine.number(0.0, "fp16", "loss_scale") if engine.dtype == "F16" else 1.0
     if static:
         return _static(float(static)), False
@@ -197,7 +193,6 @@ def _dynamic(state: Mapping[str, Any]) -> Foreign:
 
 
 def _dynamic_state(engine: TargetEngine) -> dict[str, Any]:
-    """The initial state of a dynamic loss scaler."""
     shift = engine.number(2, "fp16", "hysteresis")
     return {
         "cur_scale": 2.0 ** engine.number(16, "fp16", "initial_scale_power"),

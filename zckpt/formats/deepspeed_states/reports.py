@@ -52,7 +52,7 @@ def usual_norm(target: DeepSpeedTarget) -> float:
 
 
 def of_weights(target: DeepSpeedTarget) -> list[Notice]:
-    """Warnings about guessed frozen weights, masters, batch sizes, and the clipping norm."""
+    """Warnings about guessed frozen weights, cast masters, batch sizes and gradient clipping."""
     return [
         *_of_guessed(target),
         *_of_masters(target),
@@ -62,11 +62,10 @@ def of_weights(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def of_stage_0(target: DeepSpeedTarget, wholes: Sequence[Manifest]) -> list[Notice]:
-    """Warnings about frozen parameters, and about a change between ZeRO and stage 0 in fp16.
+    """Warnings about frozen parameters, and about changing between ZeRO and stage 0 in fp16.
 
-    `wholes` are the models of which the target is one pipeline stage, before they were cut into
-    stages. The frozen parameters of all stages count, because the target does not record which
-    stage lists them.
+    `wholes` are the full models from which pipeline stages were cut. The frozen parameters of all
+    stages count, because the target does not record which stage lists them.
     """
     engine, before = target.engine, target.engine.before
     has_frozen = bool(target.frozen) and not target.lists_frozen
@@ -110,11 +109,11 @@ def of_sequences(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def _of_guessed(target: DeepSpeedTarget) -> list[Notice]:
-    """A warning that zckpt guessed some tensors of a state dict to be frozen, not buffers.
+    """A warning that zckpt guessed which tensors of a state dict are frozen weights, not buffers.
 
-    State dicts do not tell frozen parameters and buffers apart, and stage 3 stores them in
-    different places. If a buffer is stored as a frozen parameter, DeepSpeed refuses to load it,
-    because of its size in the module's state.
+    State dicts do not tell frozen weights and buffers apart, and stage 3 stores them in different
+    places. If a buffer is stored as a frozen weight, DeepSpeed refuses to load it, because of its
+    size in the module's state.
     """
     engine = target.source.run.engine
     guessed = isinstance(engine, StateDictEngine) and engine.guessed

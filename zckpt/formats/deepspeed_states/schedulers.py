@@ -35,7 +35,7 @@ WITHOUT = "load_checkpoint(..., load_lr_scheduler_states=False)"
 
 
 class Decided(Struct, frozen=True):
-    """The scheduler's `state` to write, with notices.
+    """What the files get for the scheduler: its `state`, and notices about it.
 
     `is_lacking` is true if the source has no state that the scheduler can load, and zckpt cannot
     make one.
@@ -58,15 +58,12 @@ def counter_of(name: str) -> str:
 
 
 def fits(state: Any, name: str) -> bool:
-    """Whether the scheduler `name` can load a state and continue from it.
-
-    It can if the state has the scheduler's counter.
-    """
+    """Whether the scheduler `name` can continue from a state: it has the scheduler's counter."""
     return isinstance(state, Mapping) and counter_of(name) in state
 
 
 def decide(source: Manifest, name: str | None) -> Decided:
-    """Decides which state the files get for a scheduler.
+    """Decides which scheduler state the target's files get; the table above has the rules.
 
     `name` is the scheduler in the ds_config. If it is None, the files get the source's state.
     """
@@ -109,11 +106,10 @@ def updates(source: Manifest) -> int | None:
 
 
 def _may_lack(source: Manifest) -> bool:
-    """Whether the next program may make a scheduler whose state the files lack.
+    """Whether the next program may make a scheduler, though the source has no scheduler's state.
 
     False for a source that a trainer saved, because trainers keep the scheduler's state in another
-    file, and for a source of DeepSpeed: if its files have no scheduler's state, the run had no
-    scheduler.
+    file. False for a source of DeepSpeed too: without this state, the run had no scheduler.
     """
     is_of_trainer = program_of(source.files.siblings) is not None or lightning.is_in(source)
     return not (isinstance(source.run.engine, FlatBufferEngine) or is_of_trainer)
@@ -136,7 +132,7 @@ def lacking(source: Manifest, name: str) -> Notice:
 
 
 def lacking_of(source: Manifest, run: Manifest) -> Notice | None:
-    """The warning that the target has no state for the scheduler of the program that saved `run`.
+    """The warning that the source lacks what the scheduler of the program that saved `run` needs.
 
     None if the source's scheduler state has the counter that this scheduler needs.
     """

@@ -33,10 +33,11 @@ ParameterShapes = dict[str, tuple[int, ...]]
 class ModuleOverrides(Struct, frozen=True):
     """Values that replace those of the model file; None keeps the file's value.
 
-    Used in four cases. Experts: their tensors are in separate files, rank 0's names are repeated
-    for all ranks, and AutoEP's stacked parameters become slices. Pipelines: files of layers have
-    the tensors, and sometimes the shapes. Stage 0: zckpt finds the names of the optimizer's
-    parameters. Universal directories: all model ranks share the values.
+    Experts                 they are in separate files; rank 0's names stand for all ranks
+    AutoEP                  slices replace stacked parameters
+    Pipelines               layer files have the tensors, and sometimes the shapes
+    Stage 0                 zckpt finds the names of the optimizer's parameters
+    Universal directories   the values that all model ranks share
     """
 
     module: dict[str, Any] | None = None
@@ -57,10 +58,13 @@ class ModuleOverrides(Struct, frozen=True):
 class EngineStates(Struct, frozen=True):
     """The opened files of one checkpoint: those of all ranks, or of a universal directory.
 
-    `model` is the content of the first model file; values in `overrides` replace it. `states` and
-    `bases` have one item for each file in `optimizers`: the engine's optimizer state, and the base
-    optimizer's state and param_groups in it. `optimizers`, `states` and `bases` are empty if the
-    optimizer is not read.
+    models       model files; `model` is the content of the first one
+    optimizers   optimizer files; empty if the optimizer is not read
+    states       per optimizer file: the state of DeepSpeed's optimizer class
+    bases        per optimizer file: the base optimizer's {"state": ..., "param_groups": ...}
+    version      of DeepSpeed
+    dp           the number of ranks
+    overrides    values that replace those in `model`
     """
 
     directory: TagDirectory
@@ -222,7 +226,10 @@ class EngineStates(Struct, frozen=True):
         return any(len(names) > self.dp > 1 for names in groups)
 
     def effective_config(self, round_robin: bool) -> dict[str, Any]:
-        """The ds_config; if the run saved only its file name, the settings that the files imply."""
+        """The ds_config; if the run saved only its file name, one inferred from the files.
+
+        `round_robin` is the value for `round_robin_gradients` in that case.
+        """
         if self.config:
             return self.config
         paddings = self.first.get("param_alignment_paddings") or ()
@@ -263,9 +270,9 @@ class EngineStates(Struct, frozen=True):
         return shapes_of_groups(shapes, self.models[0])
 
     def flat_states(self, place: int) -> list[dict[str, Any]]:
-        """For each rank, the base optimizer's state of flat buffer number `place`.
+        """Per rank, the base optimizer's state of flat buffer number `place`: {"exp_avg": ...}.
 
-        An item is an empty dictionary if the rank has no state for the buffer.
+        A rank without a state for the buffer has an empty dictionary.
         """
         return [item(base.get("state"), place) for base in self.bases]
 
@@ -288,7 +295,7 @@ class EngineStates(Struct, frozen=True):
     def scalar(self, values: Sequence[Any]) -> Scalar | None:
         """The number that all ranks state; None if their values differ, or if a value is no number.
 
-        If it is a Python number, its `dtype` is the name of the Python type, such as `int`.
+        A Python number's `dtype` is the name of its Python type, such as "int".
         """
         numbers: dict[str, Scalar | None] = {}  # keyed by text, so that a NaN equals itself
         for rank, value in enumerate(values):
@@ -336,7 +343,7 @@ def shapes_of_groups(shapes: Any, file: TorchFile) -> list[ParameterShapes]:
 
 
 def in_user_order(shapes: ParameterShapes, states: EngineStates) -> ParameterShapes:
-    """The parameters of one flat buffer in the user's order, with the round robin undone."""
+    """The parameters of one flat buffer in the user's order: the engine's round robin is undone."""
     if not states.round_robin:
         return shapes
     names = list(shapes)
@@ -414,7 +421,7 @@ def item(items: Any, place: int) -> dict[str, Any]:
 
 
 def comparable(value: Any) -> Any:
-    """`value` as JSON; a tensor is replaced by its type and shape."""
+    """`value` as JSON, in which a tensor is only its type and shape, such as "F32 (4, 8)"."""
 
     def plain(value: Any, _key: Any) -> Any:
         if isinstance(value, Tensor):
@@ -428,10 +435,12 @@ def comparable(value: Any) -> Any:
 
 
 class BufferSlot(Struct, frozen=True):
-    """The masters, or one optimizer state, of all parameters of a flat buffer.
+    """One kind of tensor (masters, or one optimizer state) of all parameters in a flat buffer.
 
-    `fragments` maps each parameter's name to the places of its elements in files. `copies` are
-    further copies on other ranks: each item has a parameter's name, and the places of the copy.
+    name        "master", "exp_avg" and so on
+    dtype       such as "F32"
+    fragments   parameter's name -> where its elements are in files
+    copies      (parameter's name, where a further copy on another rank is in files)
     """
 
     name: str
@@ -441,14 +450,19 @@ class BufferSlot(Struct, frozen=True):
 
 
 class FlatBuffer(Struct, frozen=True):
-    """One flat buffer: its parameters in the user's order, its states, and its step.
+    """One flat buffer of the source, read from all ranks.
 
-    `slots` are the masters and the states with the shape of the parameters; `scalars` are states
-    that are a single number. `step_place` is where the files keep the step that the optimizer uses;
-    `sightings` are all places that state a step. `partition_values` are states that cannot be
-    divided among parameters: by key, the values on all ranks, each from the rank's file in `files`.
-    `starts` maps parameters to their first elements in the buffer. `other` are states of the first
-    parameter that are neither of its shape nor a number.
+    group              the number of the param group
+    shapes             names and shapes of its parameters, in the user's order
+    slots              masters, and the states with the shape of the parameters
+    step, step_place   the step that the optimizer uses, and where the files keep it
+    scalars            states that are a single number
+    sightings          all places in the files that state a step
+    warnings           about these steps
+    partition_values   states that cannot be divided among parameters: key -> ranks' values
+    starts             parameter's name -> its first element in the buffer
+    files              the rank files that `partition_values` are from
+    other              states of the first parameter that are neither of its shape nor a number
     """
 
     group: int
@@ -468,12 +482,12 @@ class FlatBuffer(Struct, frozen=True):
 def states_of_partitions(
     ranks: EngineStates, buffers: Sequence[FlatBuffer], entries: dict[Key, Entry]
 ) -> list[StateRow]:
-    """The manifest's rows for states of partitions that cannot be divided among parameters.
+    """The manifest's rows for optimizer states that cannot be divided among parameters.
 
-    Examples are SOAP's matrices, and 8-bit optimizers' scales of 256 elements each. The tensors in
-    such states are added to `entries`. In two cases the states are not read, and the rows say so:
-    elastic saves cut padding off these tensors too, and with experts the ranks have partitions of
-    different buffers.
+    Examples are SOAP's matrices, and 8-bit optimizers' scales of 256 elements each. Their tensors
+    are added to `entries`. Elastic files and runs with experts are exceptions: their rows only say
+    that zckpt does not read these states. Elastic saves cut padding off these tensors too, and with
+    experts the ranks have partitions of different buffers.
     """
     rows: list[StateRow] = []
     parts = 0

@@ -54,7 +54,12 @@ VERSION = "0.19.8"  # the version of the written layout
 
 
 class TargetBuffer(Struct, frozen=True):
-    """One flat buffer of the target, with its parameters in the order of the buffer."""
+    """One flat buffer of the target; `names` are its parameters in the order of the buffer.
+
+    group      the number of the param group
+    numels     elements of each parameter
+    paddings   elements of padding after each parameter
+    """
 
     group: int
     names: Sequence[str]
@@ -104,7 +109,7 @@ def _refuse_untouched(source: Manifest) -> None:
 
 
 class DeepSpeedTarget:
-    """Decides the engine, the groups and the flat buffers of a target, and what it cannot store.
+    """Decides the engine, the groups and the flat buffers of a target; lists what it cannot store.
 
     Raises WrongOption, MissingData and InconsistentCheckpoint.
     """
@@ -173,10 +178,11 @@ class DeepSpeedTarget:
                 yield self._buffer(group, laid_out, [numels[p] for p in places], other_members, ep)
 
     def _arranged(self, names: Sequence[str], numels: Sequence[int], dp: int) -> list[list[int]]:
-        """Divides a group's parameters among flat buffers: lists of their positions in the group.
+        """Divides a group's parameters among flat buffers: [[0, 2], [1]] is two buffers.
 
-        The buffers are cut over `dp` ranks. In stage 0 each parameter has its own buffer, unless
-        the engine flattens groups (FP16_Optimizer).
+        The numbers are indices in `names`. In stage 0 each parameter has a buffer of its own,
+        unless the engine flattens groups (FP16_Optimizer). In stage 3 `dp`, the number of ranks
+        that share the buffers, decides how many parameters fit into a sub-group.
         """
         if self._by_itself:
             return [[place] for place in range(len(names))]
@@ -200,10 +206,11 @@ class DeepSpeedTarget:
         members_on_all_ranks: Sequence[str],
         ep: int,
     ) -> TargetBuffer:
-        """Makes one flat buffer of the parameters `names`.
+        """Makes one flat buffer of the parameters `names`, with `numels` elements each.
 
-        `members_on_all_ranks` are the parameters that this buffer has on all `ep` ranks together.
-        All of them must have the same states: raises MissingData if some lack a state.
+        With experts, the buffer exists on each of `ep` ranks with other experts, and
+        `members_on_all_ranks` are its parameters on all of these. All of them must have the same
+        states: raises MissingData if some lack a state.
         """
         paddings = [0] * len(names)
         if self.engine.aligned:
@@ -238,7 +245,7 @@ class DeepSpeedTarget:
         )
 
     def _states(self, name: str) -> tuple[tuple[str, str], ...]:
-        """The optimizer states of a parameter that the target stores: pairs of slot and dtype.
+        """The optimizer states of a parameter that the target stores: (("exp_avg", "F32"), ...).
 
         If the source has only a 16-bit weight without a master, the target's master is fp32, and
         16-bit states become fp32 too. A state that the target cannot store is left out, without an
@@ -279,10 +286,10 @@ class DeepSpeedTarget:
         return weight.trained.dtype if weight.master else "F32"
 
     def _shared(self, what: str, names: Sequence[str], values: Sequence[Any]) -> Any:
-        """The value that all parameters of a flat buffer share; DeepSpeed stores only one.
+        """The one value that all parameters of a flat buffer have, such as their step.
 
-        `values` has each parameter's value. Raises InconsistentCheckpoint if they differ; `what`
-        names the value in the error.
+        `values` has each parameter's value. DeepSpeed stores only one per buffer, so
+        InconsistentCheckpoint is raised if they differ; `what` names the value in the error.
         """
         if self.options.weights_only:
             return None
@@ -337,13 +344,13 @@ class DeepSpeedTarget:
 
     @property
     def module_names(self) -> Sequence[str]:
-        """The names of all weights and buffers, in the module's order if it is known."""
+        """The names of all weights and buffers, in the source module's order if it is known."""
         source = self.source
         names: Sequence[str] = source.state.get("module") or ()
         return names or [*source.parameters, *source.buffers, *self.aliases]
 
     def listed_names(self) -> list[list[str | None]]:
-        """For each group, the parameters that torch's optimizer lists; None is a frozen one.
+        """For each group, the parameters in torch's optimizer; None stands for a frozen parameter.
 
         A program may give its optimizer frozen parameters too. The source's list is used if it has
         the same trained parameters as the target. Otherwise the optimizer is assumed to list only
@@ -377,10 +384,10 @@ class DeepSpeedTarget:
         return self.source.states.other_values
 
     def of_partitions(self, buffer: TargetBuffer, rank: int) -> dict[str, Any]:
-        """A rank's states of one flat buffer that no parameter owns alone, such as SOAP's matrices.
+        """A rank's optimizer states that belong to its whole partition, such as SOAP's matrices.
 
-        They belong to the rank's partition of the buffer. Empty unless the source has cut the
-        buffer into the same partitions.
+        They cannot be divided among the parameters of the `buffer`. Empty unless the source has the
+        same partitions of the same buffer.
         """
         engine, parts = self.engine, self.dp if self.engine.partitioned else 1
         if self.options.weights_only or engine.whole or buffer.ep > 1:
@@ -475,8 +482,8 @@ class DeepSpeedTarget:
         """Whether the step is stored in the state of this buffer.
 
         Without ZeRO, some optimizers (DeepSpeed's FusedAdam) store the step only for a group's last
-        parameter. If the source is without ZeRO too, the target stores the step for the same
-        parameters as the source; otherwise it does what the engine does.
+        parameter. If the source is without ZeRO too, the step is stored for the same parameters as
+        there; otherwise as the engine does it.
         """
         alone = self._by_itself and steps.counts_by_last(self.step_place)
         before = steps.kept_place(self.source)
@@ -492,6 +499,7 @@ class DeepSpeedTarget:
     def thawed(self, value: Any, storages: Storages) -> Any:
         """Converts a value of the manifest's `state` to a value for a file of the target.
 
-        The manifest has names in place of tensors. The result has tensors in place of these names.
+        The manifest has only the names of tensors in such a value. They are replaced by tensors,
+        whose bytes are copied later.
         """
         return thawed(value, self.source.entries, storages)

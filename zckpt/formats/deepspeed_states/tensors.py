@@ -21,7 +21,13 @@ from .states import EngineStates, FlatBuffer
 
 
 class ManifestTensors:
-    """Collects the parameters of a manifest, and the places of tensors in files (entries)."""
+    """Collects the tensors of a manifest from opened files.
+
+    entries      the place of each tensor in files, by (name, slot): ("fc.weight", "exp_avg")
+    replicas     further copies of these tensors
+    parameters   trained and frozen parameters by name
+    numbers      rows for optimizer states that are a single number
+    """
 
     def __init__(self, ranks: EngineStates) -> None:
         self.ranks = ranks
@@ -154,7 +160,7 @@ class ManifestTensors:
             self.replicas.append(replace(entry, fragments=file.fragments(tensor)))
 
     def add_state_replicas(self, values: Mapping[str, Any], files: Sequence[TorchFile]) -> None:
-        """Adds tensors in the files of further ranks as replicas of rank 0's tensors.
+        """Adds tensors that are no parameters, from further ranks' files, as copies of rank 0's.
 
         `values` is the content of all `files`, whose pickles are equal. Call it only after `kept`
         has added rank 0's tensors.
@@ -207,7 +213,7 @@ class ManifestTensors:
         return alone
 
     def _add_own_copy(self, alias: str, owner: str) -> None:
-        """If a tied weight was saved twice, under both names, adds the second copy as a replica."""
+        """If a tied weight was saved under both names, adds the second name's bytes as a copy."""
         copy, first = self.module.get(alias), self.module.get(owner)
         has_weight = (owner, "param") in self.entries
         if not (
@@ -225,17 +231,18 @@ class ManifestTensors:
         return of_parameters("other", self.kept(values, OF_OTHERS, self.ranks.optimizers[0]))
 
     def kept(self, value: Any, path: str, file: TorchFile) -> Any:
-        """Converts a value of a file to a value for the manifest's `state`; adds the tensors in it.
+        """Converts a value of a file to a value for the manifest's `state`; registers its tensors.
 
-        Each tensor in the value becomes an entry with slot `state`, and each 0-d tensor a number.
+        Each tensor becomes an entry with slot `state`, and its name replaces it in the value. Each
+        0-d tensor becomes a number. `path` is the beginning of the names: "client_state.rng".
         """
         return file.kept(value, path, self.entries)
 
     def hyper(self, value: Any, path: str, file: TorchFile) -> Any:
-        """A hyper-parameter of a group for the manifest; a tensor of one element becomes a number.
+        """A group's hyper-parameter for the manifest; a tensor of one element becomes a number.
 
         Prodigy keeps some hyper-parameters as such tensors. As numbers, the ranks' values can be
-        compared without their tensors' bytes, also in a target that is not written yet.
+        compared without reading tensors' bytes, also in a target that is not written yet.
         """
         return self.kept(file.number(value), path, file)
 

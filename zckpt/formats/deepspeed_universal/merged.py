@@ -41,9 +41,9 @@ from .slicing import info_of_patterns
 class MergedStates:
     """The contents of the model files and of optimizer_state.pt.
 
-    `states` has these contents in the class that is also used for a run's own directory. With
-    tensor or pipeline parallelism, each model file has only a part of the module. Then `is_whole`
-    is False, and only the module's tensors that are equal on all ranks are read.
+    `states` has these contents in the class that is also used for a run's directory. With tensor or
+    pipeline parallelism, each model file has only a part of the module. Then `is_whole` is False,
+    and only the module's tensors that are equal on all ranks are read.
     """
 
     def __init__(self, directory: TagDirectory) -> None:
@@ -87,10 +87,10 @@ class MergedStates:
                 refuse(directory, "mixture-of-experts layers")
 
     def _of_all_ranks(self) -> ModuleOverrides:
-        """What replaces the first model file's module if each file has only a part of the module.
+        """What replaces the module of the first model file, which has only a part of the model.
 
-        The replacement has the tensors that are equal on all ranks, and the aliases of tied weights
-        from all files.
+        The replacement has the tensors that are equal on all ranks, and the second names of tied
+        weights from all files.
         """
         aliases = [top.get("shared_params") or {} for top in self.tops]
         owners = {alias: owner for pairs in aliases for alias, owner in pairs.items()}
@@ -207,8 +207,8 @@ class MergedStates:
 def _patterns(model: dict[str, Any]) -> tuple[Mapping[str, Any], list[Notice]]:
     """The run's `universal_checkpoint_info`; if it is invalid, an empty dictionary and a warning.
 
-    Its patterns state how the run's tensors were cut. Tensors in this directory are full, so the
-    patterns matter only for a target with several tensor ranks.
+    It states how the run's tensors were cut over tensor ranks. Tensors in this directory are full,
+    so it matters only for a target with several tensor ranks.
     """
     info = model.get(INFO)
     if not isinstance(info, dict):

@@ -166,7 +166,8 @@ class ParameterFolders:
     def _copies(self, names: set[str]) -> list[str]:
         """The paths of the fp32.pt files that the converter makes of frozen weights and buffers.
 
-        Raises InconsistentCheckpoint for optimizer states of a parameter that no model file lists.
+        `names` are the parameters that the model files list; their folders are skipped. Raises
+        InconsistentCheckpoint for optimizer states of a parameter that no model file lists.
         """
         paths = []
         for name in sorted(set(os.listdir(self.root)) - names):
@@ -186,8 +187,8 @@ class ParameterFolders:
     def buffers(self, step_policy: str | None) -> list[FlatBuffer]:
         """One `FlatBuffer` per parameter, in the user's order.
 
-        The steps that files state for a group (in stage 3, for a sub-group), and warnings about
-        these steps, are in the first buffer of the group only.
+        Files state steps per group (in stage 3, per sub-group). Only the first buffer of a group
+        lists these statements, and the warnings about them.
         """
         buffers = []
         for place, shapes in enumerate(self.shapes):
@@ -216,11 +217,11 @@ class ParameterFolders:
     def _slots(
         self, name: str, shape: tuple[int, ...]
     ) -> tuple[list[BufferSlot], dict[str, Scalar], tuple[int, ...]]:
-        """Reads a parameter's files.
+        """Reads a parameter's files: its tensors, its states of one number, and its full shape.
 
-        Returns the parameter's tensors (master and optimizer states), its states that are one
-        number, and its full shape. Raises InconsistentCheckpoint if a tensor does not have that
-        shape.
+        The tensors are the master and optimizer states. `shape` is what the model files state,
+        which may be the shape of a slice. Raises InconsistentCheckpoint if a tensor does not have
+        the full shape.
         """
         slots: list[BufferSlot] = []
         scalars: dict[str, Scalar] = {}
@@ -263,7 +264,7 @@ class ParameterFolders:
     def _tensor(self, file: TorchFile) -> tuple[Any, SliceInfo | None]:
         """The tensor (or number) in a file, and the other items of the file's dictionary.
 
-        Instead of the other items, None is returned if the file contains nothing but the tensor.
+        The second value is None if the file has no dictionary, but only the tensor.
         """
         value = file.value
         info = None
@@ -318,9 +319,9 @@ class ParameterFolders:
     ) -> tuple[dict[str, agreement.Step], list[Sighting], StepPlace | None]:
         """The steps of a group's parameters, as the files state them.
 
-        Returns each parameter's step, all statements of a step that were found, and the place of
-        the step that counts (the states or the param group; None without a step). In stage 3,
-        `place` is a sub-group.
+        In stage 3, `place` is a sub-group's number. Returns three values: each parameter's step by
+        name; all statements of a step; where the step that counts is kept (the states or the param
+        group; None without a step).
         """
         states = self.merged.states
         common = states.flat_states(place)[0].get("step")
@@ -371,6 +372,6 @@ class ParameterFolders:
 
 
 def _number(file: TorchFile, value: Any) -> tuple[Any, tuple[int, ...]]:
-    """A stored number and its shape; a tensor of one element becomes a number."""
+    """(number, shape) of a stored step; a tensor of one element becomes a number."""
     number = file.number(value)
     return number, number.shape if isinstance(number, Scalar) else ()

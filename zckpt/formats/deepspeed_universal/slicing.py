@@ -34,12 +34,13 @@ Shape = tuple[int, ...]
 
 
 def slice_info(target: DeepSpeedTarget, name: str) -> SliceInfo | None:
-    """The keys to write beside a parameter's tensor: they tell the engine how to cut the tensor.
+    """The keys to write beside a parameter's tensor, such as {"cat_dim": 0}.
 
-    The keys are copied from the source's files, or derived as DeepSpeed does from the
-    `universal_checkpoint_info` in the client state. None if the file gets only the flat tensor, as
-    in stage 3 if nothing is cut. Raises InconsistentCheckpoint, MissingData if no rule says how the
-    parameter is cut, UnsupportedCheckpoint if no keys of DeepSpeed can describe the cut.
+    They tell the engine how to cut the full tensor. They are copied from the source's files, or
+    derived as DeepSpeed does from the `universal_checkpoint_info` in the client state. None if the
+    file gets only the flat tensor, as in stage 3 if nothing is cut. Raises InconsistentCheckpoint,
+    MissingData if no rule says how the parameter is cut, UnsupportedCheckpoint if no keys of
+    DeepSpeed can describe the cut.
     """
     kept = target.source.state.get("universal")
     if isinstance(kept, dict):
@@ -54,7 +55,7 @@ def slice_info(target: DeepSpeedTarget, name: str) -> SliceInfo | None:
 
 
 def keeps_padding(target: DeepSpeedTarget, name: str, info: SliceInfo | None) -> bool:
-    """Whether a vocabulary is written with its padding: more rows than `original_vocab_size`."""
+    """Whether a vocabulary has more rows than `original_vocab_size`, so padding is written too."""
     rows = target.trainable[name].shape[:1]
     original_size = stated_patterns(target.source).get("original_vocab_size")
     vocabulary = (info or {}).get(VOCABULARY)
@@ -82,10 +83,10 @@ def used_rows(source: Manifest) -> dict[str, int]:
 
 
 def info_of_patterns(patterns: Mapping[str, Any], name: str, shape: Shape) -> SliceInfo:
-    """The keys that describe how DeepSpeed cuts a parameter, by the `patterns` that match its name.
+    """The keys for a parameter, such as {"cat_dim": 0}, from the `patterns` that match its name.
 
-    If no pattern matches, the parameter is cut by rows. Raises InconsistentCheckpoint if the
-    patterns do not fit the parameter's shape or are malformed.
+    `patterns` is `universal_checkpoint_info`. If no pattern matches, the parameter is cut by rows.
+    Raises InconsistentCheckpoint if the patterns do not fit the parameter's shape or are malformed.
     """
     try:
         return _by_patterns(patterns, name, shape)
@@ -123,10 +124,10 @@ def _by_patterns(patterns: Mapping[str, Any], name: str, shape: Shape) -> SliceI
 def _sub_param_shape(
     patterns: Mapping[str, Any], parts: Mapping[str, Any], shape: Shape
 ) -> Foreign:
-    """DeepSpeed's `SubparamShape` of a fused tensor; one axis lists the sizes of sub-parameters.
+    """DeepSpeed's `SubparamShape` of a fused tensor: one axis lists the sizes of sub-parameters.
 
-    Patterns before version 0.4 state only the number of sub-parameters, which are equally large;
-    then the sizes are computed.
+    `parts` is the pattern that states them, and `shape` the full shape. Patterns before version 0.4
+    state only the number of sub-parameters, which are equally large; then the sizes are computed.
     """
     sizes, axis = list(parts["shape"]), parts["partition_dim"]
     if isinstance(sizes[axis], int) and (patterns.get("universal_checkpoint_version") or 0.0) < 0.4:
@@ -151,9 +152,9 @@ def _info_of_rule(
 ) -> SliceInfo:
     """The keys that make DeepSpeed cut a parameter as the source's tensor ranks cut it.
 
-    `stated_info` has the keys that the source's own `universal_checkpoint_info` gives. If these
-    describe the same cut, they are returned. Raises MissingData if no rule states how the parameter
-    is cut.
+    These are `stated_info`, the keys from the source's own `universal_checkpoint_info`, if they
+    describe the same cut. Otherwise they are made from the rule in `facts`. Raises MissingData if
+    no rule states how the parameter is cut.
     """
     placement = facts.placements.get(name)
     shape = target.trainable[name].shape
@@ -184,9 +185,9 @@ def _info_of_rule(
 
 
 def _info_by(placement: Placement, name: str, shape: Shape) -> SliceInfo | None:
-    """The keys that make DeepSpeed cut a parameter as `placement` does; {} if it is replicated.
+    """The keys that make DeepSpeed cut a parameter as `placement` does; {} if it is not cut.
 
-    None if no keys of DeepSpeed describe the placement (parts of a sum, rectangular blocks).
+    None if no keys of DeepSpeed describe such a cut (parts of a sum, rectangular blocks).
     """
     cut = placement.plain
     if not isinstance(cut, Cut):
@@ -199,7 +200,7 @@ def _info_by(placement: Placement, name: str, shape: Shape) -> SliceInfo | None:
 
 
 def placement_of(info: SliceInfo, shape: Shape) -> Placement:
-    """How a parameter is cut over ranks, as the keys in its tensor's file (`info`) describe it."""
+    """How a parameter is cut over tensor ranks, as the keys beside its tensor (`info`) say."""
     view = info.get(VIEW)
     if view is not None:
         fields = fields_of(view)
@@ -220,10 +221,10 @@ def placement_of(info: SliceInfo, shape: Shape) -> Placement:
 
 
 def _cuts_alike(patterns: Mapping[str, Any], name: str, info: SliceInfo) -> bool:
-    """Whether the keys in `info` cut a parameter along the dimension that its `affine_map` shows.
+    """Whether the keys in `info` cut the parameter along the same axis as its `affine_map`.
 
-    Keys with a `sub_param_shape` always count as right. If `patterns` have no map of the parameter,
-    only keys with a `sub_param_shape` count as right.
+    True for keys with a `sub_param_shape`, which are not compared. Otherwise False if `patterns`
+    have no map of the parameter.
     """
     maps = (patterns.get("affine_map") or {}).get("params") or {}
     mapped = next((maps[pattern] for pattern in maps if re.match(pattern, name)), None)
@@ -243,9 +244,9 @@ def cuts_of(
 ) -> TensorParallel | None:
     """How the parameters of a directory are cut over tensor ranks; None if no file states it.
 
-    `rules` are rules that zckpt wrote into the directory. Without such rules, the training
-    program's `patterns` decide, which DeepSpeed's converter keeps. The tensors' own files are not
-    enough, because files of an AutoTP run do not state the dimension of the cut.
+    `rules` are rules that zckpt wrote into the directory. Without them, the training program's
+    `patterns` decide (`universal_checkpoint_info`, which DeepSpeed's converter keeps). The tensors'
+    own files are not enough: those of an AutoTP run do not state the dimension of the cut.
     """
     if rules is not None:
         return TensorParallel.of_state(convert(rules, dict[str, Any]))

@@ -119,7 +119,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 def _as_one_rank(source: Manifest) -> Manifest:
-    """Removes the sizes of the grid (tp, pp, sp) that the full model was trained on."""
+    """Removes the grid sizes (tp, pp, sp) of the training run: the target's model is full."""
     engine = source.run.engine
     if isinstance(engine, FlatBufferEngine) and _is_auto(engine.config):
         config = dict(engine.config or {})
@@ -280,7 +280,7 @@ def _warnings_of_grid(source: Manifest, target: DeepSpeedTarget) -> list[Notice]
 
 
 def _common_file(target: DeepSpeedTarget, name: str) -> Shell:
-    """Lays out optimizer_state.pt: the groups and the loss scale; in stage 3 also the steps."""
+    """Lays out zero/optimizer_state.pt: groups and loss scale; in stage 3 also the steps."""
     storages = Storages()
     value: dict[str, Any] = {OURS: 1, **own_statements(target), "ds_version": target.version}
     if not target.engine.wraps_bf16:
@@ -305,7 +305,7 @@ def _common_file(target: DeepSpeedTarget, name: str) -> Shell:
 
 
 def _step(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -> dict[str, Any]:
-    """The dictionary {"step": ...} for a sub-group's state; empty if the step is unknown.
+    """{"step": ...} for the state of a sub-group in stage 3; empty if the step is unknown.
 
     Stage 3 reads the step from there, whatever the optimizer.
     """
@@ -315,7 +315,7 @@ def _step(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -> 
 def _parameter_files(
     target: DeepSpeedTarget, name: str, slots: Mapping[str, str], info: SliceInfo | None
 ) -> Iterator[Shell]:
-    """Yields a parameter's files: its master, its states, and in stages 1 and 2 also its step."""
+    """Yields a parameter's files: fp32.pt, its states, and in stages 1 and 2 also step.pt."""
     folder = f"{target.tag}/{ZERO}/{name}"
     tensors = {MASTER: target.master_dtype(name)}
     tensors |= {slot_key(slot): dtype for slot, dtype in slots.items()}

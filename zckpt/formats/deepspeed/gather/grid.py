@@ -36,11 +36,11 @@ HEAD = 1 << 15  # elements that distinguish copies from slices of untrained tens
 class Slice(Struct, frozen=True):
     """One tensor rank's slice of a tensor, and where its bytes are in files.
 
-        key       (name, slot): ("fc.weight", "master")
-        dtype     such as "BF16"
-        shape     of the slice
-        runs      the byte ranges of its elements
-        strides   in elements, if the slice is one byte range that is not row-major; else None
+    key       (name, slot): ("fc.weight", "master")
+    dtype     such as "BF16"
+    shape     of the slice
+    runs      the byte ranges of its elements
+    strides   in elements, if the slice is one byte range that is not row-major; else None
     """
 
     key: Key

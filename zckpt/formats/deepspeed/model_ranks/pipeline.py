@@ -100,11 +100,11 @@ def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | No
 class _Layers:
     """The layer files of one tensor rank, with the tied layer that each file belongs to, if any.
 
-        files      opened layer files by the layer's number
-        tensors    the tensors in each file, by their names in the file
-        alike      file number -> keys of the tied layers with the file's shapes
-        tied       file number -> key of its tied layer: {0: "embed", 8: "embed"}
-        pipeline   the parameters and buffers of each stage
+    files      opened layer files by the layer's number
+    tensors    the tensors in each file, by their names in the file
+    alike      file number -> keys of the tied layers with the file's shapes
+    tied       file number -> key of its tied layer: {0: "embed", 8: "embed"}
+    pipeline   the parameters and buffers of each stage
     """
 
     def __init__(self, stages: Sequence[Manifest], files: Mapping[int, TorchFile]) -> None:

@@ -260,10 +260,10 @@ def with_tensors(
 class Experts(Struct, frozen=True):
     """The layers of experts of one model rank, and the data ranks that have each expert.
 
-        ranks    the opened files as saved, with rank 0's experts
-        whole    the same files, with the tensors of all experts added
-        layers   the layers of experts and their expert-parallel sizes
-        places   which data rank has which experts
+    ranks    the opened files as saved, with rank 0's experts
+    whole    the same files, with the tensors of all experts added
+    layers   the layers of experts and their expert-parallel sizes
+    places   which data rank has which experts
     """
 
     ranks: EngineStates

@@ -64,13 +64,13 @@ class Named(NamedTuple):
 class Nameless(Struct, frozen=True):
     """An optimizer whose state has numbers in place of names, and what may show the names.
 
-        path           the optimizer's file
-        groups         what the state has under each number, group by group
-        weights        the weights that may be its parameters, by name
-        is_flat        whether each group has one flat master (FP16_Optimizer)
-        stated_names   each group's names, if zckpt wrote the file
-        inferred       the stated names that zckpt had only inferred
-        given          each group's names, if the user gives them
+    path           the optimizer's file
+    groups         what the state has under each number, group by group
+    weights        the weights that may be its parameters, by name
+    is_flat        whether each group has one flat master (FP16_Optimizer)
+    stated_names   each group's names, if zckpt wrote the file
+    inferred       the stated names that zckpt had only inferred
+    given          each group's names, if the user gives them
     """
 
     path: str

@@ -33,12 +33,12 @@ FROZEN = "zckpt_frozen"
 class Number(Struct, frozen=True):
     """What the optimizer's state has under one number: for one parameter, or for a flat group.
 
-        group       the number of the param group
-        state       the optimizer states, such as exp_avg, by key
-        master      the fp32 master; None if the optimizer updates the weight itself
-        name        the parameter's name, if torch states it (since 2.6)
-        is_frozen   whether the parameter is frozen
-        shapes      names and shapes of its parameters; filled in when naming.py has found them
+    group       the number of the param group
+    state       the optimizer states, such as exp_avg, by key
+    master      the fp32 master; None if the optimizer updates the weight itself
+    name        the parameter's name, if torch states it (since 2.6)
+    is_frozen   whether the parameter is frozen
+    shapes      names and shapes of its parameters; filled in when naming.py has found them
     """
 
     group: int

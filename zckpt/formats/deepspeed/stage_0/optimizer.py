@@ -67,12 +67,12 @@ from .numbers import FROZEN, Number, Shape, misfit, numbers_of
 class WholeOptimizer(Struct, frozen=True):
     """The opened model file, and the names of its optimizer's parameters.
 
-        states     the opened file
-        members    each group's names in the optimizer's order; None is a frozen parameter, and
-                   has no state. If nothing shows the names, `members` is empty, and only the
-                   weights are read
-        inferred   the names that follow only from the order of the module's weights
-        module     the names of all weights
+    states     the opened file
+    members    each group's names in the optimizer's order; None is a frozen parameter, and
+               has no state. If nothing shows the names, `members` is empty, and only the
+               weights are read
+    inferred   the names that follow only from the order of the module's weights
+    module     the names of all weights
     """
 
     states: EngineStates
