@@ -174,7 +174,7 @@ def _named(
             name: weight for name, weight in weights.items() if layers.is_held(name, of_layer)
         }
         if not wholes:
-            first, shown = _of_first(rank, weights_of_rank, reading.param_names)
+            first, shown = _names_on_first_rank(rank, weights_of_rank, reading.param_names)
         called = partial(layers.named_in, of_layer=of_layer)
         members = [[None if n is None else called(n) for n in group] for group in first]
         names = Named(members, [*map(called, shown)])
@@ -225,7 +225,9 @@ def _varies(file: TorchFile, tensor: Tensor) -> bool:
     return head != head[:size] * (len(head) // size)
 
 
-def _of_first(ranks: EngineStates, weights: Weights, param_names: Sequence[str] | None) -> Named:
+def _names_on_first_rank(
+    ranks: EngineStates, weights: Weights, param_names: Sequence[str] | None
+) -> Named:
     """The names of ep rank 0's optimizer parameters: stated, or found by matching weights.
 
     If neither the files nor the user states names, each parameter is matched with a weight by bytes
@@ -267,9 +269,12 @@ def _joined(
     whole = replace(experts.whole, overrides=with_shapes)
     whole_manifest = manifest_of(states, slots, "deepspeed", states.config, whole.module_dtype)
     whole_manifest = whole_manifest.replace(inferred=tuple(first.inferred), zero_padding=True)
-    ranks = [whole_manifest, *(_beside(whole_manifest, each, step_policy) for each in other_ranks)]
+    ranks = [
+        whole_manifest,
+        *(_of_further_rank(whole_manifest, each, step_policy) for each in other_ranks),
+    ]
     trained = {name for rank in ranks for name in rank.parameters}
-    beside = _of_module(whole_manifest, whole, trained)
+    beside = _of_untrained(whole_manifest, whole, trained)
     manifest = experts.complete(merge(ranks, Table(EP_RANK), step_policy, beside))
     manifest, inferred = with_members(manifest, first.members), manifest.notices.inferred
     if not inferred:
@@ -282,7 +287,7 @@ def _joined(
     return manifest.replace(warnings=(*manifest.notices.warnings, by_order))
 
 
-def _of_module(first: Manifest, whole: EngineStates, trained: Collection[str]) -> Manifest:
+def _of_untrained(first: Manifest, whole: EngineStates, trained: Collection[str]) -> Manifest:
     """A manifest of the tensors that no optimizer trains: frozen weights, buffers, second names.
 
     Every field that is not about these tensors is copied from `first`, the manifest of ep rank 0.
@@ -304,7 +309,7 @@ def _of_module(first: Manifest, whole: EngineStates, trained: Collection[str]) -
     )
 
 
-def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> Manifest:
+def _of_further_rank(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> Manifest:
     """The manifest of the optimizer of one further ep rank, with ep rank 0's param groups.
 
     `first` is ep rank 0's manifest, `whole` the other rank's optimizer. Raises

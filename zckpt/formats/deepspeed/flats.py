@@ -187,7 +187,7 @@ class _RankedBuffer(Struct, dict=True):
         """
         partitions = {self.masters[0].numel, *self.lengths}
         for key, state in self.states[0].items():
-            value = _stored(state) if self.ranks.elastic else state
+            value = _restored(state) if self.ranks.elastic else state
             single = isinstance(value, Tensor) and value.numel == 1
             if single and not (value.shape and 1 in partitions):
                 yield key
@@ -239,12 +239,12 @@ class _RankedBuffer(Struct, dict=True):
 
         DeepSpeed's elastic save removes a partition's padding from every tensor that is not 0-d,
         even from a single number (0.19.8). The tensor's storage may still have the number
-        (`_stored`). If not, another rank's number is used.
+        (`_restored`). If not, another rank's number is used.
         """
         values = [state.get(key) for state in self.states]
         if not (is_number and self.ranks.elastic and any(map(_is_empty, values))):
             return values
-        values = [self.ranks.number(rank, _stored(value)) for rank, value in enumerate(values)]
+        values = [self.ranks.number(rank, _restored(value)) for rank, value in enumerate(values)]
         whole = [value for value in values if not _is_empty(value)]
         return [whole[0] if whole and _is_empty(value) else value for value in values]
 
@@ -371,7 +371,7 @@ def _is_empty(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.numel
 
 
-def _stored(value: Any) -> Any:
+def _restored(value: Any) -> Any:
     """Restores a step that DeepSpeed's elastic save has emptied, as a tensor of shape [1].
 
     The save takes a step of one element for padding and removes it. The tensor is then empty, but

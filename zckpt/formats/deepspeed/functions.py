@@ -110,7 +110,6 @@ def begins(source: Manifest, options: Options) -> Beginning:
 
 
 def _engine_of(source: Manifest, options: Options) -> TargetEngine:
-    """The engine of the target; it has the same settings on every model rank."""
     grid = Grid(source.run.origin.pp or 1, source.run.origin.tp or 1)
     return TargetEngine(replace(source, place=GridPlace(0, grid)), options)
 

@@ -233,7 +233,6 @@ def is_elastic(target: DeepSpeedTarget) -> bool:
 
 
 def _keeps_numbers_as_tensors(target: DeepSpeedTarget) -> bool:
-    """Whether the step, or another state that is one number, is stored as a tensor."""
     buffers, place = target.buffers, target.step_place
     types = {number.dtype for buffer in buffers for number in buffer.scalars.values()}
     if place.where == "state" and any(buffer.step is not None for buffer in buffers):

@@ -75,8 +75,8 @@ def open_ranks(
     partitioned = "fp32_flat_groups" in states[0]
     bases = for_each(states, lambda state: _base(directory, state, partitioned))
     if model.get("num_experts"):
-        first = _names(bases[0])
-        ordered = [_in_order(*own, first) for own in zip(states, bases, strict=True)]
+        first = _names_of_groups(bases[0])
+        ordered = [_in_order_of_first_rank(*own, first) for own in zip(states, bases, strict=True)]
         states, bases = [state for state, _ in ordered], [base for _, base in ordered]
     ranks = EngineStates(
         directory,
@@ -359,7 +359,7 @@ Keys that zckpt does not read are left out.
 """
 
 
-def _in_order(
+def _in_order_of_first_rank(
     state: dict[str, Any], base: dict[str, Any], first: Sequence[tuple[str, bool]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Sorts one rank's param groups into the order of rank 0's; `first` has rank 0's group names.
@@ -369,7 +369,7 @@ def _in_order(
     every process may list its groups of experts in another order (0.19.8, moe/utils.py). A rank
     whose groups have other names keeps its order, and is refused later.
     """
-    names = _names(base)
+    names = _names_of_groups(base)
     if names == first or sorted(names) != sorted(first):
         return state, base
     places = by_key((name, place) for place, name in enumerate(names))
@@ -384,7 +384,6 @@ def _in_order(
     return {**state, **lists, "base_optimizer_state": base}, base
 
 
-def _names(base: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """For each of a rank's param groups: (its name, whether it has experts)."""
+def _names_of_groups(base: Mapping[str, Any]) -> list[tuple[str, bool]]:
     groups = base.get("param_groups") or ()
     return [(str(group.get("name")), group.get("moe") is True) for group in groups]

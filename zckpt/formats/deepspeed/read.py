@@ -78,7 +78,7 @@ def _read(directory: TagDirectory, reading: Reading) -> Manifest:
         files = grid_files(directory)
         notes = tuple(check_names(open_files(files.paths, files.parsed)))
         if reading.ranks_apart and not files.is_plain:
-            return _apart(directory, files, reading).replace(notes=notes)
+            return _ranks_apart(directory, files, reading).replace(notes=notes)
         models = of_tensor_ranks(directory, files, reading)
         if reading.with_slicings or files.grid.tp > 1:
             models = [joined_slices(models, reading.tp_rules, reading.step_policy)]
@@ -193,8 +193,7 @@ def _of_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> 
 # -- model ranks apart
 
 
-def _apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
-    """Reads all model ranks into one manifest that keeps them separate."""
+def _ranks_apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
     ranks = of_model_ranks(directory, files, reading)
     steps = agreed_steps(numbered_alike(ranks)[0], reading.step_policy)
     ranks = [with_steps(rank, steps) for rank in ranks]

@@ -73,8 +73,6 @@ def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
 
 
 class _Run(Template):
-    """Combines the run of `--like` (ranks, groups, configuration) with the source's tensors."""
-
     way_to_groups = "--groups-from RUN uses the groups and hyper-parameters of that run"
 
     def manifest(self) -> Manifest:
@@ -133,7 +131,9 @@ class _Run(Template):
                     "state it"
                 )
                 self.warnings.append(warning("value-assumed", message, subject=lost[0]))
-            result.append({key: _taken(key, value, group) for key, value in theirs.items()})
+            result.append(
+                {key: _hyper_parameter(key, value, group) for key, value in theirs.items()}
+            )
             ours, other = (each.get("decoupled_weight_decay", True) for each in (group, theirs))
             if group.get("weight_decay") and ours != other:
                 how = "weights" if other else "gradients"
@@ -234,7 +234,7 @@ class _Run(Template):
         return lacks or (len(named) == 2 and None not in named and named[0] != named[1])
 
 
-def _taken(key: str, theirs: Any, group: Mapping[str, Any]) -> Any:
+def _hyper_parameter(key: str, theirs: Any, group: Mapping[str, Any]) -> Any:
     """The value of the hyper-parameter `key` in a group of the target.
 
     It is the source's value, from `group`; a list becomes a tuple if the run's value (`theirs`) is

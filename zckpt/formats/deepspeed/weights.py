@@ -66,7 +66,7 @@ def without_optimizer(
         return OPTIMIZER not in there and bool(weights.run.origin.zero_stage)
 
     weights = weights_or_raise(error, read_weights, path, reading, has_masters=True, is_all=is_all)
-    return weights.replace(lost=()) if _had_none(weights) else weights
+    return weights.replace(lost=()) if _had_no_optimizer(weights) else weights
 
 
 def _is_of_optimizer(error: ZckptError) -> bool:
@@ -101,7 +101,7 @@ def _opened(path: str, error: ZckptError) -> TorchFile:
     return file
 
 
-def _had_none(weights: Manifest) -> bool:
+def _had_no_optimizer(weights: Manifest) -> bool:
     """Whether the run had no optimizer, so that nothing is lost.
 
     If it had one, stage 0 would have saved it in the model file. Always False in bf16: before

@@ -46,7 +46,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     def shells() -> Iterator[Shell]:
         yield Shell.of("latest", first.tag.encode())
         for target in targets:
-            yield from _files(target)
+            yield from _files_of_model_rank(target)
         if ranks.pipeline is not None:
             yield from layer_files(ranks.pipeline, of_layers)
 
@@ -87,7 +87,7 @@ def lay_out_like(source: Manifest, run: Manifest, options: Options) -> Layout:
     return lay_out(as_in_run(source, run, options), options)
 
 
-def _files(target: DeepSpeedTarget) -> Iterator[Shell]:
+def _files_of_model_rank(target: DeepSpeedTarget) -> Iterator[Shell]:
     """Yields the shells of one model rank's files; a shell is a file without its tensors' bytes."""
     if target.engine.whole:
         yield from model_shells(target)
@@ -140,7 +140,6 @@ def _refuse(ranks: TargetRanks, targets: list[DeepSpeedTarget]) -> None:
 
 
 def _warnings(ranks: TargetRanks, first: DeepSpeedTarget) -> Iterator[Notice]:
-    """All warnings about the target, in the report's order; `first` is model rank 0's target."""
     yield from ranks.source.notices.warnings
     yield from reports.of_config(first)
     if not first.options.weights_only:

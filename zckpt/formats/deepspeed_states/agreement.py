@@ -138,7 +138,7 @@ def check_names(files: Iterable[TorchFile]) -> list[Notice]:
     opened = {file.path: file for file in files}
     names = saved_names(ROLES, {path: file.saved_as for path, file in opened.items()})
     other_count = sum(name.is_other for name in names)
-    if not other_count or not _are_as_before(names):
+    if not other_count or not _are_named_by_earlier_versions(names):
         refuse_others(names)
         return nameless(names)
     _refuse_copied_ranks(names, opened)
@@ -150,7 +150,7 @@ def check_names(files: Iterable[TorchFile]) -> list[Notice]:
     return [note("saved-name-unknown", message), *nameless(names)]
 
 
-def _are_as_before(names: Sequence[SavedName]) -> bool:
+def _are_named_by_earlier_versions(names: Sequence[SavedName]) -> bool:
     """Whether the files contain exactly the names that earlier versions of zckpt stored in them.
 
     These versions stored one name in several ranks' files, so names do not show swapped files.
@@ -158,7 +158,8 @@ def _are_as_before(names: Sequence[SavedName]) -> bool:
     in_stage_3 = any(name.parsed_name.role is MODEL_3 for name in names)
     return all(
         name.saved_name is None
-        or _place(name.saved_name) == _before(*_place(name.parsed_name), in_stage_3)
+        or _place(name.saved_name)
+        == _named_by_earlier_versions(*_place(name.parsed_name), in_stage_3)
         for name in names
     )
 
@@ -167,7 +168,9 @@ def _place(name: ParsedName) -> tuple[Role, Numbers]:
     return name.role, name.numbers
 
 
-def _before(role: Role, numbers: Numbers, in_stage_3: bool) -> tuple[Role, Numbers] | None:
+def _named_by_earlier_versions(
+    role: Role, numbers: Numbers, in_stage_3: bool
+) -> tuple[Role, Numbers] | None:
     """The role and rank numbers in the name that earlier versions of zckpt stored in a file.
 
     torch.save stores a file's name in the file. These versions stored the same name in several
@@ -218,6 +221,5 @@ def _crc(file: TorchFile, record: Record) -> int | None:
 
 
 def _has_optimizer(model: Any) -> bool:
-    """Whether a model file's content has optimizer states, as in stage 0."""
     optimizer = model.get("optimizer") if isinstance(model, dict) else None
     return isinstance(optimizer, dict) and bool(optimizer.get("state", optimizer))

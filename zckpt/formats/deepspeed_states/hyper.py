@@ -122,7 +122,7 @@ def complete_groups(
     if source.groups and not inferred:
         _refuse_given(source, options)
     needed = _needed(engine, source, name, adam)
-    params_in_config = _stated(engine, needed) if not complete else {}
+    params_in_config = _from_config(engine, needed) if not complete else {}
     assumed: dict[str, Any] = {}
     groups = given_groups(source, options)
     tagged = all("use_muon" in group for group in groups)
@@ -183,7 +183,6 @@ def _scheduled(source: Manifest) -> tuple[str, ...]:
 
 
 def _refuse_given(source: Manifest, options: Options) -> None:
-    """Raises WrongOption if --group-defaults sets a hyper-parameter that the source has too."""
     groups = source.groups or ()
     for place, group in enumerate(groups):
         if twice := sorted(set(options.defaults_of(place, len(groups))) & set(group)):
@@ -218,7 +217,7 @@ def _needed(engine: TargetEngine, source: Manifest, name: str, adam: str | None)
     return needed
 
 
-def _stated(engine: TargetEngine, needed: Mapping[str, Any]) -> dict[str, Any]:
+def _from_config(engine: TargetEngine, needed: Mapping[str, Any]) -> dict[str, Any]:
     """The values of `needed` hyper-parameters that the ds_config states for its optimizer."""
     in_config = engine.option("optimizer", "params")
     params = in_config.items() if isinstance(in_config, dict) else ()
@@ -249,7 +248,6 @@ def one_type(key: str, dtypes: Sequence[str]) -> str:
 
 
 def _no_states(source: Manifest) -> MissingData:
-    """The error for a source without an optimizer, or without one for the model in `--root`."""
     root, ways = source.run.origin.root, "write only the weights: --weights-only"
     if root is None:
         return MissingData(

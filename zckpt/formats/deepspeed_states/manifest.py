@@ -144,7 +144,7 @@ def manifest_of(
 
 
 def _files(ranks: EngineStates) -> list[TorchFile]:
-    """All opened files, each once: in stage 0 one file has the model and its optimizer."""
+    # each once: in stage 0 one file has the model and its optimizer
     return list(dict.fromkeys((*ranks.models, *ranks.optimizers, *ranks.apart.values())))
 
 
@@ -226,10 +226,10 @@ def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
         key: tensors.kept(value, key, ranks.models[0])
         for key, value in model_values(ranks.model, ranks.module).items()
     }
-    for files in _by_value(ranks.optimizers[1:]):
+    for files in _by_shared_value(ranks.optimizers[1:]):
         state = files[0].value["optimizer_state_dict"]
         tensors.add_state_replicas(optimizer_values(state), files)
-    for files in _by_value(ranks.models[1:]):
+    for files in _by_shared_value(ranks.models[1:]):
         model = files[0].value
         tensors.add_state_replicas(model_values(model, model["module"]), files)
     return {
@@ -240,8 +240,8 @@ def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
     }
 
 
-def _by_value(files: Sequence[TorchFile]) -> list[list[TorchFile]]:
-    """Groups files that share one parsed object; files do if their pickles are equal."""
+def _by_shared_value(files: Sequence[TorchFile]) -> list[list[TorchFile]]:
+    # files with equal pickles share one parsed value
     return [*by_key((id(file.value), file) for file in files).values()]
 
 

@@ -117,7 +117,6 @@ def _shared(target: DeepSpeedTarget, rank: int) -> dict[str, str] | None:
 
 
 def _of_experts(target: DeepSpeedTarget) -> dict[str, Any]:
-    """The items of a model file that describe experts; none for a dense model."""
     if not target.experts:
         return {}
     counts = [layer.experts for layer in target.experts.listed]
@@ -282,7 +281,6 @@ def _affine_map(layer: ExpertLayer, shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _auto_ep_info(layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The items of `universal_checkpoint_info` that describe AutoEP's `layers`."""
     return {
         "universal_checkpoint_version": 0.4,
         "expert_parameter_patterns": [r".*\.experts\.w[123]$"],

@@ -129,7 +129,6 @@ def _numbers(address: Any) -> Any:
 
 
 def _values_by_key(model: Mapping[str, Any]) -> dict[str, Any]:
-    """As `model_values`, but each item of the client state has a key of its own."""
     values = model_values(model, model["module"])
     client_state = values.pop("client_state")
     return {**values, **{f"{CLIENT}{key}": value for key, value in client_state.items()}}

@@ -168,23 +168,25 @@ class DeepSpeedTarget:
             ep = self.experts.ep_of(names)
             first = self.experts.on_first(names) if ep > 1 else names
             numels = [prod(self.trainable[name].shape) for name in first]
-            for places in self._arranged(first, numels, self.dp // ep):
+            for places in self._divided(first, numels, self.dp // ep):
                 laid_out = [first[place] for place in places]
                 other_members = [] if ep == 1 else names
-                if ep > 1 and self._by_itself:  # the same parameter on the other ep ranks
+                if (
+                    ep > 1 and self._has_buffer_per_parameter
+                ):  # the same parameter on the other ep ranks
                     other_members = [
                         self.experts.global_name(laid_out[0], rank) for rank in range(ep)
                     ]
                 yield self._buffer(group, laid_out, [numels[p] for p in places], other_members, ep)
 
-    def _arranged(self, names: Sequence[str], numels: Sequence[int], dp: int) -> list[list[int]]:
+    def _divided(self, names: Sequence[str], numels: Sequence[int], dp: int) -> list[list[int]]:
         """Divides a group's parameters among flat buffers: [[0, 2], [1]] is two buffers.
 
         The numbers are indices in `names`. In stage 0 each parameter has a buffer of its own,
         unless the engine flattens groups (FP16_Optimizer). In stage 3 `dp`, the number of ranks
         that share the buffers, decides how many parameters fit into a sub-group.
         """
-        if self._by_itself:
+        if self._has_buffer_per_parameter:
             return [[place] for place in range(len(names))]
         if self.engine.partitioned:
             widths = [-(-numel // dp) for numel in numels]
@@ -194,8 +196,7 @@ class DeepSpeedTarget:
         return [list(range(len(names)))]
 
     @property
-    def _by_itself(self) -> bool:
-        """Whether each parameter has separate tensors: in stage 0, if groups are not flattened."""
+    def _has_buffer_per_parameter(self) -> bool:
         return self.engine.whole and self.wrapper != FLAT
 
     def _buffer(
@@ -237,7 +238,7 @@ class DeepSpeedTarget:
             numels,
             paddings,
             zero.offsets(numels, paddings),
-            self._shared("step", members, [parameter.step for parameter in parameters]),
+            self._shared_value("step", members, [parameter.step for parameter in parameters]),
             self._shared_scalars(members),
             slots,
             masters.pop() if len(masters) == 1 else "F32",
@@ -261,12 +262,13 @@ class DeepSpeedTarget:
         return tuple(
             (slot, "F32" if widened and dtype in ("BF16", "F16") else dtype)
             for slot in self._slots
-            if (name, slot) in entries and (self._by_itself or slot_key(slot) not in self._shaped)
+            if (name, slot) in entries
+            and (self._has_buffer_per_parameter or slot_key(slot) not in self._keys_of_other_shapes)
             for dtype in [entries[name, slot].dtype]
         )
 
     @cached_property
-    def _shaped(self) -> frozenset[str]:
+    def _keys_of_other_shapes(self) -> frozenset[str]:
         """Keys of states whose shape is not the parameter's, for at least one parameter.
 
         A key is included even if its state has the parameter's shape in some cases, such as the
@@ -285,7 +287,7 @@ class DeepSpeedTarget:
         weight = weight_of(self.source.entries, name)
         return weight.trained.dtype if weight.master else "F32"
 
-    def _shared(self, what: str, names: Sequence[str], values: Sequence[Any]) -> Any:
+    def _shared_value(self, what: str, names: Sequence[str], values: Sequence[Any]) -> Any:
         """The one value that all parameters of a flat buffer have, such as their step.
 
         `values` has each parameter's value. DeepSpeed stores only one per buffer, so
@@ -319,7 +321,7 @@ class DeepSpeedTarget:
         for key in dict.fromkeys(key for own in scalars for key in own):
             values = [own.get(key) for own in scalars]
             if key in needed:
-                shared[key] = self._shared(key, names, values)
+                shared[key] = self._shared_value(key, names, values)
             elif values[0] is not None and all(repr(value) == repr(values[0]) for value in values):
                 shared[key] = values[0]
         return shared
@@ -379,7 +381,7 @@ class DeepSpeedTarget:
 
         Empty if the target's buffers are flat, because flat buffers cannot store such states.
         """
-        if self.options.weights_only or not self._by_itself:
+        if self.options.weights_only or not self._has_buffer_per_parameter:
             return {}
         return self.source.states.other_values
 
@@ -404,7 +406,6 @@ class DeepSpeedTarget:
         }
 
     def _client_state(self) -> dict[Any, Any]:
-        """The client state to write; keys that DeepSpeed itself uses are left out, with a note."""
         client_state = self.source.state.get("client_state") or {}
         for key in client_state:
             if key in ENGINE_KEYS:
@@ -485,7 +486,7 @@ class DeepSpeedTarget:
         parameter. If the source is without ZeRO too, the step is stored for the same parameters as
         there; otherwise as the engine does it.
         """
-        alone = self._by_itself and steps.counts_by_last(self.step_place)
+        alone = self._has_buffer_per_parameter and steps.counts_by_last(self.step_place)
         before = steps.kept_place(self.source)
         if self.source.run.origin.zero_stage == 0 and steps.counts_by_last(before):
             alone = alone and before.last_only
@@ -493,7 +494,6 @@ class DeepSpeedTarget:
 
     @cached_property
     def _last_stepped(self) -> dict[int, TargetBuffer]:
-        """For each group, the last of its buffers that has a step."""
         return {buffer.group: buffer for buffer in self.buffers if buffer.step is not None}
 
     def thawed(self, value: Any, storages: Storages) -> Any:

@@ -70,7 +70,6 @@ class ManifestTensors:
                 self.replicas.append(replace(self.entries[name, slot.name], fragments=fragments))
 
     def _add_weight(self, name: str, shape: tuple[int, ...]) -> None:
-        """Adds the module's weight of a parameter, if the module has it; its slot is `param`."""
         tensor = self.module.get(name)
         if not isinstance(tensor, Tensor):
             return

@@ -135,7 +135,6 @@ class ParameterFolders:
             self._refuse_swapped(paths_of_name)
 
     def _listed(self, name: str) -> list[str]:
-        """The paths of a parameter's files, with its master (fp32.pt) first."""
         if not is_name(name):
             raise CorruptCheckpoint(
                 "unsafe-name",
@@ -159,7 +158,6 @@ class ParameterFolders:
         return [master, *(path for path in paths if path != master and not self.weights_alone)]
 
     def _refuse_swapped(self, paths: Sequence[str]) -> None:
-        """Raises InconsistentCheckpoint if files of one parameter have swapped names."""
         folders = {path: self.by_path[path].saved_as for path in paths}
         refuse_others(saved_names((ANY,), folders), "states")
 

@@ -193,7 +193,6 @@ def _check_loader(target: DeepSpeedTarget) -> None:
 
 
 def _warnings_of_loading(target: DeepSpeedTarget) -> list[Notice]:
-    """Warnings about values that the engine's loader does not load."""
     warnings = []
     frozen = [name for name in target.frozen if (name, "param") in target.source.entries]
     for what, names in (("frozen weights", frozen), ("buffers", target.source.buffers)):

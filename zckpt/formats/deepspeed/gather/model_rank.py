@@ -83,7 +83,7 @@ class ModelRank:
         self.dp = len(self.optimizers)
         self.cuts_each_parameter = "fp32_flat_groups" in (self.states or [{}])[0]  # stage 3
         self.masters, self.base = KEYS[self.cuts_each_parameter]
-        self.kept = [self._kept(state) for state in self.states]
+        self.kept = [self._tensors_of_rank(state) for state in self.states]
         self.numbers = {"step"}  # one-number states, also where a rank has one element
         for group in chain.from_iterable(self.kept[:1]):
             self.numbers |= {
@@ -96,7 +96,7 @@ class ModelRank:
         named = _in_whole_model(chain.from_iterable(groups))
         for number, shapes in enumerate(groups):
             about = next(iter(_groups(self.states[0])[number:]), {})
-            for ep_rank, ranks in enumerate(_sharing(self.model, self.dp, about)):
+            for ep_rank, ranks in enumerate(_ranks_that_share(self.model, self.dp, about)):
                 named_shapes = {named(name, ep_rank): shape for name, shape in shapes.items()}
                 yield from self._flat_group(number, named_shapes, ranks)
         yield from self._frozen()
@@ -133,7 +133,7 @@ class ModelRank:
 
     # -- flat buffers
 
-    def _kept(self, state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    def _tensors_of_rank(self, state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         """For each flat group, a rank's tensors: {"master": ..., "exp_avg": ...}.
 
         Groups are in rank 0's order, because each rank may list groups of experts in another order.
@@ -222,7 +222,6 @@ def _stored(key: Key, file: TorchFile, tensor: Tensor) -> Whole:
 
 
 def _groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The param_groups in a rank's optimizer state (stages 1 and 2); empty for elastic files."""
     base = state.get("base_optimizer_state")
     return base["param_groups"] if isinstance(base, dict) else []
 
@@ -343,7 +342,7 @@ def _whole_optimizers(model: TorchFile, files: Sequence[TorchFile]) -> Iterator[
         optimizer = file.value["optimizer"]
         base = optimizer.get("optimizer_state_dict", optimizer)
         for place, group in enumerate(base["param_groups"]):
-            firsts = [ranks[0] for ranks in _sharing(model.value, len(files), group)]
+            firsts = [ranks[0] for ranks in _ranks_that_share(model.value, len(files), group)]
             if rank in firsts:
                 shapes_of_group = shapes[place].items() if shapes else ()
                 listed = {named(name, firsts.index(rank)): shape for name, shape in shapes_of_group}
@@ -423,7 +422,7 @@ def _views(model: TorchFile, file: TorchFile, flats: Sequence[Tensor]) -> list[S
 # -- experts
 
 
-def _sharing(model: Mapping[str, Any], dp: int, group: Mapping[str, Any]) -> list[range]:
+def _ranks_that_share(model: Mapping[str, Any], dp: int, group: Mapping[str, Any]) -> list[range]:
     """For each ep rank, the data ranks that share the parameters of a group.
 
     A dense group has a single range: all data ranks.

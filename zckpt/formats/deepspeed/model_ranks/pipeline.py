@@ -210,7 +210,7 @@ class _Layers:
         for stage, span in zip(self.stages, spans(self.pipeline, self.count), strict=True):
             tied_numbers = [number for number in self.tied if number in span]
             uses = {self.tied[number]: number for number in reversed(tied_numbers)}
-            for names in _in_order(stage):
+            for names in _groups_in_layer_order(stage):
                 first = [uses[key] for key in of_tied(dict.fromkeys(names)) if key in uses]
                 if first != sorted(first):
                     numbers = listed([*map(str, sorted(first))])
@@ -278,7 +278,6 @@ class _Layers:
         return Entry(name, "param", tensor.dtype, tensor.shape, fragments)
 
     def _is_buffer(self, name: str, entry: Entry) -> bool:
-        """Whether a tensor is a buffer: by the list in the model files, else by dtype and name."""
         if self.buffers:
             return name in self.buffers
         return entry.dtype not in ("F64", "F32", "F16", "BF16") or bool(BUFFERS.fullmatch(name))
@@ -322,7 +321,7 @@ def _stands_in(entry: Entry) -> bool:
     return any(sources.is_stand_in(fragment.extent.file) for fragment in entry.fragments)
 
 
-def _in_order(stage: Manifest) -> Iterator[list[str]]:
+def _groups_in_layer_order(stage: Manifest) -> Iterator[list[str]]:
     """Yields the stage's param groups whose parameters are in layer order, as lists of names.
 
     Parameters of tied layers count as first in that order. Groups with parameters of fewer than

@@ -53,7 +53,7 @@ def bounds_of(model: Manifest, pipeline: Pipeline, options: Options) -> tuple[in
     if stages == 1:
         return 0, count
     if method is None:
-        raise _unknown(
+        raise _unknown_bounds(
             f"--pp {stages} needs the first layer of each stage, which no file states; {files}",
             f"such as --pp-bounds {_text(uniform(count, min(stages, count)))}",
         )
@@ -101,7 +101,6 @@ def refuse_without_stages(root: str, options: Options) -> None:
 def _check_given(
     bounds: Sequence[int], layers: Sequence[int], files: str, options: Options
 ) -> None:
-    """Raises WrongOption unless the user's bounds fit the other options and the layers."""
     if options[PP_PARTITION] is not None:
         raise WrongOption(
             "options-conflict",
@@ -121,7 +120,7 @@ def _check_given(
         )
 
 
-def _unknown(says: str, example: str = "with --pp-bounds") -> WrongOption:
+def _unknown_bounds(says: str, example: str = "with --pp-bounds") -> WrongOption:
     """The error for bounds that neither the options nor the files show.
 
     `says` is the message. `example` completes the hint: "give the first layer of each stage ...
@@ -159,7 +158,7 @@ def _weights(model: Manifest, pipeline: Pipeline, files: str) -> list[int]:
     uses = uses_of_files(pipeline)
     hidden = sorted(key for key in of_tied(model.parameters) if len(uses.get(key, ())) < 2)
     if hidden:
-        raise _unknown(
+        raise _unknown_bounds(
             f"--pp-partition parameters counts the tied layer {hidden[0]} wherever it is used, but "
             f"no file shows all its uses; {files}"
         )
@@ -195,7 +194,7 @@ def _by_class(model: Manifest, pipeline: Pipeline, stages: int, method: str) -> 
     alike = layers_alike(model)
     says = f"--pp-partition {method} depends on the classes of layers, which no file states"
     if len(alike) < stages:
-        raise _unknown(
+        raise _unknown_bounds(
             f"{says}, and {model.root} does not have {stages} layers with equal parameters"
         )
     weights = [int(number in alike) for number in range(max(pipeline.layers) + 1)]

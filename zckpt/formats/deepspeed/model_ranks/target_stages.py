@@ -189,12 +189,12 @@ class _Stage(Struct, frozen=True):
                 "no trained parameter, but every stage needs one",
                 hint="choose other bounds with --pp-bounds",
             )
-        return sorted(names, key=self._order)
+        return sorted(names, key=self._by_group_and_layer)
 
     def check_order(self, names: Iterable[str]) -> None:
         """Raises UnsupportedCheckpoint unless the parameters of each group are in layer order."""
         trained = [name for name in names if self.model.parameters[name].trainable]
-        if sorted(trained, key=self._group) != sorted(trained, key=self._order):
+        if sorted(trained, key=self._group) != sorted(trained, key=self._by_group_and_layer):
             raise UnsupportedCheckpoint(
                 "target-unsupported",
                 f"{self.model.root}: the parameters of a group are not in the order of the layers, "
@@ -207,12 +207,8 @@ class _Stage(Struct, frozen=True):
     def _group(self, name: str) -> int:
         return self.model.parameters[name].group or 0
 
-    def _order(self, name: str) -> tuple[int, tuple[int, int]]:
-        """A sort key: first by group, then by layer.
-
-        A tied layer whose use in this stage is unknown comes after the other tied layers, and
-        before all other layers.
-        """
+    def _by_group_and_layer(self, name: str) -> tuple[int, tuple[int, int]]:
+        # a tied layer whose use here is unknown comes after the other tied layers
         return self._group(name), self.place(name) or (0, self.span.stop)
 
 

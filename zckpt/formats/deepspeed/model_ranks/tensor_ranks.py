@@ -64,7 +64,7 @@ def joined_slices(
     return in_order(
         whole.replace(
             warnings=(*whole.notices.warnings, *_doubts(given, cut)),
-            tensor_parallel=_facts(cut),
+            tensor_parallel=_recorded(cut),
             models=models,
         )
     )
@@ -132,8 +132,7 @@ def _doubts(given: Sequence[TensorRules], cut: Mapping[str, Sliced]) -> Iterator
             yield from rules.doubts(cut)
 
 
-def _facts(cut: Mapping[str, Sliced]) -> TensorParallel:
-    """What the manifest records: how each parameter is cut, and each vocabulary's used rows."""
+def _recorded(cut: Mapping[str, Sliced]) -> TensorParallel:
     return TensorParallel(
         {name: sliced.placement for name, sliced in cut.items()},
         {

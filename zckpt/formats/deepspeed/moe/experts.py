@@ -366,13 +366,13 @@ class Experts(Struct, frozen=True):
         manifest = manifest.replace(
             warnings=warnings,
             origin=replace(manifest.run.origin, ep=max(self.layers.sizes)),
-            parameters={name: manifest.parameters[name] for name in self._order(manifest)},
+            parameters={name: manifest.parameters[name] for name in self._names_in_order(manifest)},
             engine=replace(manifest.run.engine, experts=self.layers.listed),
             state={**manifest.state, "module": list(dict.fromkeys(module))},
         )
         return in_order(manifest)
 
-    def _order(self, manifest: Manifest) -> list[str]:
+    def _names_in_order(self, manifest: Manifest) -> list[str]:
         """All parameters of the full model, group by group, in the order of the flat buffers.
 
         The experts of all ranks stand where rank 0's experts are in the group. Frozen parameters

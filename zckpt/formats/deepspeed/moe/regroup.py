@@ -144,7 +144,7 @@ def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> Manifest:
     groups: list[dict[str, Any]] = []
     members: dict[str, int] = {}
     origins: list[int] = []
-    for number, uncut in _uncut(source, layers):
+    for number, uncut in _with_cuts_undone(source, layers):
         about, of_experts = source.groups[number], not all(map(layers.is_dense, uncut))
         names = layers.everywhere(uncut)
         if not layers.is_regular(names):
@@ -172,7 +172,7 @@ def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> Manifest:
     return regrouped(source, tuple(groups), members, origins)
 
 
-def _uncut(source: Manifest, layers: ExpertLayers) -> Iterator[tuple[int, list[str]]]:
+def _with_cuts_undone(source: Manifest, layers: ExpertLayers) -> Iterator[tuple[int, list[str]]]:
     """Undoes the engine's cuts of large groups; yields (group's number, ep rank 0's members).
 
     Raises WrongOption if neighbor groups have equal settings, but are not cut at the engine's

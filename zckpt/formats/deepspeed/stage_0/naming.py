@@ -396,7 +396,7 @@ def of_stages(asked: Sequence[Nameless]) -> list[Named] | None:
     stages = zip(*(each.groups for each in asked), strict=True)
     whole = replace(asked[0], groups=[[*chain.from_iterable(own)] for own in stages])
     try:
-        members, inferred = _in_order(whole) or by_shapes(whole)
+        members, inferred = _by_module_order(whole) or by_shapes(whole)
     except MissingData:
         return None
     remaining = [*map(iter, members)]
@@ -415,7 +415,7 @@ def of_stages(asked: Sequence[Nameless]) -> list[Named] | None:
     return [Named(own, inferred) for own in names]
 
 
-def _in_order(asked: Nameless) -> Named | None:
+def _by_module_order(asked: Nameless) -> Named | None:
     """Finds names by shapes and the module's order; None if several names fit.
 
     Frozen parameters must have a number in the optimizer's state too, in the same order.

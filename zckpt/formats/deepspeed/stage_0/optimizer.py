@@ -193,7 +193,7 @@ def with_names(states: EngineStates, named: Named, shapes: Mapping[str, Shape]) 
     return WholeOptimizer(named_states, *named, [*shapes])
 
 
-def _numbers(whole: WholeOptimizer) -> Iterator[Number]:
+def _named_numbers(whole: WholeOptimizer) -> Iterator[Number]:
     """Yields what the optimizer's state has for each trained parameter, or for each flat group.
 
     Unlike those of `numbers_of`, these items have names and shapes. Raises InconsistentCheckpoint
@@ -243,7 +243,7 @@ def kept(whole: WholeOptimizer, step_policy: str | None) -> list[FlatBuffer]:
     A number stands for a parameter or, with FP16_Optimizer, for a flat group. A value named `step`
     that cannot be a step count is treated like any other state.
     """
-    states, file, numbers = whole.states, whole.file, list(_numbers(whole))
+    states, file, numbers = whole.states, whole.file, list(_named_numbers(whole))
     in_states, in_groups = steps.StatedSteps("state"), steps.StatedSteps("group")
     for number in numbers:
         of_group = states.groups(number.group)[0]
@@ -356,7 +356,6 @@ def optimizer(
     is_flat = target.wrapper == FLAT
 
     def tensor(buffer: TargetBuffer, dtype: str) -> Tensor:
-        """A tensor without values, with the shape of a master: flat, or its parameter's."""
         shape = (buffer.starts[-1],) if is_flat else target.trainable[buffer.names[0]].shape
         return storages.tensor(dtype, shape)
 
