@@ -316,7 +316,7 @@ def rank_files(directory: TagDirectory, by_role: FilesByRole, parsed: Parsed) ->
 def need_files(
     directory: TagDirectory, role: Role, files: FilesByRole, wanted: Iterable[Numbers]
 ) -> None:
-    """If some files of a kind exist, raises IncompleteCheckpoint unless all of them exist.
+    """If any file of a kind exists, raises IncompleteCheckpoint unless all `wanted` ones exist.
 
     `wanted` has the numbers in the names of all files that must exist: (3, 0) for
     `zero_pp_rank_3_mp_rank_00_optim_states.pt`.

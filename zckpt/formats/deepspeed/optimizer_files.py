@@ -241,7 +241,7 @@ def _keeps_numbers_as_tensors(target: DeepSpeedTarget) -> bool:
 
 
 def warnings_of_elastic(target: DeepSpeedTarget) -> Iterator[Notice]:
-    """Warnings about what an engine loses that resumes from elastic files.
+    """Warnings about what an engine loses that resumes from elastic files (`elastic_checkpoint`).
 
     These files have no hyper-parameters, and no learning rate for the first update. All ranks load
     rank 0's states. If the loader has turned the step into a tensor of one element, the engine's

@@ -255,8 +255,9 @@ def _shape(
 ) -> tuple[int, ...]:
     """The shape of a parameter with `numel` elements, found in the files of layers.
 
-    No file states the key of a tied layer. So a tied layer's parameter is searched in all files but
-    those of `untied` layers. Raises UnsupportedCheckpoint if several shapes are found.
+    No file states the key of a tied layer. So a tied layer's parameter is searched in all layer
+    files, except the files of `untied` layers. Raises UnsupportedCheckpoint if several shapes are
+    found.
     """
     layer_name = LayerName.of(name)
     shapes = {
@@ -288,11 +289,11 @@ def _shape(
 
 
 def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates]) -> int:
-    """Compares the pipeline and tensor ranks that files state with those in the files' names.
+    """Checks that files state the pipeline and tensor ranks that their names show.
 
     Returns the sequence-parallel size. Older files state no sizes: then all tensor ranks of a
     pipeline stage must have the same parameters, and a stage's layer numbers must be higher than
-    those of the stage before it. Raises InconsistentCheckpoint if contents and names do not match,
+    the previous stage's. Raises InconsistentCheckpoint if contents and names do not match,
     UnsupportedCheckpoint for unknown parallel axes.
     """
     pp, tp = files.grid.pp, files.grid.tp

@@ -66,7 +66,7 @@ OF_RANKS = [
 
 
 class TargetRanks(Struct, frozen=True, kw_only=True):
-    """The model ranks of a target; each of them is written like a separate checkpoint.
+    """The model ranks of a target, each of which is written like a separate checkpoint.
 
     source   the manifest that has the tensors for the ranks' files
     ranks    one manifest per model rank, in order
@@ -97,7 +97,7 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
     omitted: Sequence[Notice] = ()
 
     def read_back(self, path: str, tag: str) -> Manifest:
-        """Reads the laid-out target as a manifest; files to be copied do not exist yet."""
+        """Reads the target's laid-out files; layer files that are to be copied do not exist yet."""
         directory = TagDirectory(locate(path, tag).path, tag, None)
         if self.table is not None:
             tied = self.pipeline.tied if self.pipeline else None
@@ -118,7 +118,7 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
         return [(name, Sibling(name, path, sources.size(path))) for path, name in names.items()]
 
     def checks(self) -> list[Replicas]:
-        """The comparisons to make where ranks have copies of a tensor and the target gets one."""
+        """Which copies of a tensor must be equal, because the target gets only one of several."""
         return [replicas_of(model, None, IF_COPIES_DIFFER) for model in self.copies]
 
 

@@ -174,8 +174,8 @@ def _named_by_earlier_versions(
     """The role and rank numbers in the name that earlier versions of zckpt stored in a file.
 
     torch.save stores a file's name in the file. These versions stored the same name in several
-    ranks' files. `role` and `numbers` are those of the file's name on disk. None if the stored name
-    was `archive`, which states no role and no rank.
+    ranks' files. `role` and `numbers` are parsed from the file's name on disk. None if the stored
+    name was `archive`, which states no role and no rank.
     """
     if role is LAYER:
         return role, numbers

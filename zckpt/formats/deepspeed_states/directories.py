@@ -342,9 +342,10 @@ LAST = 200  # bytes; the JSON ends with that key
 
 
 def whole_name(name: str) -> str:
-    """The name of the whole file, if `name` is that of a part that FastPersist wrote.
+    """The name of the complete file, if `name` is one part of it that FastPersist wrote.
 
-    Other names are returned unchanged.
+    "mp_rank_00_model_states.pt-0.2" becomes "mp_rank_00_model_states.pt". Other names stay
+    unchanged.
     """
     whole, _, numbers = name.rpartition("-")
     return whole if whole.endswith(ENDING) and NUMBERS.fullmatch(numbers) else name

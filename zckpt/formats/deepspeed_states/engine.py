@@ -121,7 +121,10 @@ class TargetEngine:
 
     @property
     def elastic(self) -> bool:
-        """Whether the engine reads and writes elastic files; stage 3 refuses to (0.19.8)."""
+        """Whether the engine reads and writes elastic files (`elastic_checkpoint`); not in stage 3.
+
+        Stage 3 refuses this setting (0.19.8).
+        """
         return self._cuts_with("elastic_checkpoint")
 
     @property
@@ -164,12 +167,12 @@ class TargetEngine:
         return int(self.number(SUB_GROUP_SIZE, "zero_optimization", "sub_group_size"))
 
     def _stage(self, source: Manifest, config: Mapping[str, Any]) -> int:
-        """The target's ZeRO stage.
+        """The target's ZeRO stage, from the first of these sources that states one.
 
-        It is the stage that the user asks for, else that of the user's ds_config, else that of the
-        source's files, else that of the source's ds_config, else 2. The source's files come first
-        because its ds_config may state 0 although they are BF16_Optimizer's. If another engine
-        wrote the source, its stage 0 means nothing and is ignored.
+        1. The user's option --stage. 2. The user's ds_config. 3. The source's files. They come
+        before the next source because the source's ds_config may state    0 although its files are
+        BF16_Optimizer's. If another engine wrote the source, its stage 0    means nothing and is
+        ignored. 4. The source's ds_config. 5. The default, stage 2.
         """
         stage_in_config = nested(config, "zero_optimization", "stage")
         chosen = self.options[STAGE]

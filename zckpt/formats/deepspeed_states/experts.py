@@ -257,8 +257,9 @@ def _order(run: Sequence[str], count: int) -> int | None:
 class ExpertRanks(Struct, frozen=True):
     """Assigns experts to `dp` ranks (utils/groups.py `_create_expert_and_data_parallel`).
 
-    By default neighbor ranks have different experts of a layer, and together have all of them. With
-    `data_first` neighbor ranks have the same experts.
+    By default, neighbor ranks have different experts: with 4 ranks and ep 2, ranks 0 and 1 together
+    have all experts of a layer, and so do ranks 2 and 3. With `data_first` neighbor ranks have the
+    same experts: ranks 0 and 1, and ranks 2 and 3.
     """
 
     dp: int

@@ -284,8 +284,8 @@ def are_of_families(name: str, source: Manifest) -> bool | None:
 def is_other_optimizer(engine: TargetEngine, source: Manifest) -> bool:
     """Whether the engine makes an optimizer that cannot continue from the source's states.
 
-    If zckpt does not know one of the two optimizers, their names are compared. False if one of them
-    is not named anywhere.
+    If zckpt does not know one of the optimizers, their names are compared. False if the engine's or
+    the source's optimizer is not named anywhere.
     """
     if None in (source.optimizer, engine.optimizer):
         return False

@@ -193,7 +193,7 @@ def _groups(ranks: EngineStates, tensors: ManifestTensors) -> tuple[dict[str, An
 def _elastic_groups(
     ranks: EngineStates, tensors: ManifestTensors
 ) -> tuple[dict[str, Any], ...] | None:
-    """The groups' hyper-parameters for elastic files, which contain none.
+    """The groups' hyper-parameters for elastic files (`elastic_checkpoint`), which contain none.
 
     They come from the ds_config, and the learning rates from the scheduler. None if neither states
     any.

@@ -166,11 +166,11 @@ OF_ENGINE = OF_BASE | {
 
 
 def extra_states_of(ranks: EngineStates) -> list[StateRow]:
-    """Optimizer states that belong to no parameter, as rows for the manifest's `states`.
+    """Optimizer states that belong to no parameter, as records for the manifest's `states`.
 
-    A number that is equal on all ranks is one row, and targets store it again. Any other state is a
-    row with the values of all ranks, which are compared but never written. Keys that begin with
-    `zckpt` are skipped, because zckpt wrote them.
+    A number that is equal on all ranks is one record, and targets store it again. Any other state
+    is a record with the values of all ranks, which are compared but never written. Keys that begin
+    with `zckpt` are skipped, because zckpt wrote them.
     """
 
     def keep(values: Any, path: str, tensors: dict[Key, Entry]) -> Any:

@@ -141,9 +141,9 @@ def loss_scaling(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
 
 
 def whole_scaling(target: DeepSpeedTarget) -> dict[str, Any]:
-    """The numbers of the loss scaler in a model file of stage 0.
+    """The numbers of the loss scaler in a model file of stage 0: {"cur_scale": 65536.0, ...}.
 
-    They are the source's if the target has the source's 16-bit type, else those of a new scaler.
+    They are the source's if the target has the source's 16-bit type, otherwise a new scaler's.
     DeepSpeed 0.19.8, fp16/unfused_optimizer.py `state_dict`, which counts updates in bf16 too.
     """
     kept = target.optimizer_state

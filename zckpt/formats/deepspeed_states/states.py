@@ -31,13 +31,15 @@ ParameterShapes = dict[str, tuple[int, ...]]
 
 
 class ModuleOverrides(Struct, frozen=True):
-    """Values that replace those of the model file; None keeps the file's value.
+    """Values that replace the model file's values; None keeps the file's value.
 
-    Experts                 they are in separate files; rank 0's names stand for all ranks
-    AutoEP                  slices replace stacked parameters
-    Pipelines               layer files have the tensors, and sometimes the shapes
-    Stage 0                 zckpt finds the names of the optimizer's parameters
-    Universal directories   the values that all model ranks share
+        Experts                 they are in separate files; rank 0's names stand for all ranks
+        AutoEP                  slices replace stacked parameters
+        Pipelines               layer files have the tensors, and sometimes the shapes
+        Stage 0                 zckpt finds the names of the optimizer's parameters
+        Universal directories   the values that all model ranks share
+
+    Each line says where values come from instead.
     """
 
     module: dict[str, Any] | None = None
@@ -246,7 +248,7 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def module_dtype(self) -> str:
-        """The type of the module's trainable weights; F32 if the module has none of them.
+        """The type of the module's trainable weights; F32 if there are no such weights.
 
         In stage 3, the module has only placeholders for these weights, but of the same type.
         """
@@ -482,12 +484,12 @@ class FlatBuffer(Struct, frozen=True):
 def states_of_partitions(
     ranks: EngineStates, buffers: Sequence[FlatBuffer], entries: dict[Key, Entry]
 ) -> list[StateRow]:
-    """The manifest's rows for optimizer states that cannot be divided among parameters.
+    """The manifest's records of optimizer states that cannot be divided among parameters.
 
     Examples are SOAP's matrices, and 8-bit optimizers' scales of 256 elements each. Their tensors
-    are added to `entries`. Elastic files and runs with experts are exceptions: their rows only say
-    that zckpt does not read these states. Elastic saves cut padding off these tensors too, and with
-    experts the ranks have partitions of different buffers.
+    are added to `entries`. For elastic files and runs with experts, the records only say that zckpt
+    does not read these states: elastic saves cut padding off these tensors too, and with experts
+    the ranks have partitions of different buffers.
     """
     rows: list[StateRow] = []
     parts = 0

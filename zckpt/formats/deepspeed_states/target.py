@@ -386,10 +386,10 @@ class DeepSpeedTarget:
         return self.source.states.other_values
 
     def of_partitions(self, buffer: TargetBuffer, rank: int) -> dict[str, Any]:
-        """A rank's optimizer states that belong to its whole partition, such as SOAP's matrices.
+        """A rank's optimizer states that cannot be divided by parameter, such as SOAP's matrices.
 
-        They cannot be divided among the parameters of the `buffer`. Empty unless the source has the
-        same partitions of the same buffer.
+        They belong to the rank's partition of the `buffer`. Empty unless the source has the same
+        partitions of the same buffer.
         """
         engine, parts = self.engine, self.dp if self.engine.partitioned else 1
         if self.options.weights_only or engine.whole or buffer.ep > 1:

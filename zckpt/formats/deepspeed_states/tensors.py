@@ -48,8 +48,8 @@ class ManifestTensors:
     def add_trainable(self, buffer: FlatBuffer) -> None:
         """Adds the parameters of one flat buffer, in the user's order.
 
-        Their 16-bit weights are those of the module. In stage 3 no 16-bit weights are added,
-        because the module has only placeholders (of one element each before 0.6).
+        Their 16-bit weights come from the module. In stage 3 no 16-bit weights are added, because
+        the module has only placeholders (of one element each before 0.6).
         """
         for name, shape in buffer.shapes.items():
             if name in self.parameters:
@@ -110,10 +110,10 @@ class ManifestTensors:
         return lost
 
     def _add_frozen_slices(self, name: str, shape: tuple[int, ...], tensors: Sequence[Any]) -> None:
-        """Adds a frozen parameter of stage 3, of which each rank has a slice.
+        """Adds a frozen parameter of stage 3, which is cut over all ranks.
 
-        A parameter that stage 3 does not manage is complete on every rank; the copies of ranks
-        after rank 0 become replicas.
+        A parameter that stage 3 does not manage is complete on every rank; the further ranks'
+        tensors are added as copies.
         """
         if tensors[0].shape == shape and tensors[0].numel != -(-prod(shape) // self.ranks.dp):
             self.enter(
@@ -223,7 +223,7 @@ class ManifestTensors:
             self._add_replica(owner, "param", copy, self.ranks.file_of(alias))
 
     def other_rows(self, buffers: Iterable[FlatBuffer]) -> list[StateRow]:
-        """Rows for optimizer states that are neither a number nor of their parameter's shape."""
+        """Records of optimizer states that are neither a number nor of their parameter's shape."""
         values = {next(iter(each.shapes)): each.other for each in buffers if each.other}
         if not values:
             return []

@@ -122,10 +122,9 @@ class MergedStates:
 
     @property
     def module_dtype(self) -> str:
-        """The type of the module's weights.
+        """The type of the module's weights: read from the model file, or stated by the ds_config.
 
-        If each model file has only a part of the module, the type is the one that the ds_config
-        states.
+        The ds_config counts if each model file has only a part of the module.
         """
         if self.is_whole:
             return self.states.module_dtype
@@ -155,7 +154,7 @@ class MergedStates:
         """The shapes of all ranks' parameters in the user's order: one dictionary per group.
 
         In stage 3, there is one dictionary per sub-group. If the model was cut for tensor
-        parallelism, the shapes are those of the ranks' slices.
+        parallelism, they are the shapes of the ranks' slices.
         """
         merged: list[ParameterShapes] = []
         for groups in self._listed_shapes():

@@ -70,7 +70,7 @@ def stated_patterns(source: Manifest) -> Mapping[str, Any]:
 
 
 def used_rows(source: Manifest) -> dict[str, int]:
-    """For each vocabulary with padding, the number of its rows without padding."""
+    """The number of used rows of each vocabulary with padding rows: {"embed.weight": 50257}."""
     facts = source.run.tensor_parallel or UNCUT
     return {
         name: about.used
@@ -246,7 +246,7 @@ def cuts_of(
 
     `rules` are rules that zckpt wrote into the directory. Without them, the training program's
     `patterns` decide (`universal_checkpoint_info`, which DeepSpeed's converter keeps). The tensors'
-    own files are not enough: those of an AutoTP run do not state the dimension of the cut.
+    own files are not enough: an AutoTP run's files do not state the dimension of the cut.
     """
     if rules is not None:
         return TensorParallel.of_state(convert(rules, dict[str, Any]))

@@ -221,8 +221,8 @@ def _joined(
 ) -> Iterator[Named]:
     """Joins the slices of all tensor ranks; yields full tensors.
 
-    If a rank has several copies of a tensor, each copy is joined with those of the other ranks and
-    yielded separately.
+    If each rank has several copies of a tensor, the first copies of all ranks are joined, then the
+    second ones, and so on.
     """
     weights = {
         each.dtype for rank in by_rank for name in trained for each in rank.get((name, "param"), ())

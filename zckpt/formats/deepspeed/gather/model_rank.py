@@ -176,7 +176,7 @@ class ModelRank:
     # -- what is in model files
 
     def _frozen(self) -> Iterator[Partition]:
-        """Yields the frozen parameters of stage 3, each of which is cut over the ranks.
+        """Yields the frozen parameters of stage 3, in which every rank has a part of each.
 
         Yields nothing in other stages, where frozen parameters are complete in the module.
         """

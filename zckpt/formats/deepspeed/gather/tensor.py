@@ -234,10 +234,10 @@ def _by_line(rule: str, name: str, shapes: Shapes) -> Cut:
 
 
 def rules_of(given: str | None, info: Mapping[str, Any] | None) -> Rules:
-    """The rules for --gather: the user's (`given`), then those of the checkpoint's `info`.
+    """The rules for --gather: the user's (`given`), then the rules that the checkpoint states.
 
-    `given` is a model family or the path of a rule file; None means no user's rules. If the file is
-    JSON, it replaces the checkpoint's rules.
+    `given` is a model family or the path of a rule file; None means no user's rules. `info` is the
+    checkpoint's `universal_checkpoint_info`. A user's file in JSON replaces it.
     """
     checkpoint_rules = stated_rules(info or {})
     if given is None:

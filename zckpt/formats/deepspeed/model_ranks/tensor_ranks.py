@@ -50,9 +50,9 @@ def joined_slices(
 ) -> Manifest:
     """Joins the models of all tensor ranks into one; `tp_rules` are the user's rules.
 
-    The user's rules are tried before those of the checkpoint. Raises MissingData with the
-    parameters that no rule covers. Raises InconsistentCheckpoint or WrongOption for rules that do
-    not fit the ranks' shapes.
+    They are tried before the checkpoint's own rules. Raises MissingData with the parameters that no
+    rule covers. Raises InconsistentCheckpoint or WrongOption for rules that do not fit the ranks'
+    shapes.
     """
     models, given = tuple(ranks), [] if tp_rules is None else [rules_of(tp_rules, of_json)]
     if len(ranks) > 1:

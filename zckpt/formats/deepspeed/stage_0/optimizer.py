@@ -89,7 +89,7 @@ def open_whole(directory: TagDirectory, files: RankFiles, reading: Reading) -> W
     """Opens the model file with its optimizer, and names the optimizer's parameters.
 
     Raises IncompleteCheckpoint without an optimizer, and MissingData if nothing shows the names of
-    its parameters. If only weights are asked for, names are needed only for fp32 masters.
+    its parameters. If the user wants only weights, names are needed only for fp32 masters.
     """
     states = states_of(directory, files)
     module = ((name, states.models[0], own) for name, own in states.module.items())
@@ -139,7 +139,7 @@ def states_with(
 
         file        the model file; `model` is its content
         beside      the file with `optimizer`: the model file, or an ep rank's optimizer file
-        overrides   values that replace those of the model file
+        overrides   values that replace the model file's
 
     Raises the same errors as `states_of`.
     """
@@ -196,8 +196,8 @@ def with_names(states: EngineStates, named: Named, shapes: Mapping[str, Shape]) 
 def _named_numbers(whole: WholeOptimizer) -> Iterator[Number]:
     """Yields what the optimizer's state has for each trained parameter, or for each flat group.
 
-    Unlike those of `numbers_of`, these items have names and shapes. Raises InconsistentCheckpoint
-    if the names do not fit the groups and masters.
+    Each item has names and shapes, which `numbers_of` cannot know. Raises InconsistentCheckpoint if
+    the names do not fit the groups and masters.
     """
     states, shapes = whole.states, whole.states.param_shapes()
     if not whole.members:

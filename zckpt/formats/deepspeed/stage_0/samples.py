@@ -121,7 +121,7 @@ class _Sampler(Struct, frozen=True):
     def _first_difference(self, places: Sequence[int]) -> int | None:
         """The index of the first element in which these weights differ; None if all are equal.
 
-        `places` are indices in `self.weights`. Elements that are NaN in all of them count as equal.
+        `places` are indices in `self.weights`. NaNs count as equal.
         """
         first, *other_weights = (self.weights[place] for place in places)
         numel, dtype = first.tensor.numel, first.tensor.dtype
