@@ -655,7 +655,7 @@ def test_the_command_prints_the_path_and_nothing_else(
 ) -> None:
     ended = zckpt("auto-resume", run, "--dp", 3)
     assert (ended.code, ended.out) == (0, f"{run / BESIDE / f'{TAGS[-1]}-dp3'}\n")
-    assert "to 4/3 of the old number" in ended.err
+    assert "set train_micro_batch_size_per_gpu=8 to keep a global batch of 24" in ended.err
     report = zckpt("auto-resume", run, "--dp", 3, "--json").document
     assert (report["written"], report["step"], report["tag"]) == (False, 7, TAGS[-1])
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ..conftest import ROOT, Result
+import zckpt
+from zckpt.resume.fitting import batch
+from zckpt.training import batches
+
+from ..conftest import EXAMPLE, ROOT, Result
 
 TRAINER = ROOT / "examples" / "trainer" / "checkpoint-4"  # of 2 ranks, with a global batch of 8
+TRAIN_MICRO = "train_micro_batch_size_per_gpu"
 SET = "set per_device_train_batch_size times gradient_accumulation_steps to {} to keep"
 STATES = {"rng_state_0.pth", "rng_state_1.pth"}
 
@@ -32,3 +38,42 @@ def test_from_deepspeed_to_fsdp(
     assert arrived & STATES == (STATES if ranks in (None, 2) else set())
     omitted = [line["code"] for line in report["left_out"] if "rng_state" in line["message"]]
     assert omitted == ["rank-state-omitted"] * (2 - len(arrived & STATES))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"dp": 4}, []),
+        ({"dp": 3}, [f"set {TRAIN_MICRO}=8 to keep a global batch of 24"]),
+        (
+            {"dp": 8, "config": {"gradient_accumulation_steps": 2}},
+            [
+                f"set {TRAIN_MICRO} times gradient_accumulation_steps to 3 to keep a global batch "
+                "of 24"
+            ],
+        ),
+        (
+            {"dp": 2, "config": {"gradient_accumulation_steps": 5, TRAIN_MICRO: 6}},
+            [f"set {TRAIN_MICRO}=6 and gradient_accumulation_steps=2 to keep a global batch of 24"],
+        ),
+        (
+            {"dp": 5},
+            [
+                "a global batch of 24 cannot be divided among 5 ranks: choose another with "
+                f"{TRAIN_MICRO} and gradient_accumulation_steps"
+            ],
+        ),
+    ],
+)
+def test_the_next_run_of_deepspeed(words: dict[str, Any], said: list[str]) -> None:
+    """The example states 6 samples for each of 4 ranks, and no global batch."""
+    assert [line.message for line in batch(zckpt.read(EXAMPLE), words, ())] == said
+    assert batch(zckpt.read(EXAMPLE), words, [{"code": "batch-size-changes"}]) == []
+
+
+@pytest.mark.parametrize(("ranks", "times"), [(4, None), (8, "1/2 of"), (2, "2 times")])
+def test_a_global_batch_that_is_unknown(ranks: int, times: str | None) -> None:
+    unknown = batches.Batch(None, batches.OF_ANY)
+    messages = [line.message for line in batches.changes(unknown, zckpt.read(EXAMPLE), ranks)]
+    said = f"set the batch size of each rank times accumulated steps to {times} the old value "
+    assert messages == ([] if times is None else [f"{said}to keep the global batch"])

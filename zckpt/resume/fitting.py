@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from math import prod
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from .. import formats
+from ..core.checkpoint.facts import FlatBufferEngine
 from ..core.checkpoint.manifest import Manifest
 from ..errors import (
     Notice,
@@ -22,6 +23,7 @@ from ..errors import (
 from ..formats.options import OF_CONVERSIONS, options_of, without_use
 from ..formats.reading import SourceKeywords
 from ..judging.loads import OF_TARGETS, of_target
+from ..training import batches
 from .runs import Candidate
 
 Words = dict[str, Any]
@@ -31,7 +33,6 @@ IN_NAMES = {"dp": "dp", "sp": "sp", "tp": "tp", "pp": "pp", "ep": "ep", "stage":
 """The options in the name of a resharded checkpoint, with their abbreviations there."""
 WITHOUT = 0
 """DeepSpeed's default for the ZeRO stage, if the ds_config states none."""
-CHANGES = "batch-size-changes"
 MUST_SET = "program-must-set"
 REGROUPED = "groups-differ"
 """The code of groups that differ. A conversion with --groups-from cures them."""
@@ -177,20 +178,21 @@ def name_for(name: str, words: Mapping[str, Any]) -> str:
 def batch(
     manifest: Manifest, words: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]
 ) -> list[Notice]:
-    """Warns that the batch size per rank changes with the number of data-parallel ranks.
+    """A warning that says how to keep the global batch, if the number of ranks changes.
 
     The list is empty if that number stays, or if one of `lines`, the report's notices so far,
     already warns of this.
     """
-    before, now = manifest.run.origin.dp, words["dp"]
+    ranks, origin, engine = words["dp"], manifest.run.origin, manifest.run.engine
     of_zero = manifest.format in ("deepspeed", "onnxruntime")  # other formats state no size
-    if not of_zero or before in (None, now) or any(line["code"] == CHANGES for line in lines):
+    is_told = any(line["code"] == batches.CHANGES for line in lines)
+    if not of_zero or origin.dp in (None, ranks) or is_told:
         return []
-    sp = words.get("sp") or manifest.run.origin.sequence_ranks(now)
-    share = Fraction(before, manifest.run.origin.sp or 1) / Fraction(now, sp)
-    times = f"{share} {'times' if share.denominator == 1 else 'of'}"
-    message = (
-        f"the run had {before} data-parallel ranks and now has {now}: to keep the global batch, "
-        f"set the samples per rank and step to {times} the old number"
-    )
-    return [warning(CHANGES, message)]
+    found = batches.Batch(None, batches.OF_ANY)
+    if manifest.format == "deepspeed" and isinstance(engine, FlatBufferEngine):
+        found = batches.in_config(manifest, words.get("config") or engine.config)
+    if found.total is None:
+        found = replace(found, total=batches.global_batch(manifest))
+    if found.micro is None:  # DeepSpeed computes it, but the program's data loader may not
+        found = replace(found, accumulation=None)
+    return batches.changes(found, manifest, ranks, words.get("sp") or origin.sequence_ranks(ranks))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from ..core.checkpoint.facts import FlatBufferEngine
 from ..core.checkpoint.manifest import Manifest
@@ -11,7 +15,62 @@ from .megatron_arguments import arguments
 from .trainers import TRANSFORMERS, program_of
 
 MOST_SAMPLES = 1 << 40  # in a batch
+MOST_TO_DIVIDE = 1 << 22  # in a batch; nobody trains with more
 CHANGES = "batch-size-changes"
+
+
+class Names(NamedTuple):
+    """What a program calls the samples per rank and step, and the steps per update."""
+
+    micro: str
+    accumulation: str = "gradient_accumulation_steps"
+    also: str = ""
+    """What must be set too, for a sentence that gives numbers of both."""
+
+
+OF_DEEPSPEED = Names("train_micro_batch_size_per_gpu")
+OF_TRAINER = Names(
+    "per_device_train_batch_size", also=" (and the numbers in your ds_config, if they are not auto)"
+)
+OF_ANY = Names("the batch size of each rank", "accumulated steps")
+
+
+class Batch(Struct, frozen=True):
+    """The samples of one update, and the settings that they are a product of.
+
+    total          samples per update, over all ranks; None if unknown
+    names          what the program calls the next two
+    micro          samples per rank and step; None if no configuration states them
+    accumulation   steps per update; None if the program's configuration is unknown
+    """
+
+    total: int | None
+    names: Names
+    micro: int | None = None
+    accumulation: int | None = None
+
+    @property
+    def subject(self) -> str | None:
+        """The name of the option that warnings are about; None if the program is unknown."""
+        return None if self.names == OF_ANY else self.names.micro
+
+    def setting(self, ranks: int) -> str | None:
+        """The numbers to set on `ranks` ranks, such as "micro=2"; None if they fit already.
+
+        None too if DeepSpeed divides the batch itself. `total` must be a multiple of `ranks`.
+        """
+        assert self.total is not None
+        micro, accumulation, also = self.names
+        per_rank = self.total // ranks
+        if self.accumulation is None or self.total > MOST_TO_DIVIDE:
+            return f"{micro} times {accumulation} to {per_rank}"
+        fitting, rest = divmod(per_rank, self.accumulation)
+        if rest:
+            most = per_rank if self.micro is None else min(per_rank, self.micro)
+            size = next(count for count in range(most, 0, -1) if per_rank % count == 0)
+            return f"{micro}={size} and {accumulation}={per_rank // size}{also}"
+        is_set = self.micro is not None or self.names == OF_TRAINER
+        return f"{micro}={fitting}{also}" if is_set and fitting != self.micro else None
 
 
 def global_batch(manifest: Manifest) -> int | None:
@@ -31,25 +90,63 @@ def global_batch(manifest: Manifest) -> int | None:
     return total if is_count(total) else None
 
 
-def changes(source: Manifest, ranks: int) -> list[Notice]:
-    """A warning about the batch size per rank that keeps the global batch size, on `ranks` ranks.
+def is_of_trainer(source: Manifest) -> bool:
+    """Whether the Trainer of transformers saved the checkpoint, and sets the batch size."""
+    return program_of(source.files.siblings) == TRANSFORMERS
 
-    The target's files do not state a batch size, so the user must set it. The list is empty if the
-    number of ranks stays the same, or if the source states no batch size.
+
+def in_state_dicts(source: Manifest) -> Batch:
+    """The global batch for a program whose files state no batch size, such as one with FSDP."""
+    names = Names(OF_TRAINER.micro) if is_of_trainer(source) else OF_ANY
+    return Batch(global_batch(source), names)
+
+
+def in_config(source: Manifest, config: Mapping[str, Any]) -> Batch:
+    """The global batch that a ds_config states; its `total` is None if it states none.
+
+    If the Trainer writes only the size per rank into the ds_config, `total` is computed from the
+    source's number of ranks.
     """
-    total = global_batch(source)
-    if total is None or ranks == source.dp:
+    total, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
+    accumulation = config.get("gradient_accumulation_steps", 1)
+    names = OF_TRAINER if is_of_trainer(source) else OF_DEEPSPEED
+    micro = micro if is_count(micro) else None
+    if not is_count(accumulation):
+        return Batch(None, names, micro)
+    if total is None and micro is not None and names == OF_TRAINER:
+        total = micro * accumulation * (source.dp // (source.run.origin.sp or 1))
+    is_known = is_count(total) and total <= MOST_TO_DIVIDE
+    return Batch(total if is_known else None, names, micro, accumulation)
+
+
+def changes(batch: Batch, source: Manifest, ranks: int, sp: int = 1) -> list[Notice]:
+    """A warning that says what to set to keep the global batch on `ranks` data-parallel ranks.
+
+    `sp` of these ranks share each sequence, and so have the same samples. If the global batch is
+    unknown, the warning tells the factor by which to change the batch size per rank. The list is
+    empty if nothing must be set.
+    """
+    before, now = source.dp // (source.run.origin.sp or 1), ranks // sp
+    micro, accumulation, _ = batch.names
+    kept = "the global batch" if batch.total is None else f"a global batch of {batch.total}"
+    if before == now and (batch.total is None or batch.accumulation is None):
         return []
-    of_trainer = program_of(source.files.siblings) == TRANSFORMERS
-    word = "per_device_train_batch_size" if of_trainer else "the batch size of each rank"
-    product = f"{word} times {'gradient_accumulation_steps' if of_trainer else 'accumulated steps'}"
-    batch, rest = divmod(total, ranks)
-    message = (
-        f"a global batch of {total} cannot be divided among {ranks} ranks: choose another {product}"
-        if rest
-        else f"set {product} to {batch} to keep a global batch of {total}"
-    )
-    return [warning(CHANGES, message, subject=word if of_trainer else None)]
+    if batch.total is None:
+        share = Fraction(before, now)
+        times = f"{share} {'times' if share.denominator == 1 else 'of'}"
+        setting: str | None = f"{micro} times {accumulation} to {times} the old value"
+    elif batch.total % now:
+        shared = f", of which {sp} share a sequence" if sp > 1 else ""
+        message = (
+            f"{kept} cannot be divided among {ranks} ranks{shared}: choose another with {micro} "
+            f"and {accumulation}"
+        )
+        return [warning(CHANGES, message, subject=batch.subject)]
+    else:
+        setting = batch.setting(now)
+    if setting is None:
+        return []
+    return [warning(CHANGES, f"set {setting} to keep {kept}", subject=batch.subject)]
 
 
 def is_count(value: Any) -> bool:

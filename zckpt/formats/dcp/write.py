@@ -130,7 +130,9 @@ class DcpWriter(Struct, eq=False, dict=True):
         if (ranks := options[DP]) is not None:
             self.siblings, lines = trainers.for_ranks(self.siblings, source.dp, ranks)
             self.omitted += lines
-            self.warnings += batches.changes(source, ranks)
+            sp = source.run.origin.sequence_ranks(ranks)
+            batch = batches.in_state_dicts(source)
+            self.warnings += batches.changes(batch, source, ranks, sp)
         self.omitted += [
             note(
                 "state-omitted",

@@ -8,14 +8,14 @@ from ...core.checkpoint.facts import StateDictEngine
 from ...core.checkpoint.manifest import Manifest
 from ...core.checkpoint.weights import weight_of
 from ...errors import Notice, brief, listed, warning
+from ...training import batches
 from ...training.faults import UNSCALED_GRADIENTS
 from ...training.options import BUFFERS
-from ...training.trainers import TRANSFORMERS, number, program_of
+from ...training.trainers import number
 from .hyper import FLAT, optimizer_name
 from .states import version_numbers
 from .target import DeepSpeedTarget
 
-MAX_BATCH = 1 << 22  # samples; nobody trains with more
 TRAINED_ALONE = (
     "give the optimizer only the trained parameters: in fp32 at stage 0, DeepSpeed loads its state "
     "by number, and the source does not show whether frozen parameters have numbers too"
@@ -138,49 +138,10 @@ def _of_masters(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def _of_batch(target: DeepSpeedTarget) -> list[Notice]:
-    """A warning that the number of ranks no longer fits the batch sizes, and what to set.
-
-    It uses the program's own option names. Ranks that share a sequence count as one: they have the
-    same samples.
-    """
-    before, sp = target.source.run.origin.sp or 1, target.engine.sp
-    ranks = target.dp // sp
-    config = target.engine.config
-    total = config.get("train_batch_size")
-    micro = config.get("train_micro_batch_size_per_gpu")
-    accumulation = config.get("gradient_accumulation_steps", 1)
-    of_trainer = program_of(target.source.files.siblings) == TRANSFORMERS
-    if type(accumulation) is not int or accumulation < 1:
+    batch = batches.in_config(target.source, target.engine.config)
+    if batch.total is None:
         return []
-    if total is None and type(micro) is int and of_trainer:
-        total = micro * accumulation * (target.source.dp // before)
-    if type(total) is not int or not 0 < total <= MAX_BATCH:
-        return []
-    word = "per_device_train_batch_size" if of_trainer else "train_micro_batch_size_per_gpu"
-    fitting, rest = divmod(total, accumulation * ranks)
-    if type(micro) is int and fitting == micro and not rest:
-        return []
-    if fitting and not rest and (type(micro) is int or of_trainer):
-        also = " (and the numbers in your ds_config, if they are not auto)" if of_trainer else ""
-        message = f"set {word}={fitting}{also} to keep a global batch of {total}"
-        return [warning("batch-size-changes", message, subject=word)]
-    most_per_rank, rest_of_ranks = divmod(total, ranks)
-    shared = f", of which {sp} share a sequence" if sp > 1 else ""
-    if rest_of_ranks:
-        message = (
-            f"a global batch of {total} cannot be divided among {target.dp} ranks{shared}: choose "
-            f"another with {word} and gradient_accumulation_steps"
-        )
-        return [warning("batch-size-changes", message, subject=word)]
-    if rest:
-        most = min(most_per_rank, micro) if type(micro) is int and micro > 0 else most_per_rank
-        size = next(count for count in range(most, 0, -1) if most_per_rank % count == 0)
-        message = (
-            f"set {word}={size} and gradient_accumulation_steps={most_per_rank // size} to keep "
-            f"a global batch of {total}"
-        )
-        return [warning("batch-size-changes", message, subject=word)]
-    return []
+    return batches.changes(batch, target.source, target.dp, target.engine.sp)
 
 
 def _of_clipping(target: DeepSpeedTarget) -> list[Notice]:
