@@ -203,7 +203,10 @@ class TestWholeModel:
             {"weights_only": True},
             {"rename": [("a", "b")]},
         ):
-            with pytest.raises(WrongOption, match="whose model ranks are written one by one"):
+            with pytest.raises(
+                WrongOption,
+                match="its tensor ranks and pipeline stages are written without joining",
+            ):
                 zckpt.reshard(run, tmp_path / "out", **wrong)
         assert not (tmp_path / "out").exists()
 

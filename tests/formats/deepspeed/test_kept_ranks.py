@@ -121,7 +121,8 @@ def test_stages_and_slices_are_renamed_together(tmp_path: Path) -> None:
     "options", [{"frozen": ["*norm*"]}, {"tie": [("a", "b")]}, {"family": "llama"}], ids=str
 )
 def test_options_that_are_for_a_whole_model(options: dict[str, Any], tmp_path: Path) -> None:
-    says = f"--{next(iter(options))} does not apply to .*, whose model ranks are written one by one"
+    why = "its tensor ranks and pipeline stages are written without joining them"
+    says = f"--{next(iter(options))} does not apply to .*: {why}"
     with pytest.raises(WrongOption, match=says):
         zckpt.reshard(DATA, tmp_path / "out", dp=2, **options)
 

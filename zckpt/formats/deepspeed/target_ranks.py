@@ -168,11 +168,11 @@ def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
         if option.name not in OF_RANKS and not (is_known and fits):
             raise WrongOption(
                 "option-not-applicable",
-                f"{option.flag} does not apply to {source.root}, whose model ranks are written one "
-                "by one",
+                f"{option.flag} does not apply to {source.root}: its tensor ranks and pipeline "
+                "stages are written without joining them",
                 hint=f"give --tp {grid.tp} too: then files of layers are written anew"
                 if is_known and grid.staged
-                else "`zckpt convert --to universal` joins the model ranks: give its output",
+                else "`zckpt convert --to universal` joins them: give its output",
             )
 
 

@@ -126,7 +126,8 @@ class ManifestTensors:
         if any(tensor.numel * self.ranks.dp < numel for tensor in tensors):
             raise CorruptCheckpoint(
                 "file-damaged",
-                f"{self.ranks.directory.path}: the fragments of {name} are too short",
+                f"{self.ranks.directory.path}: the ranks' slices of the frozen parameter {name} "
+                "have too few elements",
                 file=self.ranks.directory.path,
                 subject=name,
             )
