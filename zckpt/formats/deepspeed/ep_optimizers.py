@@ -95,7 +95,7 @@ def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Read
 
 
 def _layers(ranks: EngineStates, files: Sequence[LayerFiles], reading: Reading) -> ExpertLayers:
-    """Finds over how many expert-parallel ranks each layer of experts is spread."""
+    """Finds the expert-parallel size of each layer of experts."""
     named = [*(reading.param_names or ())]
     if ranks.listed_shapes:
         named += named_of(ranks)
@@ -117,7 +117,7 @@ def _layers(ranks: EngineStates, files: Sequence[LayerFiles], reading: Reading) 
 
 
 def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
-    """Raises unless there is one optimizer file per rank of the largest expert-parallel size.
+    """Raises unless each rank of the largest expert-parallel size has one optimizer file.
 
     Also raises if the param groups in these files differ.
     """
@@ -162,7 +162,10 @@ def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
 def _named(
     ranks: Sequence[EngineStates], experts: Experts, reading: Reading
 ) -> list[WholeOptimizer]:
-    """Gives the parameters in every ep rank's optimizer their names in the full model."""
+    """Names the parameters in every ep rank's optimizer; the names are those in the full model.
+
+    A rank's expert 0 may be expert 2 of the full model.
+    """
     whole, layers = experts.whole, experts.layers
     every = ((name, whole.file_of(name), own) for name, own in whole.module.items())
     hidden = {*whole.buffer_names, *whole.second_names}
@@ -183,9 +186,9 @@ def _named(
 
 
 def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str, str]:
-    """Maps second names of tied weights on rank 0 to their first name: the engine saves both.
+    """Maps second names of rank 0's tied weights to the first names: DeepSpeed saves both.
 
-    Two names are taken for one weight if their bytes are equal (DeepSpeed 0.19.8 saves copies), or
+    Two names count as one tied weight if their bytes are equal (DeepSpeed 0.19.8 saves copies), or
     if they share a storage in a file that zckpt wrote. Weights with a single element, or with all
     elements equal, are skipped, because two such weights may be equal without being tied.
     """

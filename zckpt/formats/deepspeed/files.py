@@ -137,8 +137,8 @@ def detect(path: str) -> list[str]:
 def tags(path: str) -> list[str]:
     """The tags of all checkpoints in a run directory.
 
-    Empty if the folders in it hold several models that Accelerate saved together, not several saves
-    of one model.
+    Empty for a directory in which Accelerate saved several models side by side: these are not
+    several saves of one model.
     """
     if not sources.is_folder(path) or holds_states(path):
         return []
@@ -165,7 +165,7 @@ def counter(path: str) -> int | None:
 
 
 def locate(path: str, tag: str | None) -> TagDirectory:
-    """Finds the directory of the tag `tag`, or without it of the tag that the file `latest` names.
+    """Finds the directory of `tag`; without `tag`, of the tag that the file `latest` names.
 
     Raises NotACheckpoint (no tag, or none with the given name), AmbiguousCheckpoint (several tags
     and no file `latest`), IncompleteCheckpoint (the tag in `latest` does not exist) and

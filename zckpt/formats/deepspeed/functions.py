@@ -129,7 +129,7 @@ def _pairs(engine: TargetEngine, new: TargetEngine) -> dict[str, tuple[Any, Any]
 
 
 def missing(source: Manifest, options: Options) -> list[Notice]:
-    """An error if the ds_config names a scheduler, and the target would have no state for it."""
+    """An error if the ds_config names a scheduler and the target would have no state for it."""
     name = schedulers.named_in(options[CONFIG])
     if name is None:
         return []

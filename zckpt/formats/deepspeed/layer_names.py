@@ -27,9 +27,10 @@ Uses = Mapping[str, set[int]]  # for each tied layer's key, the numbers of the l
 
 
 class LayerName(Struct, frozen=True):
-    """The parts of a tensor's name in a pipeline: its layer, and the rest of the name.
+    """The parts of a tensor's name in a pipeline: its layer, and the name within the layer.
 
-    The layer is a `number`, or the `key` of a tied layer.
+    "3.fc.weight" has `number` 3 and `inner` "fc.weight". "tied_modules.embed.weight" has `key`
+    "embed", the key of a tied layer, and `inner` "weight".
     """
 
     number: int | None
@@ -54,7 +55,7 @@ def prefix_of(number: int, tied: Mapping[int, str]) -> str:
 
 
 def tied_key(name: str) -> str | None:
-    """The key of the tied layer that a tensor belongs to; None for a tensor of another layer."""
+    """The key of a tied layer's tensor ("embed" of "tied_modules.embed.weight"); else None."""
     return LayerName.of(name).key
 
 
@@ -112,6 +113,6 @@ def spans(pipeline: Pipeline, count: int) -> list[range]:
 
 
 def spans_with(pipeline: Pipeline, key: str, count: int) -> list[range]:
-    """The layer ranges of the stages that have a copy of the tied layer `key`."""
+    """The ranges that `spans` returns, for the stages that have a copy of the tied layer `key`."""
     stages = zip(pipeline.parameters, spans(pipeline, count), strict=True)
     return [span for names, span in stages if key in map(tied_key, names)]

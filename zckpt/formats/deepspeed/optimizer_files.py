@@ -149,7 +149,7 @@ class _RankFile:
 
 
 def _paddings(buffer: TargetBuffer) -> list[int]:
-    """The padding after each parameter, in elements; all zeros if AutoEP has stacked experts."""
+    """The padding after each parameter, in elements; zeros for AutoEP's stacked experts."""
     parameters = dict.fromkeys(map(parameter_of, buffer.names))
     return list(buffer.paddings) if len(parameters) == len(buffer.names) else [0] * len(parameters)
 
@@ -241,7 +241,7 @@ def _keeps_numbers_as_tensors(target: DeepSpeedTarget) -> bool:
 
 
 def warnings_of_elastic(target: DeepSpeedTarget) -> Iterator[Notice]:
-    """Warnings about what an engine loses that resumes from elastic files (`elastic_checkpoint`).
+    """Warnings about what an engine lacks after resuming from elastic files (`elastic_checkpoint`).
 
     These files have no hyper-parameters, and no learning rate for the first update. All ranks load
     rank 0's states. If the loader has turned the step into a tensor of one element, the engine's

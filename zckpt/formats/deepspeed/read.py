@@ -53,11 +53,12 @@ OF_MODEL_RANKS = (
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
-    """The manifest of a run directory, a tag directory, or a trainer's directory around one.
+    """Reads a run directory, a tag directory, or a trainer's directory around one of these.
 
-    Only stage 0 needs `reading.param_names`. With `reading.ranks_apart` several model ranks are not
-    joined: the manifest keeps them separately. With `reading.with_slicings` the manifest of a run
-    with one tensor rank also states how several tensor ranks would cut its tensors.
+    Only stage 0 needs `reading.param_names`. With `reading.ranks_apart` pipeline stages and tensor
+    ranks are not joined: the manifest keeps them separately. With `reading.with_slicings` the
+    manifest of a run with one tensor rank also states how several tensor ranks would cut its
+    tensors.
 
     Raises NotACheckpoint, IncompleteCheckpoint (a rank is missing), InconsistentCheckpoint (ranks
     contradict each other), CorruptCheckpoint, MissingData (nothing shows how parameters are cut, or

@@ -41,12 +41,12 @@ OF_RANKS = ("args", INFO)  # keys of the client state that describe the grid
 
 
 def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
-    """Gives the source the stages, slices, groups and configuration of the run `like`.
+    """Gives the source the pipeline stages, slices, groups and configuration of the run `like`.
 
     Raises UnsupportedCheckpoint (a run with experts or elastic files), WrongOption (the source's
     model ranks are not joined, or it has another optimizer), MissingData (a parameter, a shape or a
-    state does not fit), InconsistentCheckpoint (the source has different hyper-parameters within
-    one group of the run).
+    state does not fit), InconsistentCheckpoint (parameters that are in one group of the run have
+    different hyper-parameters in the source).
     """
     if source.ranks:
         raise WrongOption(

@@ -123,10 +123,11 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
 
 
 def target_ranks(source: Manifest, options: Options) -> TargetRanks:
-    """The target's model ranks; if the `source` keeps its ranks separate, these ranks are kept.
+    """Decides the target's model ranks (its pipeline stages and tensor ranks).
 
-    Raises WrongOption for options and bounds of stages that do not fit, MissingData if nothing
-    shows how a parameter is cut, and UnsupportedCheckpoint for a source that cannot be cut.
+    If the source keeps its model ranks separate, these are the target's too. Raises WrongOption for
+    options and bounds of stages that do not fit, MissingData if nothing shows how a parameter is
+    cut, and UnsupportedCheckpoint for a source that cannot be cut.
     """
     if source.ranks:
         place = source.ranks[0].place
@@ -298,7 +299,10 @@ def _names_in(layer: int, pipeline: Pipeline, model: Manifest) -> dict[str, str]
 
 
 def layer_files(pipeline: Pipeline, targets: Sequence[DeepSpeedTarget]) -> Iterator[Shell]:
-    """Yields one file for each layer and tensor rank; `targets` has one item per tensor rank."""
+    """Yields the shell (the file without tensors' bytes) of each layer's file on each tensor rank.
+
+    `targets` has one item per tensor rank.
+    """
     for layer in pipeline.layers:
         for rank, target in enumerate(targets):
             storages, names = Storages(), _names_in(layer, pipeline, target.source)

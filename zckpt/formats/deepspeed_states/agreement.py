@@ -62,8 +62,8 @@ def check_facts(
 def _check_tensors(files: Sequence[TorchFile], values: Sequence[dict[str, Any]]) -> None:
     """Raises InconsistentCheckpoint if tensors that must be equal in all files differ in bytes.
 
-    `values` has the values of each file that must be equal, by key. Files with equal pickles can
-    still differ in the bytes of tensors.
+    `values` has each file's content that must be equal, by key. Even if two files have equal
+    pickles, the bytes of their tensors can differ.
     """
     for key, first in values[0].items():
         if not any(_tensors(first)):
@@ -122,8 +122,8 @@ def check_names(files: Iterable[TorchFile]) -> list[Notice]:
     """Checks that every file was saved under its present name; returns notes on what is unknown.
 
     torch.save stores a file's name in the file. `files` are all files of a directory. All numbers
-    in a name count: of the data rank, the model rank, a layer, an expert. Earlier versions of zckpt
-    stored the same name in several files:
+    in the names are compared: the data rank, the model rank, a layer, an expert. Earlier versions
+    of zckpt stored one name in several files:
 
         stage 3               optimizer files            archive, which names no rank
                               model files                rank 1's name in all files from rank 2 on
@@ -189,7 +189,7 @@ def _named_by_earlier_versions(
 def _refuse_copied_ranks(names: Sequence[SavedName], files: Mapping[str, TorchFile]) -> None:
     """Raises InconsistentCheckpoint if the optimizers of two model ranks have the same bytes.
 
-    One rank's files were then copied over the other's.
+    One rank's files must have been copied over the other's.
     """
     optimizers = by_key(
         (name.parsed_name.numbers[-1], files[name.row.path])

@@ -82,12 +82,11 @@ class TagDirectory(Struct, frozen=True):
 
 
 class TagKind(Struct, frozen=True):
-    """A kind of checkpoint with tag directories: of a run, or DeepSpeed's universal checkpoints.
+    """One of two kinds of tag directories: of a run, or of DeepSpeed's universal checkpoints.
 
-    what      the kind's name in errors
-    pointer   the file that names the current tag: "latest" or "latest_universal"
-    holds     tells whether a folder has a checkpoint of this kind
-    tags      lists the tags in a run directory
+    what      the kind's name in errors pointer   the file that names the current tag: "latest" or
+    "latest_universal" holds     tells whether a folder has a checkpoint of this kind tags
+    lists the tags in a run directory
     """
 
     what: str
@@ -96,7 +95,7 @@ class TagKind(Struct, frozen=True):
     tags: Callable[[str], list[str]]
 
     def detect(self, path: str) -> list[str]:
-        """Tags of the checkpoints at `path`; for a tag directory, its own name."""
+        """The tags of the checkpoints at `path`; if `path` is a tag directory, its own tag."""
         if not sources.is_folder(path):
             return []
         if self.holds(path):
@@ -262,11 +261,11 @@ def _tag_folders(path: str, pointer: str, holds: Callable[[str], bool]) -> list[
 
 
 def pointed(path: str, pointer: str) -> str | None:
-    """The tag that the pointer file `latest` or `latest_universal` names; None if there is no file.
+    """The tag in the file `latest` or `latest_universal` (`pointer`); None if there is no file.
 
     The pointer may also be a link to the tag's folder. If it is a link to a file elsewhere, its
-    content is used only if it names a folder in `path`, so that errors do not print some other
-    file's content.
+    content is used only if it names a folder in `path`: an error shall not print the content of
+    some other file.
     """
     full = os.path.join(path, pointer)
     if sources.is_folder(full):  # a link in any program's run
@@ -352,7 +351,7 @@ def whole_name(name: str) -> str:
 
 
 def is_by_datastates(path: str) -> bool:
-    """Whether DataStates-LLM wrote the file at `path`, under a file name of DeepSpeed's."""
+    """Whether DataStates-LLM wrote the file at `path`, though it has a file name of DeepSpeed."""
     if not path.endswith(ENDING) or not sources.is_file(path):
         return False
     with sources.opened(path) as file:

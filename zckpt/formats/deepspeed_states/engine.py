@@ -66,12 +66,12 @@ class TargetEngine:
 
     @property
     def partitioned(self) -> bool:
-        """Whether every parameter is partitioned separately (stage 3)."""
+        """Whether the stage is 3: every parameter is partitioned separately."""
         return self.stage == 3
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is partitioned, and the model file has the optimizer (stage 0)."""
+        """Whether the stage is 0: nothing is partitioned, and the model file has the optimizer."""
         return self.stage == 0 and not self.wraps_bf16
 
     @property
@@ -84,12 +84,18 @@ class TargetEngine:
         return self.before is not None and self.dtype == self.before.dtype
 
     def option(self, *names: str) -> Any:
-        """The ds_config's value at a path of keys; None if it is "auto" or missing."""
+        """The ds_config's value at a path of keys, such as "fp16", "loss_scale".
+
+        None if it is "auto" or missing.
+        """
         value = nested(self.config, *names)
         return None if value == "auto" else value
 
     def number(self, default: float, *names: str) -> float:
-        """The ds_config's number at a path of keys; if it states none, the engine's `default`."""
+        """The ds_config's number at a path of keys, such as "fp16", "loss_scale_window".
+
+        If the ds_config states none, it is the engine's `default`.
+        """
         value = self.option(*names)
         return value if isinstance(value, (int, float)) else default
 
@@ -264,7 +270,6 @@ class TargetEngine:
         return has_them and OLDER_NAMES in (asked, of_run)
 
     def _config(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The ds_config with the target's stage and type, as the files will state it."""
         config = dict(given)
         config["zero_optimization"] = {**(given.get("zero_optimization") or {})}
         config["zero_optimization"]["stage"] = self.stage

@@ -80,7 +80,7 @@ def _is_of_ranks(values: Any, dp: int) -> bool:
 
 
 def need_same_ranks(source: Manifest, dp: int = 0, stage: int | None = None) -> None:
-    """Raises UnsupportedCheckpoint if ranks' estimates differ and the target partitions otherwise.
+    """Raises UnsupportedCheckpoint if ranks have estimates, and the target has other partitions.
 
     An estimate is a hyper-parameter that each rank's optimizer computes itself. `dp` and `stage`
     are the target's; `stage` is None for a target without partitions.

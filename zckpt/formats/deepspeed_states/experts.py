@@ -42,8 +42,8 @@ STACKED = re.compile(r"(.+)\.experts\.(w[123])\.(\d+)")
 class ExpertName(Struct, frozen=True):
     """The parts of an expert's tensor name: its layer, its number, and the name within the expert.
 
-    With `is_slice` (AutoEP), the tensor is one expert's slice of a parameter that stacks all
-    experts of a rank.
+    With `is_slice`, the run used AutoEP: the tensor is one expert's slice of a parameter in which a
+    rank stacks all its experts.
     """
 
     layer: str
@@ -64,7 +64,7 @@ class ExpertName(Struct, frozen=True):
 
 
 def expert_name(name: str) -> ExpertName | None:
-    """The parts of a tensor's name; None if the tensor does not belong to an expert."""
+    """Parses the name of an expert's tensor; None if the tensor does not belong to an expert."""
     if match := STACKED.fullmatch(name):
         return ExpertName(match[1], int(match[3]), match[2], is_slice=True)
     match = NAME.fullmatch(name)
@@ -72,7 +72,7 @@ def expert_name(name: str) -> ExpertName | None:
 
 
 def size_in(group: Mapping[str, Any]) -> int | None:
-    """The expert-parallel size in the name of a param group of experts; None for another group."""
+    """The expert-parallel size in the name of a param group: 2 for "ep_size_2"; else None."""
     match = EP_SIZE.fullmatch(str(group.get("name"))) if group.get("moe") else None
     return int(match[1]) if match else None
 
@@ -126,7 +126,7 @@ class ExpertLayers(Struct, frozen=True):
         return None if parts is None else self.layers.get(parts.layer)
 
     def ep_of(self, names: Sequence[str]) -> int:
-        """The expert-parallel size of the param group with these members; 1 for a dense group."""
+        """The expert-parallel size of the param group with these members; 1 without experts."""
         eps = {1 if layer is None else layer.ep for layer in map(self.layer_of, names)}
         assert len(eps) == 1, names
         return eps.pop()
@@ -198,7 +198,10 @@ class ExpertLayers(Struct, frozen=True):
 
 
 def refuse_experts(source: Manifest) -> None:
-    """Raises UnsupportedCheckpoint for experts, which DeepSpeed's converter refuses (0.19.8)."""
+    """Raises UnsupportedCheckpoint if the source has experts.
+
+    DeepSpeed's own converter to universal checkpoints refuses them too (0.19.8).
+    """
     names = [name for name in source.parameters if expert_name(name)]
     if names:
         raise UnsupportedCheckpoint(

@@ -94,7 +94,6 @@ def shares_steps(engine: TargetEngine, source: Manifest) -> bool:
 
 
 def _is_complete(engine: TargetEngine, source: Manifest) -> bool:
-    """Whether the source's groups have all keys, because they were stored by a DeepSpeed engine."""
     stored = source.groups is not None and not are_inferred(source)
     return stored and engine.before is not None
 
@@ -198,8 +197,8 @@ def _needed(engine: TargetEngine, source: Manifest, name: str, adam: str | None)
     """The hyper-parameters that each group of the target needs, with default values.
 
     If the program makes an Adam itself, its class is unknown, so the keys of all classes are
-    included, except `decoupled_weight_decay`: torch's Adam and AdamW differ only in its value, and
-    the universal loader would turn one into the other.
+    included, with one exception: `decoupled_weight_decay`. torch's Adam and AdamW differ only in
+    its value, and the universal loader would turn one into the other.
     """
     needed = dict(known_optimizer(name).defaults)
     if adam is not None:

@@ -149,7 +149,7 @@ def _files(ranks: EngineStates) -> list[TorchFile]:
 
 
 def with_files(manifest: Manifest, files: Iterable[TorchFile]) -> Manifest:
-    """Adds files to those that the manifest is read from; each file only once."""
+    """Adds files to the manifest's list of source files; each file only once."""
     more = [file for file in dict.fromkeys(files) if file.path not in manifest.files.paths]
     return manifest.replace(
         paths=(*manifest.files.paths, *(file.path for file in more)),
@@ -426,9 +426,10 @@ def _named_optimizer(ranks: EngineStates, place: StepPlace) -> str | None:
 
 
 def counters(ranks: EngineStates) -> list[Sighting]:
-    """The counters of the engine and of its scheduler, which are never taken as the true step.
+    """The step counters of the engine and of its scheduler.
 
-    They differ from the optimizer's step after skipped fp16 steps and warm starts.
+    The optimizer's step is the true one. It differs from these counters after skipped fp16 steps
+    and warm starts.
     """
     sightings = steps.counter_sightings("engine", ranks.model, ("global_steps", "skipped_steps"))
     scheduler = ranks.model.get("lr_scheduler")

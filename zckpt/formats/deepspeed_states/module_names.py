@@ -14,7 +14,7 @@ SHAPES = ("frozen_param_shapes", "frozen_param_fragments")
 
 
 def as_in_module(model: dict[str, Any]) -> dict[str, Any]:
-    """Renames the parameters that a model file lists, so that they match its module's weights."""
+    """Renames the parameters that a model file lists to the names in the module's state dict."""
     groups = model.get("param_shapes")
     if not isinstance(module := model.get("module"), dict) or not isinstance(groups, list):
         return model

@@ -50,7 +50,7 @@ class ModuleOverrides(Struct, frozen=True):
     """Names and shapes of every flat buffer."""
 
     def module_of(self, model: Mapping[str, Any]) -> Any:
-        """The module's state dict: this object's, or without one the model file's.
+        """The module's state dict that counts: this object's if it has one, else the model file's.
 
         None if neither has one.
         """
@@ -115,9 +115,9 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def listed_shapes(self) -> Any:
-        """Names and shapes of every flat buffer, from `overrides` or the model file.
+        """Names and shapes of the parameters in every flat buffer, as stated; None if not stated.
 
-        None if neither lists them.
+        They come from `overrides`, else from the model file.
         """
         return (
             self.model.get("param_shapes")
@@ -314,7 +314,10 @@ WRAPPERS = {"FP16_Optimizer": FLAT_MASTERS, "FP16_UnfusedOptimizer": WHOLE_MASTE
 
 
 def wrapper_of(optimizer: Mapping[str, Any]) -> str | None:
-    """The class in `WRAPPERS` that wrote an optimizer's state; None if torch's optimizer did."""
+    """The DeepSpeed class that wrote an optimizer's state; None if torch's optimizer did.
+
+    `WRAPPERS` lists these classes.
+    """
     return next((name for name, key in WRAPPERS.items() if key in optimizer), None)
 
 
@@ -327,7 +330,7 @@ def stated_stage(optimizer: Mapping[str, Any]) -> Any:
 
 
 def stated_config(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Any:
-    """The ds_config in a model file or an optimizer file, or the name of the ds_config's file."""
+    """The ds_config that the files state, or only the name of the ds_config's file."""
     return model.get("ds_config") or optimizer.get("ds_config")
 
 
@@ -354,7 +357,7 @@ def in_user_order(shapes: ParameterShapes, states: EngineStates) -> ParameterSha
 
 
 def open_files(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:
-    """Opens files of torch.save, each path once; files of equal pickles share a parsed value."""
+    """Opens files of torch.save, each path once; files with equal pickles share a parsed value."""
     new = _opened([path for path in paths if path not in parsed.files], parsed)
     parsed.files.update((file.path, file) for file in new)
     return [parsed.files[path] for path in paths]

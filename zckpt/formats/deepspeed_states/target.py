@@ -74,7 +74,7 @@ class TargetBuffer(Struct, frozen=True):
 
 
 def _refuse_grid(source: Manifest) -> None:
-    """Raises UnsupportedCheckpoint for the full model of a run with a pipeline or tensor ranks.
+    """Raises UnsupportedCheckpoint for the joined model of a run with a pipeline or tensor ranks.
 
     The manifest of a single model rank of such a run is accepted (it has a `place`).
     """
@@ -147,10 +147,9 @@ class DeepSpeedTarget:
         return self.mp_rank_of(0)
 
     def mp_rank_of(self, rank: int) -> str:
-        """The model rank in the names of a data rank's files.
+        """The model rank in the names of a data rank's files, such as `mp_rank_00`.
 
-        In file names up to 0.19.5, it is the index of the data rank among the ranks that share its
-        sequence.
+        In file names up to 0.19.5, it is the rank's index among the ranks that share its sequence.
         """
         if self.engine.has_older_names:
             return f"mp_rank_{rank % self.engine.sp:02d}"
@@ -476,7 +475,7 @@ class DeepSpeedTarget:
 
     @cached_property
     def scheduler(self) -> schedulers.Decided:
-        """The state of the scheduler that the engine makes, or that the program passes to it."""
+        """What the files get for the scheduler, which the engine makes or gets from the program."""
         return schedulers.decide(self.source, schedulers.named_in(self.engine.config))
 
     def counts(self, buffer: TargetBuffer) -> bool:

@@ -85,10 +85,10 @@ class ManifestTensors:
         self.enter(name, "param", tensor.dtype, shape, file.fragments(tensor))
 
     def add_frozen(self) -> list[str]:
-        """Adds the frozen parameters; returns the names of those whose values are lost.
+        """Adds the frozen parameters; returns the names of parameters whose values are lost.
 
         In stage 1 (and before 0.9.1 in stage 2), frozen parameters are only in the module. In stage
-        3 they are in fragments, one per rank; before 0.9.1, stage 3 did not save them.
+        3 each rank has a slice of them; before 0.9.1, stage 3 did not save them.
         """
         shapes = self.ranks.frozen_shapes or {}
         fragments = [file.value.get("frozen_param_fragments") or {} for file in self.ranks.models]
@@ -197,7 +197,7 @@ class ManifestTensors:
         return owners
 
     def add_aliases(self) -> list[str]:
-        """Adds second names of tied weights; returns names whose weight was left out of the save.
+        """Records second names of tied weights; returns second names whose weight was not saved.
 
         `exclude_frozen_parameters` leaves out a frozen weight under its first name, but not under
         its second one (0.19.8).

@@ -99,7 +99,7 @@ class MergedStates:
         )
 
     def _equal_on_all_ranks(self) -> dict[str, Any]:
-        """The buffers and uncut frozen weights, by name, that are equal on all model ranks."""
+        """The module's buffers and frozen weights that are equal on all model ranks, by name."""
         modules = [m for top in self.tops if isinstance(m := top.get("module"), dict)]
         if len(modules) < max(len(self.tops), 2):
             return {}
@@ -165,9 +165,9 @@ class MergedStates:
         return merged
 
     def group_of(self, place: int) -> int:
-        """The number of the parameter group that contains sub-group `place` of stage 3.
+        """The number of the param group that contains sub-group `place` of stage 3.
 
-        In stages 1 and 2, `place` is the group's number already, and is returned.
+        In stages 1 and 2, `place` already is the group's number.
         """
         if self.states.partitioned:
             groups = self.states.bases[0]["param_groups"]

@@ -43,9 +43,9 @@ from .slicing import cuts_of
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
-    """The manifest of a universal directory, or of the latest one in a run's directory.
+    """Reads a universal directory, or the latest one in a run's directory.
 
-    Different groups may have different steps. Steps that differ within a group are an error, unless
+    Groups may have different steps. Within a group, different steps are an error, unless
     `reading.step_policy` chooses one. Raises NotACheckpoint, IncompleteCheckpoint (no zero/, no
     fp32.pt of a parameter), InconsistentCheckpoint (shapes or steps that differ),
     CorruptCheckpoint, UnsupportedCheckpoint (MoE).
@@ -64,7 +64,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def is_of_optimizer(file: str) -> bool:
-    """Whether a file below zero/ has an optimizer state; fp32.pt has the weight itself."""
+    """Whether a file below zero/ has an optimizer state; only fp32.pt has none."""
     folder, name = os.path.split(file)
     return os.path.basename(os.path.dirname(folder)) == ZERO and name != f"{MASTER}.pt"
 

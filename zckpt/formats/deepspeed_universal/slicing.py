@@ -63,7 +63,7 @@ def keeps_padding(target: DeepSpeedTarget, name: str, info: SliceInfo | None) ->
 
 
 def stated_patterns(source: Manifest) -> Mapping[str, Any]:
-    """The `universal_checkpoint_info` from the user's program or AutoTP; empty without it."""
+    """The `universal_checkpoint_info` in the client state; empty if there is none."""
     client_state = source.state.get("client_state") or {}
     info = client_state.get(INFO)
     return info if isinstance(info, dict) else {}

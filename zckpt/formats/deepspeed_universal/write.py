@@ -58,10 +58,10 @@ SliceInfos = Mapping[str, SliceInfo | None]
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """The files of a directory that the engine loads at any data-parallel size.
+    """Lays out a directory that the engine loads with any grid (tp, pp, dp).
 
-    Source and target may have any grid (tp, pp, dp): tensors are full, and all model ranks read the
-    single model file. What the files contain depends on the target's ZeRO stage.
+    Tensors are full, and all model ranks read the single model file. What the files contain depends
+    on the target's ZeRO stage.
 
     Raises before anything is written, with the errors of deepspeed/write.py. Also raises
     UnsupportedCheckpoint for a source that the engine's loader cannot load: numbers per parameter
@@ -155,7 +155,6 @@ def _check_names(target: DeepSpeedTarget) -> None:
 
 
 def _check_loader(target: DeepSpeedTarget) -> None:
-    """Raises UnsupportedCheckpoint for states that `load_universal` cannot load (0.19.8)."""
     numbers = sorted({key for buffer in target.buffers for key in buffer.scalars})
     if numbers:
         raise UnsupportedCheckpoint(
@@ -257,7 +256,6 @@ def _warnings_of_layout(target: DeepSpeedTarget, infos: SliceInfos) -> list[Noti
 
 
 def _warnings_of_grid(source: Manifest, target: DeepSpeedTarget) -> list[Notice]:
-    """Warnings about grids that the engine's loader does not support (0.19.8)."""
     warnings = []
     pp, tp = source.run.origin.pp or 1, source.run.origin.tp or 1
     if pp > 1 and any(group != target.groups[0] for group in target.groups):

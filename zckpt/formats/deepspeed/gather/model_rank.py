@@ -107,7 +107,7 @@ class ModelRank:
             yield from _whole_optimizers(self.models[0], self.of_ep_ranks or self.models)
 
     def param_shapes(self) -> list[Shapes]:
-        """The parameters of every flat group; raises MissingData if no file lists them."""
+        """Names and shapes of the parameters in every flat group; raises if no file lists them."""
         if (groups := self._stated()) is None:  # a bf16 pipeline without ZeRO (0.19.8)
             raise MissingData(
                 "proof-unsupported",
@@ -119,10 +119,10 @@ class ModelRank:
         return groups
 
     def _stated(self) -> list[Shapes] | None:
-        """The listed parameters of every flat group; None if no file lists them, as in stage 0.
+        """Names and shapes of the parameters in every flat group; None if no file lists them.
 
-        Before 0.6.0 the optimizer files have the list, not the model file. Before 0.5.4 one
-        dictionary lists the parameters of all groups.
+        Stage 0 has no such list. Before 0.6.0 the optimizer files have it, not the model file.
+        Before 0.5.4 one dictionary lists the parameters of all groups.
         """
         places = (self.model, *self.states[:1], *(file.value for file in self.optimizers[:1]))
         lists = (place["param_shapes"] for place in places if place.get("param_shapes"))

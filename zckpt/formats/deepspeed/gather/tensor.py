@@ -170,7 +170,7 @@ def _by_view(
 
 
 def _by_map(about: Mapping[str, Any], name: str, shapes: Shapes) -> Cut:
-    """The cut that an affine map states: offsets and strides of each rank's pieces (affine.py)."""
+    """The cut that an affine map states (affine.py): where each rank's pieces are in the tensor."""
     shape = tuple(about["logical_shape"])
     steps = _strides(shape)
     boxes: dict[Any, list[list[Piece]]] = {}
@@ -207,7 +207,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
 def _row_major(
     rank: int, offsets: tuple[int, ...], sizes: tuple[int, ...], first: int, strides: Sequence[int]
 ) -> Iterator[Piece]:
-    """Splits a block of a rank's slice into pieces whose elements are contiguous; yields them."""
+    """Splits a block of a rank's slice into pieces whose elements are contiguous."""
     axes = zip(sizes, strides, _strides(sizes), strict=True)
     gaps = [axis for axis, (size, stride, step) in enumerate(axes) if size > 1 and stride != step]
     outer = gaps[-1] + 1 if gaps else 0

@@ -58,7 +58,7 @@ SAMPLE = 1 << 14  # elements that are compared with masters to recognize a tied 
 def joined_stages(
     stages: Sequence[Manifest], files: Mapping[int, TorchFile], step_policy: str | None
 ) -> Manifest:
-    """Joins the stages of one tensor rank and the files of its layers into the full model.
+    """Joins the pipeline stages of one tensor rank, and the files of its layers.
 
     `files` are the layer files by number. Raises IncompleteCheckpoint if a layer's file is missing,
     InconsistentCheckpoint if stages or shapes contradict each other.
@@ -317,7 +317,7 @@ def _begins_as(weight: Entry, master: Entry) -> bool:
 
 
 def _stands_in(entry: Entry) -> bool:
-    """Whether some bytes of the tensor are read from another rank's file, as its own is lost."""
+    """Whether some bytes of the tensor come from another rank's file, because a file is lost."""
     return any(sources.is_stand_in(fragment.extent.file) for fragment in entry.fragments)
 
 

@@ -39,10 +39,10 @@ def is_cut(pp: int, options: Options) -> bool:
 
 
 def bounds_of(model: Manifest, pipeline: Pipeline, options: Options) -> tuple[int, ...]:
-    """The first layer of each stage, followed by the number of all layers.
+    """The bounds of the target's stages: the first layer of each, then the number of all layers.
 
-    Raises WrongOption if the options do not fit the source's `pipeline`, or do not determine the
-    bounds.
+    (0, 5, 9) means two stages with the layers 0 to 4 and 5 to 8. Raises WrongOption if the options
+    do not fit the source's `pipeline`, or do not determine the bounds.
     """
     bounds, method = options[PP_BOUNDS], options[PP_PARTITION]
     layers, stages = pipeline.layers, options[PP] or len(pipeline.parameters)
@@ -151,9 +151,9 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _weights(model: Manifest, pipeline: Pipeline, files: str) -> list[int]:
-    """The number of trained elements in each layer; a tied layer counts at each of its uses.
+    """The number of trained elements in each layer, by which stages are balanced.
 
-    Raises WrongOption if no file shows all layers that use a tied layer.
+    A tied layer counts at each of its uses. Raises WrongOption if no file shows all these uses.
     """
     uses = uses_of_files(pipeline)
     hidden = sorted(key for key in of_tied(model.parameters) if len(uses.get(key, ())) < 2)

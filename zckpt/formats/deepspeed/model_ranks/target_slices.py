@@ -192,11 +192,8 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
 
 
 def _vocabularies(source: Manifest) -> dict[str, Vocabulary]:
-    """The numbers of padded and used rows of each vocabulary parameter of the source, by name.
-
-    Parameters that the user has renamed are left out.
-    """
     facts = _facts(source).vocabularies
+    # without parameters that the user has renamed
     return {name: about for name, about in facts.items() if name in source.parameters}
 
 
@@ -214,10 +211,10 @@ def is_auto(source: Manifest) -> bool:
 
 
 def auto_of(source: Manifest) -> AutoTP:
-    """AutoTP's shares for the source's model: how much of each parameter a tensor rank gets.
+    """How much of each parameter a tensor rank gets with AutoTP, DeepSpeed's automatic slicing.
 
-    The shares depend on the number of key-value heads, which config.json beside the source states.
-    Without that file, the number follows from uneven shares in the source.
+    It depends on the number of key-value heads, which config.json beside the source states. Without
+    that file, the number is inferred from uneven shares in the source.
     """
     heads = heads_in(json_of(files_to_load_by(source.files.siblings), CONFIG))
     if heads is None:

@@ -61,7 +61,7 @@ def recut(
 
 
 def layers_of_names(model: Manifest, options: Options) -> list[int]:
-    """The sorted numbers of a pipeline's layers, with which the names of its parameters begin.
+    """The sorted layer numbers in the names of a pipeline's parameters: 3 for "3.fc.weight".
 
     Used with experts, where no layer files exist. Raises WrongOption if the user gives a pipeline
     option, but the names have no such numbers.

@@ -29,9 +29,10 @@ OWN_INFO = {"universal_checkpoint_version", "expert_parameter_patterns", "ds_aut
 
 
 def with_slices(ranks: EngineStates) -> EngineStates:
-    """The ranks' states, with one parameter per expert instead of each stacked parameter.
+    """The ranks' states, in which every expert has its own parameters.
 
-    Raises UnsupportedCheckpoint (stage 3, AutoTP together with AutoEP, an order of experts or of
+    They replace AutoEP's parameters, each of which stacks the experts of a rank. Raises
+    UnsupportedCheckpoint (stage 3, AutoTP together with AutoEP, an order of experts or of
     parameters that zckpt does not read) and InconsistentCheckpoint.
     """
     model, directory = ranks.model, ranks.directory

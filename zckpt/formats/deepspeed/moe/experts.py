@@ -182,9 +182,9 @@ def _layer(files: Sequence[TorchFile]) -> LayerFiles:
 
 
 def named_of(ranks: EngineStates) -> tuple[str, ...]:
-    """All names that rank 0's files list: parameters, frozen parameters and buffers.
+    """All names in rank 0's files: parameters, frozen parameters and buffers.
 
-    Experts are numbered as on rank 0, from 0.
+    Rank 0's experts are numbered from 0.
     """
     return tuple(chain(*ranks.param_shapes(), ranks.frozen_shapes or (), ranks.buffer_names))
 
@@ -321,8 +321,8 @@ class Experts(Struct, frozen=True):
     def fit(self) -> bool:
         """Whether the experts' masters round to their weights, if `places` is right.
 
-        `places` states which rank has which experts. False means that ranks have others. Only the
-        first masters in each flat buffer of experts are compared.
+        `places` states which rank has which experts. False means that ranks have other experts.
+        Only the first masters in each flat buffer of experts are compared.
         """
         tensors, names = ManifestTensors(self.whole), list[str]()
         try:
@@ -390,7 +390,7 @@ class Experts(Struct, frozen=True):
 
 
 def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | None) -> Manifest:
-    """The manifest of one model rank with experts.
+    """Reads one model rank of a run with experts; returns its manifest.
 
     Raises UnsupportedCheckpoint (AutoEP, elastic files, experts that are spread over tensor ranks,
     an unknown order of ranks), IncompleteCheckpoint and InconsistentCheckpoint.
@@ -475,7 +475,7 @@ def _with_one_step(buffers: Sequence[FlatBuffer], policy: str | None) -> list[Fl
 
 
 def expert_files(target: DeepSpeedTarget) -> Iterator[Shell]:
-    """Yields one file for each expert of each layer of the target."""
+    """Yields the shell (the file without tensors' bytes) of each expert's file."""
     named = ((name, expert_name(name)) for name in target.module_names)
     members = by_key(((parts.layer, parts.number), name) for name, parts in named if parts)
     for number, layer in enumerate(target.experts.listed):

@@ -149,7 +149,7 @@ def by_file(asked: Nameless) -> Named | None:
 
 
 def by_user(asked: Nameless) -> Named | None:
-    """The names that the user gives; None if the user gives none.
+    """The names that the user gives with --param-names; None without that option.
 
     Raises WrongOption if a master rounds to the weight of another name.
     """
@@ -276,9 +276,9 @@ def check_rounding(
 
 
 def by_views(asked: Nameless) -> Named | None:
-    """Finds the names of flat masters, whose groups have one buffer with all 16-bit weights.
+    """Finds the names in flat masters by the module's 16-bit weights, as views of one buffer.
 
-    FP16_Optimizer makes the module's weights views of this buffer, and saves them as such. The
+    FP16_Optimizer makes the weights of a group views of one buffer, and saves them as such. The
     buffer's bytes equal the rounded flat master. None if masters are not flat. Raises MissingData
     if the weights are no longer such views, because another program has saved the file again.
     """
@@ -311,7 +311,7 @@ def _filled(views: Sequence[Tensor]) -> Tensor | None:
 
 
 def by_bytes(asked: Nameless) -> Named | None:
-    """Names found by bytes: each master, rounded, has the bytes of its weight.
+    """Finds names by bytes: a master, rounded, has the bytes of its weight.
 
     None if the optimizer has no masters. Raises MissingData for a master that rounds to no weight,
     or to weights of several types.
@@ -370,7 +370,10 @@ def _piece(flat: TensorInFile, start: int, shape: Shape) -> TensorInFile:
 
 
 def by_shapes(asked: Nameless) -> Named:
-    """Names for torch's own optimizer: each state has the shape of exactly one weight."""
+    """Finds names by shape: an optimizer state has the shape of exactly one weight.
+
+    For torch's own optimizer, which has no masters.
+    """
     trained = [[number.shape for number in own if not number.is_frozen] for own in asked.groups]
     matched = _matched(asked, trained, shapes_of(asked.weights), "shape")
     return Named(_with_frozen(asked.groups, matched.members), matched.inferred)

@@ -110,7 +110,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def misfit(where: str, expected: str, actual: object) -> InconsistentCheckpoint:
-    """The error for a group that has another number of parameters or elements than expected.
+    """The error for a group with an unexpected number of parameters or elements.
 
     `where` names the group and its file.
     """

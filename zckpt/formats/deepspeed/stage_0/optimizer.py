@@ -105,7 +105,7 @@ def open_whole(directory: TagDirectory, files: RankFiles, reading: Reading) -> W
 
 
 def states_of(directory: TagDirectory, files: RankFiles, *, is_stage: bool = False) -> EngineStates:
-    """The opened states of a model file that also has the optimizer.
+    """Opens a model file that also has the optimizer (stage 0).
 
     With `is_stage` (of a pipeline), the file may have no module: the weights are in files of
     layers. Raises IncompleteCheckpoint if the file has no optimizer, CorruptCheckpoint if the
@@ -224,9 +224,9 @@ def _named_numbers(whole: WholeOptimizer) -> Iterator[Number]:
 
 
 def _slot(number: Number, file: TorchFile, name: str, tensor: Tensor) -> BufferSlot:
-    """Turns one tensor of the optimizer's state into the `BufferSlot` `name` of its parameters.
+    """Splits one tensor of the optimizer's state by parameter; `name` is the state's name.
 
-    A flat tensor is divided among the parameters of its group.
+    A flat tensor has several parameters, any other tensor only one.
     """
     if [*number.shapes.values()] == [tensor.shape]:
         return BufferSlot(name, tensor.dtype, {number.first: file.fragments(tensor)})
@@ -293,9 +293,9 @@ def _is_slot(number: Number, key: Any, value: Any) -> bool:
 
 
 def manifest_of_whole(whole: WholeOptimizer, step_policy: str | None) -> Manifest:
-    """The manifest of a model file with its optimizer.
+    """Builds the manifest of a model file that also has the optimizer.
 
-    A warning lists the parameters that were named by the module's order alone.
+    A warning lists the parameters that were named only by the module's order.
     """
     states, buffers = whole.states, kept(whole, step_policy)
     manifest = manifest_of(states, buffers, "deepspeed", states.config, states.module_dtype)

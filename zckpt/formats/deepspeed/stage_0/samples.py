@@ -69,7 +69,7 @@ def labels(
 
 
 def alike(tensors: Mapping[K, Mapping[str, TensorInFile]]) -> list[list[K]]:
-    """Groups the keys whose tensors have the same names and, for each name, equal bytes."""
+    """Groups the keys whose tensors are equal: the same names, and equal bytes for each name."""
     places = [(key, name) for key, own in tensors.items() for name in own]
     every = [tensors[key][name] for key, name in places]
     named = zip(places, labels(every, every)[0], strict=True)

@@ -35,9 +35,9 @@ JOIN = ". Do it on one rank of each stage, and join the files in the order of th
 
 
 class WholeStages(Struct, frozen=True):
-    """The opened optimizers of all stages, and which layer files store a tied layer.
+    """The opened optimizers of all stages, and which layer files belong to a tied layer.
 
-    `tied` maps the number of such a file to the layer's key.
+    `tied` maps the number of such a file to the layer's key: {0: "embed", 8: "embed"}.
     """
 
     wholes: Sequence[WholeOptimizer]
@@ -51,11 +51,12 @@ def open_stages(
     reading: Reading,
     tied: Mapping[int, str] | None,
 ) -> WholeStages:
-    """The optimizers of one tensor rank's stages; `layers` are the files of its layers.
+    """Opens the optimizers of one tensor rank's pipeline stages.
 
-    `tied` maps numbers of files to keys of tied layers, if these are already known. Raises
-    MissingData if nothing shows the names of the optimizers' parameters, WrongOption for names that
-    do not fit, UnsupportedCheckpoint if several layers may be a tied one.
+    `layers` are its layer files. `tied` maps numbers of files to keys of tied layers, if these are
+    already known. Raises MissingData if nothing shows the names of the optimizers' parameters,
+    WrongOption for names that do not fit, UnsupportedCheckpoint if several layers may be a tied
+    one.
     """
     states = [states_of(directory, each, is_stage=True) for each in files]
     has_masters = any(wrapper_of(each.first) is not None for each in states)
@@ -97,9 +98,9 @@ def open_stages(
 def _stated_shapes(
     states: Sequence[EngineStates], param_names: Sequence[str] | None
 ) -> dict[str, Shape | None]:
-    """The names that the user or a file written by zckpt states, each with its shape.
+    """The parameter names from the user or from a file that zckpt wrote, with shapes.
 
-    The shape is None if nothing shows it.
+    A shape is None if nothing shows it.
     """
     if all(each.listed_shapes for each in states):
         return dict(chain(*(own.items() for each in states for own in each.param_shapes())))
