@@ -148,7 +148,7 @@ class ExpertLayers(Struct, frozen=True):
         return parts is None or layer is None or parts.number // layer.local == of_layer[layer.name]
 
     def on_first(self, names: Sequence[str]) -> list[str]:
-        """The names among `names` of tensors that ep rank 0 has.
+        """Selects the tensors that ep rank 0 has: all but the experts of other ep ranks.
 
         On that rank, they have the same names as in the full model.
         """

@@ -140,10 +140,10 @@ class _Layers:
     # -- tied layers
 
     def _keys_by_shape(self) -> dict[int, list[str]]:
-        """Maps each file that may belong to a tied layer to the keys of tied layers of its shapes.
+        """Maps each layer file that may belong to a tied layer to the keys of fitting tied layers.
 
-        A file does not belong to a tied layer if a parameter or buffer is named "{file's
-        number}.{name in the file}".
+        A tied layer fits if its parameters have the shapes in the file. A file does not belong to a
+        tied layer if a parameter or buffer is named "{file's number}.{name in the file}".
         """
         wanted, all_names = of_tied(self.shapes), {*self.shapes, *self.buffers}
         alike: dict[int, list[str]] = {}

@@ -193,5 +193,5 @@ def copies(manifest: Manifest, replicas: str | None) -> list[Replicas]:
 
 
 def _has_whole_experts(manifest: Manifest) -> bool:
-    """Whether every ep rank has a copy of all dense parameters: experts without ZeRO (stage 0)."""
+    """Whether the run had experts and no ZeRO: then every ep rank has all dense parameters."""
     return manifest.run.origin.zero_stage == 0 and bool(layers_of(manifest.run.engine))

@@ -73,7 +73,7 @@ def over_ranks(source: Manifest, options: Options) -> Manifest:
 def _check_sizes(layers: ExpertLayers, ep: int | None, given: int | None, before: int) -> None:
     """Raises WrongOption unless the target's ranks can share the experts evenly.
 
-    The number of ranks is `given` (the user's --dp), or without that `before`, the source's.
+    The number of ranks is `given` (the user's --dp); without --dp it is `before` (the source's).
     """
     dp, sizes = given or before, listed(layers.sizes)
     if ep is not None and len(layers.sizes) > 1:

@@ -386,8 +386,8 @@ def of_stages(asked: Sequence[Nameless]) -> list[Named] | None:
     """The names in the optimizers of a pipeline, found as if its stages were one optimizer.
 
     In each group, the parameters of all stages are put one after another, in the order of the
-    layers. None if the shapes are ambiguous, or if two layers have equal weights, since they may be
-    copies of one tied layer.
+    layers. None if the shapes are ambiguous, or if two layers have equal weights, since these may
+    be copies of one tied layer.
     """
     counts = {len(each.groups) for each in asked}
     if len(asked) == 1 or len(counts) > 1 or any(each.flats for each in asked):
