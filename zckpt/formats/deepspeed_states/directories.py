@@ -84,9 +84,10 @@ class TagDirectory(Struct, frozen=True):
 class TagKind(Struct, frozen=True):
     """One of two kinds of tag directories: of a run, or of DeepSpeed's universal checkpoints.
 
-    what      the kind's name in errors pointer   the file that names the current tag: "latest" or
-    "latest_universal" holds     tells whether a folder has a checkpoint of this kind tags
-    lists the tags in a run directory
+    what      the kind's name in errors
+    pointer   the file that names the current tag: "latest" or "latest_universal"
+    holds     tells whether a folder has a checkpoint of this kind
+    tags      lists the tags in a run directory
     """
 
     what: str

@@ -24,7 +24,8 @@ class ManifestTensors:
     """Collects the tensors of a manifest from opened files.
 
     entries      the place of each tensor in files, by (name, slot): ("fc.weight", "exp_avg")
-    replicas     further copies of these tensors parameters   trained and frozen parameters by name
+    replicas     further copies of these tensors
+    parameters   trained and frozen parameters by name
     numbers      records of optimizer states that are a single number
     """
 
