@@ -173,12 +173,12 @@ class TargetEngine:
         return int(self.number(SUB_GROUP_SIZE, "zero_optimization", "sub_group_size"))
 
     def _stage(self, source: Manifest, config: Mapping[str, Any]) -> int:
-        """The target's ZeRO stage, from the first of these sources that states one.
+        """The target's ZeRO stage, from the first of these that states one; else 2.
 
-        1. The user's option --stage. 2. The user's ds_config. 3. The source's files. They come
-        before the next source because the source's ds_config may state    0 although its files are
-        BF16_Optimizer's. If another engine wrote the source, its stage 0    means nothing and is
-        ignored. 4. The source's ds_config. 5. The default, stage 2.
+        --stage              the user's option
+        --ds-config          the user's ds_config
+        source's files       except stage 0 of another engine's files, which means nothing
+        source's ds_config   last, as it may state 0 although the files are BF16_Optimizer's
         """
         stage_in_config = nested(config, "zero_optimization", "stage")
         chosen = self.options[STAGE]
