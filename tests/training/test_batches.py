@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import zckpt
-from zckpt.resume.fitting import batch
+from zckpt.judging.loads import batch_changes
 from zckpt.training import batches
 
 from ..conftest import EXAMPLE, ROOT, Result
@@ -67,8 +67,8 @@ def test_from_deepspeed_to_fsdp(
 )
 def test_the_next_run_of_deepspeed(words: dict[str, Any], said: list[str]) -> None:
     """The example states 6 samples for each of 4 ranks, and no global batch."""
-    assert [line.message for line in batch(zckpt.read(EXAMPLE), words, ())] == said
-    assert batch(zckpt.read(EXAMPLE), words, [{"code": "batch-size-changes"}]) == []
+    assert [line.message for line in batch_changes(zckpt.read(EXAMPLE), words, ())] == said
+    assert batch_changes(zckpt.read(EXAMPLE), words, [{"code": "batch-size-changes"}]) == []
 
 
 @pytest.mark.parametrize(("ranks", "times"), [(4, None), (8, "1/2 of"), (2, "2 times")])

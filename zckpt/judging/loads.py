@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from .. import formats
+from ..core.checkpoint.facts import FlatBufferEngine
 from ..core.checkpoint.manifest import Manifest
 from ..core.grouping import by_key
 from ..errors import Notice, counted, listed, problem, warning
 from ..formats.options import Keywords, options_of
+from ..training import batches
 
 WAY_TO_GROUPS = "reshard --groups-from RUN writes the program's groups and hyper-parameters"
 OF_TARGETS = Keywords.__annotations__
@@ -39,6 +43,28 @@ def missing_of(manifest: Manifest, to: str, words: Mapping[str, Any]) -> list[No
     """
     find = formats.named(to).functions.missing
     return find(manifest, options_of(of_target(words))) if find else []
+
+
+def batch_changes(
+    manifest: Manifest, words: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]
+) -> list[Notice]:
+    """A warning that says how to keep the global batch, if the number of ranks changes.
+
+    The list is empty if one of `lines`, the report's notices so far, warns of this already.
+    """
+    ranks, origin, engine = words["dp"], manifest.run.origin, manifest.run.engine
+    of_zero = manifest.format in ("deepspeed", "onnxruntime")  # other formats state no size
+    is_told = any(line["code"] == batches.CHANGES for line in lines)
+    if not of_zero or origin.dp in (None, ranks) or is_told:
+        return []
+    found = batches.Batch(None, batches.OF_ANY)
+    if manifest.format == "deepspeed" and isinstance(engine, FlatBufferEngine):
+        found = batches.in_config(manifest, words.get("config") or engine.config)
+    if found.total is None:
+        found = replace(found, total=batches.global_batch(manifest))
+    if found.micro is None:  # DeepSpeed computes it, but the program's data loader may not
+        found = replace(found, accumulation=None)
+    return batches.changes(found, manifest, ranks, words.get("sp") or origin.sequence_ranks(ranks))
 
 
 def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from .. import formats
-from ..core.checkpoint.facts import FlatBufferEngine
 from ..core.checkpoint.manifest import Manifest
 from ..errors import (
     Notice,
@@ -23,7 +21,6 @@ from ..errors import (
 from ..formats.options import OF_CONVERSIONS, options_of, without_use
 from ..formats.reading import SourceKeywords
 from ..judging.loads import OF_TARGETS, of_target
-from ..training import batches
 from .runs import Candidate
 
 Words = dict[str, Any]
@@ -173,26 +170,3 @@ def name_for(name: str, words: Mapping[str, Any]) -> str:
     """The name of a resharded copy of the checkpoint `name`, such as checkpoint-500-dp16."""
     parts = [f"{IN_NAMES[word]}{size}" for word, size in sizes_of(words).items()]
     return "-".join([name.replace("/", "-"), *parts])
-
-
-def batch(
-    manifest: Manifest, words: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]
-) -> list[Notice]:
-    """A warning that says how to keep the global batch, if the number of ranks changes.
-
-    The list is empty if that number stays, or if one of `lines`, the report's notices so far,
-    already warns of this.
-    """
-    ranks, origin, engine = words["dp"], manifest.run.origin, manifest.run.engine
-    of_zero = manifest.format in ("deepspeed", "onnxruntime")  # other formats state no size
-    is_told = any(line["code"] == batches.CHANGES for line in lines)
-    if not of_zero or origin.dp in (None, ranks) or is_told:
-        return []
-    found = batches.Batch(None, batches.OF_ANY)
-    if manifest.format == "deepspeed" and isinstance(engine, FlatBufferEngine):
-        found = batches.in_config(manifest, words.get("config") or engine.config)
-    if found.total is None:
-        found = replace(found, total=batches.global_batch(manifest))
-    if found.micro is None:  # DeepSpeed computes it, but the program's data loader may not
-        found = replace(found, accumulation=None)
-    return batches.changes(found, manifest, ranks, words.get("sp") or origin.sequence_ranks(ranks))

@@ -41,10 +41,10 @@ from ..errors import (
 )
 from ..formats.numbered import name_of
 from ..judging import verdict
-from ..judging.loads import missing_of, obstacles
+from ..judging.loads import batch_changes, missing_of, obstacles
 from ..processes.ranks import Ranks, Told
 from . import cache, names
-from .fitting import Asked, Words, batch, conversion, name_for, sizes_of, to_load
+from .fitting import Asked, Words, conversion, name_for, sizes_of, to_load
 from .runs import Candidate, alone, candidates, damage, judged
 
 READING = (
@@ -301,7 +301,9 @@ class Resuming(Struct, dict=True):
         if not differences:
             say = to_load(candidate, manifest)
             told = [warning("program-must-set", say)] if say else []
-            return plan | {"lines": said([*told, *missing, *batch(manifest, words, ()), *unsure])}
+            return plan | {
+                "lines": said([*told, *missing, *batch_changes(manifest, words, ()), *unsure])
+            }
         if not self.copy:
             names.refuse_engine(candidate.where, str(manifest.run.origin.format))
         more = conversion(manifest, manifest.format, words).words
@@ -309,7 +311,7 @@ class Resuming(Struct, dict=True):
         plan["inside"], more = numbered, {**more, "as_run": True} if numbered else more
         name = name_for(candidate.name, words)
         place = self._place(candidate, name if self.copy else f"{name}-names", more)
-        changes = said([*missing, *batch(manifest, words, place["lines"])])
+        changes = said([*missing, *batch_changes(manifest, words, place["lines"])])
         return {**plan, **place, "words": more, "lines": [*changes, *place["lines"]]}
 
     def _place(self, candidate: Candidate, name: str, words: Words) -> Words:

@@ -107,7 +107,8 @@ def in_config(source: Manifest, config: Mapping[str, Any]) -> Batch:
     If the Trainer writes only the size per rank into the ds_config, `total` is computed from the
     source's number of ranks.
     """
-    total, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
+    total: Any = config.get("train_batch_size")
+    micro: Any = config.get("train_micro_batch_size_per_gpu")
     accumulation = config.get("gradient_accumulation_steps", 1)
     names = OF_TRAINER if is_of_trainer(source) else OF_DEEPSPEED
     micro = micro if is_count(micro) else None

@@ -24,7 +24,7 @@ from zckpt.errors import (
 )
 from zckpt.formats.deepspeed_states.engine import TargetEngine
 from zckpt.formats.options import options_of
-from zckpt.resume.fitting import batch
+from zckpt.judging.loads import batch_changes
 
 from ...conftest import texts
 from ...engines import deepspeed
@@ -293,7 +293,9 @@ def test_batches_of_the_next_run(tmp_path: Path) -> None:
         said = [line for line in texts(report["warnings"]) if "global batch" in line]
         word = f"set train_micro_batch_size_per_gpu={micro} to keep a global batch of 12"
         assert said == ([] if micro is None else [word])
-        resumed = [line.message for line in batch(zckpt.read(run), {"dp": dp, "sp": sp}, ())]
+        resumed = [
+            line.message for line in batch_changes(zckpt.read(run), {"dp": dp, "sp": sp}, ())
+        ]
         assert resumed == said
     report = zckpt.reshard(run, tmp_path / "out", dp=10, dry_run=True)
     word = "a global batch of 12 cannot be divided among 10 ranks, of which 2 share a sequence"
