@@ -57,14 +57,15 @@ def batch_changes(
     is_told = any(line["code"] == batches.CHANGES for line in lines)
     if not of_zero or origin.dp in (None, ranks) or is_told:
         return []
-    found = batches.Batch(None, batches.OF_ANY)
+    found, sp = batches.Batch(None, batches.OF_ANY), origin.sequence_ranks(ranks)
     if manifest.format == "deepspeed" and isinstance(engine, FlatBufferEngine):
         found = batches.in_config(manifest, words.get("config") or engine.config)
+        sp = words.get("sp") or sp
     if found.total is None:
         found = replace(found, total=batches.global_batch(manifest))
     if found.micro is None:  # DeepSpeed computes it, but the program's data loader may not
         found = replace(found, accumulation=None)
-    return batches.changes(found, manifest, ranks, words.get("sp") or origin.sequence_ranks(ranks))
+    return batches.changes(found, manifest, ranks, sp)
 
 
 def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:
