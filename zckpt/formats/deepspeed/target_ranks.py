@@ -158,10 +158,11 @@ def target_ranks(source: Manifest, options: Options) -> TargetRanks:
 
 
 def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
-    """Raises WrongOption for options that cannot be used while model ranks are written one by one.
+    """Raises WrongOption for options that cannot be used if the model ranks are not joined.
 
-    Such options would change the files of layers, which are copied unchanged, or need the full
-    model, which is not built in this case.
+    If only the data-parallel size changes, pipeline stages and tensor ranks are written one by one,
+    and files of layers are copied unchanged. Such options would change these files, or the joined
+    model.
     """
     for option, _ in options.given:
         is_known = option.name in OF_LAYERS

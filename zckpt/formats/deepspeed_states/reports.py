@@ -32,7 +32,7 @@ def of_config(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def of_assumed(target: DeepSpeedTarget) -> list[Notice]:
-    """A warning that lists the hyper-parameters that zckpt had to assume; none if it had not to."""
+    """A warning that lists the hyper-parameters that zckpt had to assume; empty without any."""
     if not target.assumed:
         return []
     values = ", ".join(
