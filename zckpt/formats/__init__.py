@@ -3,22 +3,22 @@
     format.py      the record that describes a format and its functions
     reading.py     the user's options for reading a checkpoint
     paths.py       URLs, packed files and ~ that are given instead of a folder
-    options.py     the options of all formats
-    template.py    matches a source's parameters with the run of --like
+    options.py     the command-line options of all formats, merged
+    template.py    `--like RUN`: puts a source's values under the names of an existing run
     vocabulary.py  adds and removes vocabulary rows of embeddings for a target
     ranks.py       checks that no rank's file is missing
-    numbered.py    checkpoints inside of a numbered folder
+    numbered.py    checkpoints inside of a numbered folder, such as step3/actor
     groups.py      the parameter groups that a target's optimizer expects
     schedulers.py  where a program keeps its scheduler's state
     order.py       the order in which checkpoints were saved
     extra_states.py  optimizer state that belongs to no parameter
     weights_alone.py  reads the weights of a checkpoint whose optimizer state is unreadable
     nearby.py      searches for a file that a checkpoint lacks
-    private.py     display names of state that only one format can store
+    private.py     short names, for reports, of state that only Megatron-Core can store
     zero.py        the arithmetic of ZeRO partitions
 
-Each folder is one format, except `statedict` and `deepspeed_states`: formats of one family share
-these two.
+Each folder is one format. Two folders are shared by several formats: `statedict` and
+`deepspeed_states`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ OTHER_WORDS = {
 
 
 def named(name: str) -> Format:
-    """The format with this name; raises WrongOption if there is none."""
+    """Returns the format called `name`, such as "deepspeed"; raises WrongOption for others."""
     for item in FORMATS:
         if item.name == name:
             return item
@@ -102,47 +102,50 @@ def named(name: str) -> Format:
 
 
 def engine_objects() -> frozenset[str]:
-    """The classes and functions that the engines of all formats put into their own pickles."""
+    """Names of all classes and functions that the supported engines put into their own pickles."""
     return frozenset().union(*(item.objects or () for item in FORMATS))
 
 
 def other_objects(manifest: Manifest) -> list[str]:
-    """Classes and functions that a checkpoint's pickles name and that no engine needs."""
+    """Names of classes and functions in a checkpoint's pickles that no supported engine defines."""
     return objects.others_of(manifest, engine_objects())
 
 
 def trainers_counters(manifest: Manifest) -> list[Sighting]:
-    """The counters in files that a trainer put beside a checkpoint, whatever its format.
+    """The step counters in a trainer's own files beside a checkpoint, such as trainer_state.json.
 
-    Raises OSError.
+    Raises OSError if a file cannot be read.
     """
     return trainers_steps.sightings(manifest, number_in)
 
 
 def of(manifest: Manifest) -> Format | None:
-    """The format that made a manifest's files.
+    """Returns the format from which a manifest was read.
 
-    None for the manifest of a proof file, which no format made.
+    None for a proof file, which has the checksums of a checkpoint instead of its files.
     """
     return next((item for item in FORMATS if item.name == manifest.format), None)
 
 
 def is_of_trainer(path: str) -> bool:
-    """Whether `path` is a folder with files of a trainer program."""
+    """Whether the folder `path` contains files of a trainer, such as Hugging Face's Trainer."""
     is_listed = sources.is_folder(path) and not sources.is_denied(path)
     return is_listed and trainers.is_of_program(os.listdir(path))
 
 
 def are_weights_alone(path: str) -> bool:
-    """Whether a trainer program saved a model at `path` without its optimizer.
+    """Whether a trainer saved a model at `path` without its optimizer.
 
-    A trainer's own counter file at `path` shows that the trainer saved the model.
+    This is so if `path` has weights only, and beside them the trainer's trainer_state.json.
     """
     return trainers.counter(path) is not None and any(item.detect_weak(path) for item in FORMATS)
 
 
 def family_of(name: str) -> str:
-    """The family of the format called `name`; `name` itself if there is no such format."""
+    """Returns the family of the format `name`; formats of one family use the same parameter names.
+
+    Returns `name` itself if there is no such format.
+    """
     return next((item.family for item in FORMATS if item.name == name), name)
 
 
@@ -150,31 +153,30 @@ def family_of(name: str) -> str:
 
 
 def by_age(paths: Iterable[str]) -> list[order.Standing]:
-    """The checkpoints at these paths, oldest first, by the rules of order.py.
+    """Sorts checkpoints by age, the oldest first; order.py lists the rules.
 
     All code that sorts the checkpoints of a run, or picks one of them, calls this function.
     """
-    return order.oldest_first(paths, _counted, _updates)
+    return order.oldest_first(paths, _training_counter, _optimizer_updates)
 
 
 def number_of(path: str) -> float | None:
-    """A checkpoint's progress: the trainer's counter, else a number in its name, else its updates.
+    """How far training was at a checkpoint, as a number; None if no file or name tells.
 
-    None if the checkpoint has none of the three, so that it can only be ordered by the times of
-    files.
+    The first of these that is known: the training program's counter, the number in the checkpoint's
+    name, the number of optimizer updates.
     """
-    numbers = (find(path) for find in (_counted, order.in_name, _updates))
+    numbers = (find(path) for find in (_training_counter, order.in_name, _optimizer_updates))
     return next((number for number in numbers if number is not None), None)
 
 
 def oldest_first(folder: str, names: Iterable[str]) -> list[str]:
-    """The names of checkpoints in a folder, oldest first."""
+    """Sorts the names of checkpoints in `folder` by age, the oldest first."""
     paths = {os.path.join(folder, name): name for name in names}
     return [paths[standing.path] for standing in by_age(paths)]
 
 
-def _counted(path: str) -> int | None:
-    """The training counter that a small file of the checkpoint states; None without such a file."""
+def _training_counter(path: str) -> int | None:
     for counter in (trainers.counter, *(item.counter for item in FORMATS)):
         with suppress(ZckptError, OSError):
             if (number := counter(path)) is not None:
@@ -182,8 +184,7 @@ def _counted(path: str) -> int | None:
     return None
 
 
-def _updates(path: str) -> float | None:
-    """Completed optimizer updates of a checkpoint; None if it does not state any."""
+def _optimizer_updates(path: str) -> float | None:
     try:
         for item in FORMATS:
             if (number := item.updates(path)) is not None:
@@ -200,10 +201,12 @@ def _updates(path: str) -> float | None:
 
 
 class LocatedCheckpoint(Struct, frozen=True):
-    """The checkpoint that was found at a path: its format, and the path to read it from.
+    """The one checkpoint that was found at the path that the user gave.
 
-    If the path is a numbered folder such as step3, `inside` is the checkpoint's folder in it, else
-    "". `left_out` are further checkpoints in the numbered folder, which `--root` excluded.
+    format      its format
+    path        the folder or file to read
+    inside      "" or, if the user gave a numbered folder such as step3, its subfolder to read
+    left_out    other subfolders of the numbered folder with checkpoints, excluded by `--root`
     """
 
     format: Format
@@ -213,7 +216,10 @@ class LocatedCheckpoint(Struct, frozen=True):
 
 
 def recognize(path: str, name: str | None = None, tag: str | None = None) -> Format:
-    """The format of the one checkpoint at `path`; raises the same errors as `find`."""
+    """Returns the format of the one checkpoint at `path`; raises the same errors as `find`.
+
+    `name` restricts the search to the format of this name. `tag` chooses one checkpoint of a run.
+    """
     return find(path, name, tag).format
 
 
@@ -221,22 +227,23 @@ def recognize(path: str, name: str | None = None, tag: str | None = None) -> For
 def find(
     path: str, name: str | None = None, tag: str | None = None, root: str | None = None
 ) -> LocatedCheckpoint:
-    """Finds the one checkpoint at `path` by its content; `name` restricts the search to one format.
+    """Finds the one checkpoint at `path` by the content of its files.
 
-    `root` chooses one of several checkpoints in a numbered folder. Raises NotACheckpoint, with
-    checkpoints nearby as a hint, and AmbiguousCheckpoint, which lists the candidates.
+    `name` restricts the search to the format of this name. `tag` chooses one checkpoint of a run,
+    and `root` one subfolder of a numbered folder such as step3. Raises NotACheckpoint, with
+    checkpoints nearby as a hint. Raises AmbiguousCheckpoint, which lists the candidates.
     """
     if sources.status(path) is None and not os.path.islink(path):
-        message, hint = paths.elsewhere(path) or (f"{path} does not exist", _neighbors(path))
+        message, hint = paths.elsewhere(path) or (f"{path} does not exist", _describe_parent(path))
         raise NotACheckpoint("no-such-path", message, hint, file=path)
     formats = [named(name)] if name else FORMATS
-    if (format := _of_tag(path, tag, formats)) is not None:
+    if (format := _format_of_tag(path, tag, formats)) is not None:
         return LocatedCheckpoint(format, path)
     tags_of = {item: tags for item in formats if (tags := item.detect(path))}
     if not tags_of:
         if name in (None, onnxruntime.FORMAT.name):
             _need_h5py(path)
-        tags_of = _weak(path, name)
+        tags_of = _detect_weak(path, name)
     if len(tags_of) > 1:
         names = ", ".join(item.name for item in tags_of)
         raise AmbiguousCheckpoint(
@@ -249,7 +256,7 @@ def find(
         if len(tags) > 1 and tag is None:
             # a folder of single files may be part of a larger checkpoint (random states, for
             # example)
-            holder = None if item.detect(path) else _holder(path, weak=False)
+            holder = None if item.detect(path) else _checkpoint_around(path, weak=False)
             tags = oldest_first(path, tags)
             way = f"choose with --tag {tags[-1]}"
             if item.pointer is not None and not (item.to_load or is_of_trainer(path)):
@@ -263,34 +270,34 @@ def find(
             )
         return LocatedCheckpoint(item, path)
     if in_folders := inside_numbered(path, name):
-        inside = _chosen(path, in_folders, root)
+        inside = _choose_inside(path, in_folders, root)
         here = os.path.join(path, inside)
         other_folders = tuple(each for each in in_folders if each != inside)
         return LocatedCheckpoint(recognize(here, name, tag), here, inside, other_folders)
-    below = oldest_first(path, _below(path))
+    below = oldest_first(path, _checkpoints_below(path))
     if len(below) > 1:
         raise AmbiguousCheckpoint(
             "several-checkpoints",
             f"{path} holds {len(below)} checkpoints: {listed(below)}",
-            hint=f"give one of them, such as {_spelled(path, below[-1])}"
-            + _all_of(path, below)
+            hint=f"give one of them, such as {_path_in_hint(path, below[-1])}"
+            + _hint_to_convert_all(path, below)
             + f"; `zckpt list {path}` shows the state of each",
             file=path,
         )
     what = f" of format {name}" if name else ""
-    looks, hint = _looks(path)
+    looks, hint = _description_and_hint(path)
     raise NotACheckpoint(
         "not-a-checkpoint",
         f"{path} is not a checkpoint{what}: {looks}",
-        hint=hint or _near(path, below),
+        hint=hint or _hint_of_place(path, below),
         file=path,
     )
 
 
-def _of_tag(path: str, tag: str | None, formats: Iterable[Format]) -> Format | None:
-    """The format of the folder `tag` in a run; None if no format recognizes it, or several do.
+def _format_of_tag(path: str, tag: str | None, formats: Iterable[Format]) -> Format | None:
+    """Recognizes the folder `tag` of a run; None unless exactly one format fits it.
 
-    A run may have hundreds of tags, and to open all of them takes seconds. This function opens one.
+    Only this folder is opened, because opening hundreds of tags would take seconds.
     """
     folder = os.path.join(path, tag) if tag and is_tag(tag) else ""
     if not folder or not sources.is_folder(folder):
@@ -299,22 +306,21 @@ def _of_tag(path: str, tag: str | None, formats: Iterable[Format]) -> Format | N
     return matching[0] if len(matching) == 1 else None
 
 
-def _weak(path: str, name: str | None) -> dict[Format, list[str]]:
-    """The first format that finds weights alone or single files in a folder, and the tags it found.
+def _detect_weak(path: str, name: str | None) -> dict[Format, list[str]]:
+    """Finds weights without an optimizer, or single files with all state dicts, in a folder.
 
-    Other formats' folders contain such files too, so this function is called only if no format
-    detects a checkpoint. Empty if nothing is found, or if folders inside are checkpoints
-    themselves.
+    Returns {format: tags} for the first format that finds any. Folders of other formats contain
+    such files too, so this function is called only if no format detects a checkpoint. Returns {} if
+    nothing is found, or if a folder inside is a checkpoint itself.
     """
     for item in [named(name)] if name else FORMATS:
-        if (tags := item.detect_weak(path)) and not _inside(path):
+        if (tags := item.detect_weak(path)) and not _checkpoints_directly_in(path):
             in_folders = (os.path.join(path, each) for each in inside_numbered(path, item.name))
             return {} if any(map(_detects, in_folders)) else {item: tags}
     return {}
 
 
-def _inside(path: str) -> list[str]:
-    """Folders directly in `path` that are checkpoints."""
+def _checkpoints_directly_in(path: str) -> list[str]:
     return [
         name
         for name in _folders(path)
@@ -322,13 +328,13 @@ def _inside(path: str) -> list[str]:
     ]
 
 
-def _below(path: str) -> list[str]:
-    """The checkpoints in folders below a path, for the hint of an error.
+def _checkpoints_below(path: str) -> list[str]:
+    """Finds checkpoints in the folders below `path`, for a hint; returns their relative paths.
 
-    Returns the checkpoints at the first level that has any. Folders with weights alone count only
-    if their level has no other checkpoint.
+    Only the first level of folders that has a checkpoint counts. Folders with weights alone count
+    only if their level has no other checkpoint.
     """
-    for level in _levels(path, DEPTH):
+    for level in _folders_by_level(path, DEPTH):
         for is_one in (_detects, inside_numbered, _detects_weights):
             checkpoints = [name for name in level if is_one(os.path.join(path, name))]
             if checkpoints:
@@ -336,12 +342,12 @@ def _below(path: str) -> list[str]:
     return []
 
 
-def _levels(
+def _folders_by_level(
     path: str, depth: int, enters: Callable[[str], bool] = lambda name: True
 ) -> Iterator[list[str]]:
-    """Yields the folders below a path, level by level.
+    """Yields, for each level of folders below `path`, the folders' relative paths.
 
-    Skips folders for which `enters` is false.
+    `enters(name)` is false for a folder to skip.
     """
     level = [""]
     for _ in range(depth):
@@ -355,37 +361,39 @@ def _levels(
 
 
 def inside_numbered(path: str, name: str | None = None) -> list[str]:
-    """The checkpoints in a numbered folder (such as step3), as relative paths; empty for others.
+    """Finds the checkpoints in a numbered folder: ["actor"] for verl's global_step_3/actor.
 
-    Returns the checkpoints at the first level of subfolders that has any. Weights without an
-    optimizer count if their level has no other checkpoint, and if some file outside of the weights
-    has an optimizer's name. `name` restricts the search to one format. A folder that zckpt wrote
-    may have any name.
+    Returns relative paths, only of the first level of subfolders that has a checkpoint; [] if
+    `path` is no numbered folder. Weights without an optimizer count only if their level has no
+    other checkpoint, and if a file outside of the weights is named like an optimizer's. `name`
+    restricts the search to the format of this name. A folder that zckpt wrote may have any name.
     """
     if not (numbered.is_numbered(path) or is_marked(path)) or _detects(path):
         return []
     among = [named(name)] if name else FORMATS
-    for level in _levels(path, numbered.DEPTH, numbered.may_be_inside):
+    for level in _folders_by_level(path, numbered.DEPTH, numbered.may_be_inside):
         if checkpoints := [
-            each for each in level if _is_one(os.path.join(path, each), False, among)
+            each for each in level if _is_checkpoint_itself(os.path.join(path, each), False, among)
         ]:
             return sorted(checkpoints)
-        weak = (each for each in level if _is_one(os.path.join(path, each), True, among))
+        weak = (
+            each for each in level if _is_checkpoint_itself(os.path.join(path, each), True, among)
+        )
         if checkpoints := [each for each in weak if numbered.has_optimizer(path, each)]:
             return sorted(checkpoints)
     return []
 
 
-def _is_one(path: str, weak: bool, among: Iterable[Format]) -> bool:
-    """Whether a folder is a checkpoint itself, and not a run that contains a checkpoint as a tag.
+def _is_checkpoint_itself(path: str, weak: bool, among: Iterable[Format]) -> bool:
+    """Whether `path` is a checkpoint itself, and not a run that has checkpoints in tag folders.
 
     With `weak`, only weights without an optimizer and single files count.
     """
     return _detects(path, weak, ([""], [os.path.basename(path)]), among)
 
 
-def _chosen(path: str, inside: Sequence[str], root: str | None) -> str:
-    """The one checkpoint in a numbered folder, or the one that `root` names.
+def _choose_inside(path: str, inside: Sequence[str], root: str | None) -> str:
+    """Returns the name in `inside` that `--root` chooses; without `--root`, the only one.
 
     Raises AmbiguousCheckpoint if there are several and `root` names none of them.
     """
@@ -408,8 +416,8 @@ def _detects(
 ) -> bool:
     """Whether any of the formats `among` recognizes a checkpoint at `path`.
 
-    With `weak`, `detect_weak` is called instead of `detect`: it finds weights without an optimizer.
-    With `tags`, a format counts only if the tags that it finds are one of these lists.
+    With `weak`, only weights without an optimizer are searched for (`Format.detect_weak`). With
+    `tags`, a format counts only if it finds one of these lists of tags.
     """
     try:
         tag_lists = ((item.detect_weak if weak else item.detect)(path) for item in among)
@@ -423,9 +431,10 @@ def _detects_weights(path: str) -> bool:
 
 
 def _folders(path: str) -> list[str]:
-    """Names of the subfolders of a folder.
+    """Names of the subfolders of `path` that may be checkpoints.
 
-    Left out are folders without read permission, and links to a sibling folder, such as `latest`.
+    Folders without read permission are left out, and so are links to a folder beside them, such as
+    `latest`.
     """
     if not sources.is_folder(path):
         return []
@@ -439,21 +448,17 @@ def _folders(path: str) -> list[str]:
         ]
 
 
-def _all_of(path: str, inside: Sequence[str]) -> str:
-    """The end of a hint: the command that converts all checkpoints of a Trainer's run.
-
-    "" if `path` is no directory of a Trainer's run.
-    """
+def _hint_to_convert_all(path: str, inside: Sequence[str]) -> str:
     of_trainer = [name for name in _folders(path) if CHECKPOINT.fullmatch(name)]
     if not of_trainer or not {*of_trainer} <= {*inside}:
         return ""
     return f"; or write all: `zckpt reshard {path} DST --checkpoints all`"
 
 
-def _looks(path: str) -> tuple[str, str]:
-    """Describes what is at a path instead of a checkpoint, for an error; and a hint ("": none)."""
+def _description_and_hint(path: str) -> tuple[str, str]:
+    """Says what is at a path instead of a checkpoint ("it is empty"), and gives a hint or ""."""
     if not sources.is_folder(path):
-        if what := _of_torch(path):
+        if what := _describe_torch_file(path):
             return what, ""
         return paths.kind_of_file(path) or (f"it is a file of {sources.size(path)} bytes", "")
     names = sorted(os.listdir(path))
@@ -474,8 +479,8 @@ def _need_h5py(path: str) -> None:
         hdf5file.import_h5py()
 
 
-def _of_torch(path: str) -> str | None:
-    """Describes a torch.save file that contains no state dict; None for other files."""
+def _describe_torch_file(path: str) -> str | None:
+    """Says what a torch.save file has instead of a state dict; None if it is no torch.save file."""
     try:
         value = peek(path)
     except ZckptError:
@@ -493,11 +498,11 @@ def _of_torch(path: str) -> str | None:
     return f"it has {article} {what}, not a dictionary of tensors (save one of state dicts)"
 
 
-def _near(path: str, inside: Sequence[str]) -> str:
+def _hint_of_place(path: str, inside: Sequence[str]) -> str:
     if inside:
-        return f"give the checkpoint in it: {_spelled(path, inside[0])}"
+        return f"give the checkpoint in it: {_path_in_hint(path, inside[0])}"
     with suppress(OSError):  # this user may not read the folders around it
-        if holder := _holder(path):
+        if holder := _checkpoint_around(path):
             return f"give {holder}, the checkpoint that contains it"
     names = sorted(os.listdir(path)) if sources.is_folder(path) else []
     if file := next((name for name in names if name.endswith(".safetensors")), None):
@@ -505,22 +510,18 @@ def _near(path: str, inside: Sequence[str]) -> str:
     return "give the directory that the training program saved; `zckpt formats` lists what is read"
 
 
-def _spelled(path: str, name: str) -> str:
-    """The path of the checkpoint `name` in a folder, as text for a hint.
-
-    If the checkpoint is a numbered folder such as step3, the text also names the subfolder with the
-    files.
-    """
+def _path_in_hint(path: str, name: str) -> str:
+    """The path of a checkpoint for a hint: "run/step3 (its files are in run/step3/actor)"."""
     here = os.path.join(path, name)
     inside = inside_numbered(here)
     return f"{here} (its files are in {os.path.join(here, inside[0])})" if inside else here
 
 
-def _holder(path: str, weak: bool = True) -> str | None:
-    """The nearest directory above a path that is a checkpoint to which the path belongs.
+def _checkpoint_around(path: str, weak: bool = True) -> str | None:
+    """Finds the nearest folder above `path` that is a checkpoint with `path` as a part; else None.
 
-    If there is none, the parent folder, provided that `weak` is true and that it has the weights of
-    one model. Otherwise None: a folder beside tags or runs may belong to no checkpoint.
+    With `weak`, the parent folder counts too if it has the weights of one model. A folder that
+    merely lies beside tags does not count.
     """
     next_above = folder = os.path.dirname(os.path.abspath(path))
     inside = ""
@@ -537,8 +538,7 @@ def _holder(path: str, weak: bool = True) -> str | None:
     return next_above if weak and _detects(next_above, weak=True, tags=[[""]]) else None
 
 
-def _neighbors(path: str) -> str:
-    """Describes, for a hint, the parent folder of a path that does not exist."""
+def _describe_parent(path: str) -> str:
     above = os.path.dirname(os.path.abspath(path))
     if not sources.is_folder(above):
         return f"{above} does not exist either"

@@ -1,7 +1,7 @@
 """Values in an optimizer's state dict beside the states of its parameters.
 
-zckpt keeps a number or a text. If a target cannot store the number or text, the report says so. Any
-other value is only compared with the values in other checkpoints: no target gets it.
+zckpt keeps such a value if it is a number or a text. If a target cannot store it, the report says
+so. Any other value is only compared with the values in other checkpoints: no target gets it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ function adds to `tensors`.
 
 
 class ExtraState(Struct, frozen=True):
-    """A value of an optimizer's state dict that is not a parameter's usual state.
+    """A value of an optimizer's state dict that is not a parameter's usual state, such as a moment.
 
     `reason` is a text that says why zckpt does not use the value as a parameter's state.
     """
@@ -39,10 +39,10 @@ class ExtraState(Struct, frozen=True):
 
 
 def sorted_out(extra_states: Iterable[ExtraState], keep: Keep) -> list[StateRow]:
-    """Makes a row of the manifest's `states` for each value: kept with its value, or only compared.
+    """Makes a `StateRow` for each value: the row says whether the value is kept or only compared.
 
-    A value is kept if it is plain (`is_plain`) and its key is a text that no other kept value has.
-    A key that is not a text may be the number of a parameter, so its value is only compared.
+    A value is kept if it is plain (`is_plain`), and if its key is a text that no other kept value
+    has. A key that is not a text may be the number of a parameter, so its value is only compared.
     """
     forms = {reason: form for form, reason in REASONS.items()}
     rows: dict[Any, StateRow] = {}

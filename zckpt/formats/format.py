@@ -39,20 +39,20 @@ from .reading import Reading
 
 
 def nothing(_path: str) -> list[str]:
-    """Returns no tags: the default of `Format.detect`, `Format.tags` and `Format.detect_weak`."""
+    """Returns an empty list: the default of the functions of `Format` that find tags."""
     return []
 
 
 def nowhere(_path: str) -> None:
-    """Returns None: the default of `Format.counter` and `Format.updates`."""
+    """Returns None: the default of the functions of `Format` that read a counter."""
 
 
 class Format(Struct, frozen=True, eq=False):
-    """The description of one format.
+    """Describes one checkpoint format: how zckpt recognizes it, and what its files can store.
 
-    `name` is the format's name for `--from` and `--to`. The format's folder has the same name, with
-    _ for each -. `about` is the format's line in `zckpt formats`. Formats of one `family` use the
-    same parameter names, so `convert` keeps the source's names.
+    name      the value for `--from` and `--to`; the format's folder has this name, with _ for -
+    about     its line in `zckpt formats`
+    family    formats of one family use the same parameter names, so `convert` keeps the names
     """
 
     name: str
@@ -149,16 +149,16 @@ class Format(Struct, frozen=True, eq=False):
 
     @property
     def functions(self) -> Functions:
-        """The format's functions, imported when they are first used.
+        """The functions that work on files of this format; their module is imported on first use.
 
-        Importing those of all formats would take as long as `inspect`.
+        Importing the modules of all formats would take as long as `inspect` itself.
         """
         module = import_module(f".{self.name.replace('-', '_')}.functions", __package__)
         functions: Functions = module.FUNCTIONS
         return functions
 
     def lay_out_again(self, manifest: Manifest) -> Layout | None:
-        """The files of a checkpoint of this format, laid out again for the same ranks.
+        """Lays out the files of a checkpoint once more, for the same ranks.
 
         None if zckpt does not write the format. Raises the same errors as `Functions.lay_out`.
         """
@@ -166,7 +166,7 @@ class Format(Struct, frozen=True, eq=False):
         return None if lay_out is None else lay_out(manifest, Options())
 
     def read_shells(self, path: str) -> Manifest:
-        """The manifest of files that zckpt has just laid out, before their tensors are filled."""
+        """Reads files that zckpt has just laid out: their tensors are not filled in yet."""
         policy = agreement.KEEP if self.keeps_steps else None
         with uncollected():
             return self.functions.read(path, Reading(step_policy=policy, laid=True))
@@ -183,7 +183,7 @@ Beginning = Literal["bare", "zeros", "group"]
 class Functions(Struct, frozen=True, eq=False):
     """The functions that work on the files of one format.
 
-    A function is None if it has nothing to do for the format: `lay_out`, for example, if zckpt does
+    A function is None if the format does not need it. For example, `lay_out` is None if zckpt does
     not write the format.
     """
 
@@ -268,10 +268,10 @@ class Functions(Struct, frozen=True, eq=False):
 
 
 def other_dp(source: Manifest, options: Options) -> list[Notice]:
-    """A notice if the options ask for another data-parallel size than the source's; else empty.
+    """Returns one notice if the options ask for another data-parallel size than the source's.
 
-    The notice says why a run cannot load the files. It is true of formats whose files fit only as
-    many ranks as wrote them.
+    The notice says why a run cannot load the files. It is for formats whose files only load on as
+    many ranks as wrote them. The list is empty if the sizes are equal.
     """
     wanted = options[DP]
     if wanted in (None, source.dp):
@@ -284,9 +284,10 @@ RANKS = {"dp": "data-parallel", "tp": "tensor-parallel", "pp": "pipeline", "ep":
 
 
 def differs(what: str, actual: object, wanted: object) -> Notice:
-    """A notice that files were saved with one size (or other property), but another is wanted.
+    """Makes a notice such as "saved by 4 tensor-parallel ranks; 2 are asked for".
 
-    `what` is the property's name. After a comma, it may name the files: "tp, in mp_rank_* folders".
+    `what` names the property that differs, such as "tp". A place may follow after a comma: "tp, in
+    mp_rank_* folders".
     """
     name, _, where = what.partition(",")
     if name not in RANKS:

@@ -32,12 +32,12 @@ NOT_DECAYED = re.compile(r".*(?:bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.))",
 
 
 def of_trained(manifest: Manifest, options: Options) -> Manifest:
-    """Reduces the groups to the parameters that DeepSpeed trains; empty groups are dropped.
+    """Reduces the parameter groups to the parameters that DeepSpeed trains.
 
-    Parameters that match --frozen or --buffers leave the groups. If only the program kept a
-    scheduler's state, it becomes the engine's `lr_scheduler`. Schedulers then have an item per
-    remaining group. Raises WrongOption for a pattern that matches nothing, and for a --frozen
-    pattern that matches a trained parameter.
+    Parameters that match --frozen or --buffers leave the groups. Groups without a trainable
+    parameter are dropped, and their items in schedulers' states too. If only the program kept a
+    scheduler's state, it becomes the engine's `lr_scheduler`. Raises WrongOption for a pattern that
+    matches nothing, and for a --frozen pattern that matches a trained parameter.
     """
     if manifest.ranks:  # the run has dropped empty groups
         return manifest
@@ -143,10 +143,10 @@ def with_trainers_groups(manifest: Manifest, _options: Options) -> Manifest:
 
 
 def in_torch(manifest: Manifest, options: Options) -> Beginning:
-    """What a torch program needs as the state of never updated parameters: see `Beginning`.
+    """Chooses the state that a torch program needs for parameters that were never updated.
 
-    torch's state dict helpers require a state of each parameter (2.13). So the result is "zeros"
-    (zeros at step 0); or "group" (zeros at the group's step) if the step is in groups, as in Apex's
+    torch's state dict helpers require a state of each parameter (2.13). "zeros" means zeros at step
+    0. "group" means zeros at the group's step, for optimizers with a step per group, as Apex's
     FusedAdam.
     """
     return "group" if torch_place(manifest, options[OPTIMIZER]).where == "group" else "zeros"
@@ -158,11 +158,11 @@ def regrouped(
     members: Mapping[str, int],
     origins: Sequence[int],
 ) -> Manifest:
-    """Replaces a manifest's groups; `members` maps parameters to the numbers of their new groups.
+    """Replaces a manifest's groups; `members` maps each parameter to the number of its new group.
 
-    `origins` has, for each new group, the number of the old group that it was copied from. Other
-    values per group are copied from the old group too: an optimizer's estimates of the learning
-    rate (Prodigy), and the items of schedulers' lists.
+    `origins[i]` is the number of the old group from which new group i was copied. Two other things
+    are copied with a group: Prodigy's estimate of the learning rate, and items of schedulers'
+    lists.
     """
     parameters = {
         name: replace(parameter, group=members.get(name, parameter.group))

@@ -27,14 +27,17 @@ MOST = 64
 
 
 def hint_of(error: ZckptError, path: str) -> str | None:
-    """A hint where a file is that was missing when `path` was read; None if it is not nearby."""
+    """Returns a hint about a file that was missing when `path` was read; None without a hint.
+
+    The hint says in which other node's folder the file is, or how to pack an unpacked file again.
+    """
     lost = [*error.paths] if isinstance(error, IncompleteCheckpoint) else []
     folders = [error.file or "", *chain(*((file, os.path.splitext(file)[0]) for file in lost))]
     if isinstance(error, NotACheckpoint):
-        folders += _below(path)
+        folders += _folders_from(path)
     if (folder := next(filter(is_unpacked, folders), None)) is not None:
         return f"{folder} is an unpacked file of torch.save: {packing(folder)}"
-    if not lost or (pair := _of_other_node(lost[0])) is None:
+    if not lost or (pair := _folders_of_two_nodes(lost[0])) is None:
         return None
     folder_here, other = pair
     is_temporary = os.path.basename(folder_here).startswith(TEMPORARY)
@@ -54,7 +57,7 @@ def is_unpacked(path: str) -> bool:
 
 
 def packing(folder: str) -> str:
-    """The shell commands that make an unpacked folder a file of torch.save again.
+    """The shell commands that zip an unpacked folder, so that it is a file of torch.save again.
 
     The file gets the folder's name, with `.pt` added if the name has no ending.
     """
@@ -65,11 +68,8 @@ def packing(folder: str) -> str:
     return f"(cd {quote(above)} && {rename}zip -0 -r {quote(file)} {quote(stem)})"
 
 
-def _below(path: str) -> Iterator[str]:
-    """Yields the given folder and the folders below it, down to DEPTH levels.
-
-    At most MOST folders of each level are searched.
-    """
+def _folders_from(path: str) -> Iterator[str]:
+    """Yields `path` and the folders below it, at most DEPTH levels deep and MOST per level."""
     level = [path]
     for _ in range(DEPTH):
         yield from level
@@ -86,12 +86,12 @@ def _folders(path: str) -> list[str]:
 # -- folders of nodes
 
 
-def _of_other_node(lost: str) -> tuple[str, str] | None:
-    """Two folders: this node's, which lacks the file `lost`, and another node's, which has it.
+def _folders_of_two_nodes(lost: str) -> tuple[str, str] | None:
+    """Finds the file `lost` in another node's folder; returns this node's folder and the other.
 
-    None if there are no such folders. The folders' names may differ only in numbers, or in the
-    Trainer's `tmp-`. If the other folder has all other files of this node too, it may belong to
-    another run, and is not accepted.
+    The folders' names may differ only in numbers (node0, node1), or in the Trainer's `tmp-`. If the
+    other folder also has every other file of this node, it may belong to another run, and does not
+    count. None if there is no such folder.
     """
     inside, own_folder = os.path.basename(lost), os.path.dirname(os.path.abspath(lost))
     for _ in range(DEPTH):
@@ -103,7 +103,7 @@ def _of_other_node(lost: str) -> tuple[str, str] | None:
         for other in _folders(os.path.dirname(own_folder)):
             is_like = other != own_folder and _are_alike(name, os.path.basename(other))
             has_it = is_like and sources.is_file(os.path.join(other, inside))
-            if has_it and _differ(own_folder, other, inside):
+            if has_it and _has_further_files(own_folder, other, inside):
                 return own_folder, other
     return None
 
@@ -115,7 +115,7 @@ def _are_alike(one: str, other: str) -> bool:
     return re.sub(r"\d+", "#", one) == re.sub(r"\d+", "#", other) != one
 
 
-def _differ(own_folder: str, other: str, inside: str) -> bool:
+def _has_further_files(own_folder: str, other: str, inside: str) -> bool:
     """Whether this node's folder has a file (not the lost one) that the other folder lacks."""
     folder = os.path.dirname(inside)
     here, there = (_files(os.path.join(each, folder)) for each in (own_folder, other))

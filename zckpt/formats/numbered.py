@@ -46,15 +46,15 @@ def may_be_inside(name: str) -> bool:
 
 
 def name_of(manifest: Manifest) -> str:
-    """The name of the numbered folder around a checkpoint; "" if there is none."""
+    """The name of the numbered folder, such as step3, around a checkpoint; "" if there is none."""
     folder = manifest.files.numbered
     return os.path.basename(os.path.abspath(folder)) if folder else ""
 
 
 def has_optimizer(folder: str, inside: str) -> bool:
-    """Whether a file in a numbered folder has an optimizer's name and is outside of `inside`.
+    """Whether a numbered folder has a file, outside of `inside`, with an optimizer's name.
 
-    `inside` is the subfolder with weights alone. zckpt does not read the optimizer's file.
+    `inside` is a subfolder with weights alone. The optimizer's file is not read.
     """
     weights_path = os.path.join(folder, inside)
     files = sources.walk(folder, lambda path: path != weights_path and not sources.is_denied(path))
@@ -69,10 +69,10 @@ def is_optimizers(name: str) -> bool:
 def with_files_around(
     manifest: Manifest, folder: str, inside: str, other_checkpoints: Collection[str]
 ) -> Manifest:
-    """The manifest of a checkpoint in a numbered folder, with the folder's other files.
+    """Adds the other files of a numbered folder to the manifest of the checkpoint in it.
 
-    The checkpoint is in the subfolder `inside`. `other_checkpoints` are other subfolders with
-    checkpoints; notes in the manifest say that they are left out.
+    The checkpoint is in the subfolder `inside` of `folder`. Subfolders in `other_checkpoints` are
+    not added: notes in the manifest say that they are left out.
     """
     files = SiblingList(folder, OPEN_FOLDERS | OPEN_FILES)
     checkpoints = {inside, *other_checkpoints}

@@ -1,4 +1,4 @@
-"""The options of all formats together."""
+"""The command-line options of all target formats, merged into one list."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Keywords(
 ):
     """The options of a conversion as keyword arguments, for type checkers and editors.
 
-    The command line and the functions accept every option that a `Format` lists, even if its type
-    is not declared here.
+    Options that a `Format` lists are accepted even if their types are not declared here.
     """
 
 
 def declared(targets: Iterable[Format]) -> list[Option[Any]]:
-    """The options of all formats that zckpt writes, in an order that fits each format's own order.
+    """Lists the options of all formats that zckpt writes, each once, in the order of `--help`.
 
-    Every option is listed once, with the values that all these formats accept. Its help names the
-    formats that support it, or the formats that do not, if these are fewer.
+    The order agrees with each format's own order. An option accepts the values of all formats that
+    have it. Its help names the formats that support it, or the formats that do not if these are
+    fewer.
     """
     lists = {i.name: [*i.options, *EVERYWHERE] for i in targets if i.options is not None}
     queues = [[option.name for option in options] for options in lists.values()]
@@ -69,13 +69,13 @@ def declared(targets: Iterable[Format]) -> list[Option[Any]]:
 
 
 def _merged(variants: Mapping[str, Option[Any]], targets: Sequence[str]) -> Option[Any]:
-    """Joins the targets' declarations of one option (`variants`, by target) into one.
+    """Merges one option's declarations into one; `variants` maps target formats to declarations.
 
-    Its help names the targets that support it, or those that do not.
+    The help then names the formats that support the option, or those that do not.
     """
     first = next(iter(variants.values()))
     if any(option.choices != first.choices for option in variants.values()):
-        values = ", ".join(f"{to} has {_listed(option)}" for to, option in variants.items())
+        values = ", ".join(f"{to} has {_choices_text(option)}" for to, option in variants.items())
         choices = dict.fromkeys(value for o in variants.values() for value in o.choices)
         return replace(first, choices=tuple(choices), usual="", help=f"{first.help}: {values}")
     other_targets = [name for name in targets if name not in variants]
@@ -88,17 +88,16 @@ def _merged(variants: Mapping[str, Option[Any]], targets: Sequence[str]) -> Opti
     return first
 
 
-def _listed(option: Option[Any]) -> str:
-    """The values of an option as text for a help, with the default marked."""
+def _choices_text(option: Option[Any]) -> str:
     return " or ".join(
         f"{value} (default)" if value == option.usual else str(value) for value in option.choices
     )
 
 
 def without_use(to: str, keywords: Mapping[str, Any]) -> dict[str, str]:
-    """The given options that a target of the format `to` does not support.
+    """Finds options that the user gave, but that a target of format `to` does not support.
 
-    Maps each option's flag to the reason.
+    Maps each option's flag to the reason: {"--stage": "..."}.
     """
     format = formats.named(to)
     known_options = {option.name for option in (*(format.options or ()), *EVERYWHERE)}
@@ -112,7 +111,7 @@ def without_use(to: str, keywords: Mapping[str, Any]) -> dict[str, str]:
 
 
 def options_of(keywords: Mapping[str, Any]) -> Options:
-    """Makes `Options` of the user's keyword arguments.
+    """Makes an `Options` record from the user's keyword arguments.
 
     Raises TypeError for a name that no format declares, and WrongOption for an invalid value.
     """

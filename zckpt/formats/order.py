@@ -31,10 +31,9 @@ ONE_NUMBER = re.compile(r"[^0-9]*[A-Za-z][^A-Za-z0-9]*([0-9]+)[^0-9]*|([0-9]+)")
 
 
 class Standing(Struct, frozen=True):
-    """A checkpoint's path, in a list that is sorted by age.
+    """A checkpoint's path in a list that is sorted by age.
 
-    `is_timed` is true if only the times of the checkpoint's files determine its position in the
-    list.
+    `is_timed` is true if the checkpoint's position is known only from the times of its files.
     """
 
     path: str
@@ -44,8 +43,9 @@ class Standing(Struct, frozen=True):
 def oldest_first(paths: Iterable[str], counted: Number, updates: Number) -> list[Standing]:
     """Sorts checkpoints by age, the oldest first, by the rules in this module's description.
 
-    `counted` reads the counter that the training program stored in a checkpoint. `updates` reads
-    the number of updates of the checkpoint's optimizer.
+    `counted(path)` reads the counter that the training program stored in a checkpoint.
+    `updates(path)` reads the number of updates of the checkpoint's optimizer. Both return None if
+    it is not stored.
     """
     numbers: dict[str, float] = {}
     timed: list[str] = []

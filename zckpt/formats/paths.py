@@ -20,7 +20,7 @@ Strange = tuple[str, str]
 
 
 def elsewhere(path: str) -> Strange | None:
-    """Explains why no source is at a path: the path is a URL, or begins with an unexpanded ~.
+    """Returns (problem, hint) for a path that is a URL, or that begins with an unexpanded ~.
 
     None for any other path.
     """
@@ -39,9 +39,9 @@ def pointing(run: str, tag: str) -> str:
 
 
 def kind_of_file(path: str) -> Strange | None:
-    """Explains that the file at a path is no checkpoint, but a packed file or a GGUF file.
+    """Returns (problem, hint) for a packed file such as .tar, or a GGUF file, by its ending.
 
-    None if the end of its name shows neither.
+    None for any other name.
     """
     if path.endswith(GGUF):
         given = "give the checkpoint that the training program saved"
@@ -52,7 +52,7 @@ def kind_of_file(path: str) -> Strange | None:
 
 
 def strange_target(path: str) -> Strange | None:
-    """Explains why a path cannot be the new folder of a target: a URL, a packed file, ...
+    """Returns (problem, hint) if `path` cannot be a target's folder: a URL, x.tar, ~/x, x.gguf.
 
     None for an ordinary path.
     """

@@ -1,4 +1,4 @@
-"""Display names of Megatron-only state.
+"""Short names, for reports, of state that only Megatron-Core's checkpoints can store.
 
 The names are those in the files: keys of Megatron-Core's common state, and what its modules and
 ranks save beside tensors.
@@ -22,9 +22,10 @@ The manifest has the groups, and writers state the form of the optimizer's state
 
 
 def own_names(key: str, value: Any) -> list[str]:
-    """The names by which a report lists the state under `key` that is left out.
+    """The names by which a report lists state that a target does not store.
 
-    For Megatron's state, these are short names of its parts; for any other state, the key itself.
+    `key` and `value` are an item of the manifest's state. For Megatron's state, the names are short
+    names of its parts, such as `rng_state`. For any other state, the only name is `key`.
     """
     if key != "megatron" or not isinstance(value, Mapping):
         return [key]

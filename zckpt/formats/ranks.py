@@ -17,11 +17,12 @@ def require_all(
     hint: str = "",
     roles: Sequence[Role] = (),
 ) -> None:
-    """Raises unless each of `world` ranks has a file; `paths` maps ranks to files.
+    """Raises an error unless each of the ranks 0 to `world` - 1 has a file.
 
-    Raises IncompleteCheckpoint for missing files; it names them if `roles` has the pattern of their
-    names. Raises InconsistentCheckpoint for a file of a rank beyond `world`, and CorruptCheckpoint
-    if `world` is impossibly large. `where` is the folder, for the error.
+    `paths` maps ranks to files. IncompleteCheckpoint is raised for missing files, and names them if
+    `roles` has the pattern of their names. InconsistentCheckpoint is raised for a file of a rank
+    beyond `world`, and CorruptCheckpoint if `world` is impossibly large. `where` is the folder that
+    an error names.
     """
     some, last = paths[min(paths)], max(paths)
     if last >= world:
@@ -43,7 +44,7 @@ def require_all(
 
 
 def gaps_along(axis: str, roles: Sequence[Role], paths: Mapping[int, str], count: int) -> list[Row]:
-    """The missing files of ranks along one axis, as rows of the table of expected files.
+    """Returns a table row for each missing file of the ranks along one axis, such as "tp".
 
     `count` is the number of ranks on the axis; `paths` has the existing files by rank.
     """
@@ -59,10 +60,9 @@ def gaps_along(axis: str, roles: Sequence[Role], paths: Mapping[int, str], count
 def refuse_other_writers(where: str, writers: Sequence[object]) -> None:
     """Raises InconsistentCheckpoint if the files of model ranks seem to be swapped.
 
-    Programs of Megatron save the global rank in the arguments of each file. `writers` has these
-    ranks in the order of the files' names; None for a file without one. If no files are swapped,
-    the ranks increase. Programs that convert files state one rank for all files, so nothing is
-    refused then.
+    Megatron saves the writing rank's global number in each file. `writers` has these numbers in the
+    order of the files' names; None for a file without one. They increase if no files are swapped.
+    If all numbers are equal, a converter wrote the files, and nothing is refused.
     """
     known_writers = [writer for writer in writers if isinstance(writer, int)]
     if len(set(known_writers)) == len(writers) and known_writers != sorted(known_writers):

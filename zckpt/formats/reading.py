@@ -20,7 +20,7 @@ REPLICAS = ("rank0", "mean")
 
 
 class Keywords(TypedDict, total=False):
-    """Options for every checkpoint, as keyword arguments; see `zckpt.read`."""
+    """The keyword arguments of all functions that read a checkpoint; `zckpt.read` explains them."""
 
     format: str | None
     tag: str | None
@@ -32,15 +32,15 @@ class Keywords(TypedDict, total=False):
 
 
 class NamedKeywords(Keywords, total=False):
-    """Options for a checkpoint that is read and not converted."""
+    """As `Keywords`, for a checkpoint that is read but not converted."""
 
     param_names: Sequence[str] | None
 
 
 class SourceKeywords(Keywords, total=False):
-    """Options for a checkpoint that is converted.
+    """As `Keywords`, for the source of a conversion.
 
-    `param_names` is not among them, because it is an option of the target.
+    `param_names` is not among them: in a conversion it is an option of the target.
     """
 
     replicas: str | None
@@ -52,13 +52,13 @@ class Reading(Struct, frozen=True):
     A format's `read` uses these, as far as they apply to it:
         tag             one of several checkpoints at the path
         root            one of several models, as NAME or NAME=OPTIMIZER
-        step_policy     which step, if ranks or weights disagree
+        step_policy     which step to use, if ranks or weights have different steps
         buffers         globs: tensors of the model whose values differ from rank to rank
         param_names     the names of an optimizer's numbered parameters, in its order
-        weights_only    the optimizer's state may be left unread, and needs no names
-        tp_rules        a family or a file that states how tensor ranks cut parameters
-        ranks_apart     ranks that share a model are not joined: a target for the same ranks
-                        needs no full tensors
+        weights_only    the optimizer's state is not needed, and may be left unread
+        tp_rules        a model family or a file that states how tensor ranks cut parameters
+        ranks_apart     the files of tensor and pipeline ranks are not joined, because the target
+                        has the same ranks and needs no full tensors
         with_slicings   a checkpoint of one tensor rank also states how several ranks would cut it
         inspected       the checkpoint is only shown: if a file may be one rank's slice, this file
                         alone is read
@@ -77,10 +77,10 @@ class Reading(Struct, frozen=True):
         for_target      the checkpoint is the source of a conversion, whose target may use `buffers`
         follow_links    files beside the checkpoint may be read through links that lead out of its
                         directory
-        masters_from_weights    wrong masters are dropped, with their states, and a target gets
-                        masters that are widened weights; this reads all masters
-        is_shared       several processes convert the checkpoint: wrong masters are found by their
-                        first elements, and the processes compare the rest while they copy
+        masters_from_weights    fp32 masters that do not match their weights are dropped, with their
+                        moments, and a target gets the weights as masters; all masters are read
+        is_shared       several processes convert the checkpoint: each looks for wrong masters in
+                        their first elements only, and compares the rest while it copies
     """
 
     format: str | None = None

@@ -43,7 +43,7 @@ DEPTH = 3
 
 
 def with_programs(manifest: Manifest) -> Manifest:
-    """Puts the state of the program's scheduler where engines keep theirs: under `lr_scheduler`.
+    """Copies the state of the program's own scheduler to `lr_scheduler`, where engines keep theirs.
 
     Nothing is changed if the engine has a scheduler, or if the program does not have exactly one. A
     DeepSpeed run stays unchanged, and so does Lightning's state, because Lightning keeps its
@@ -53,7 +53,7 @@ def with_programs(manifest: Manifest) -> Manifest:
     if is_kept or manifest.state.get("lr_scheduler") is not None:
         return manifest
     schedulers: list[Scheduler] = []
-    _changed(manifest.state.get("client_state"), _kept_in(schedulers))
+    _with_changed_schedulers(manifest.state.get("client_state"), _collect_in(schedulers))
     of_trainer = (item for item in manifest.files.siblings if item.name == OF_TRAINER)
     schedulers = schedulers or [own for own in map(_state_in, of_trainer) if own is not None]
     if len(schedulers) != 1 or manifest.ranks:
@@ -62,22 +62,26 @@ def with_programs(manifest: Manifest) -> Manifest:
 
 
 def schedulers_of(manifest: Manifest) -> list[Scheduler]:
-    """The states of all schedulers in a manifest; only dictionaries of plain values count."""
+    """The states of all learning rate schedulers in a manifest and in its trainer's files.
+
+    A file counts only if its pickle has nothing but plain values: no tensor and no object.
+    """
     schedulers: list[Scheduler] = []
-    with_schedulers(manifest, _kept_in(schedulers))
+    with_schedulers(manifest, _collect_in(schedulers))
     return schedulers
 
 
 def with_schedulers(manifest: Manifest, change: Change) -> tuple[Manifest, list[str]]:
-    """The manifest with every scheduler's state changed, and the names of files left unchanged.
+    """Applies `change` to the state of every scheduler in a manifest and in its trainer's files.
 
-    Files are left unchanged if their pickles have more than plain values.
+    Returns the new manifest, and the names of files that were left unchanged because their pickles
+    have more than plain values.
     """
     state = dict(manifest.state)
     if isinstance(of_engine := state.get("lr_scheduler"), dict):
         state["lr_scheduler"] = change(of_engine)
     if isinstance(client := state.get("client_state"), dict):
-        client = _changed(client, change)
+        client = _with_changed_schedulers(client, change)
         if isinstance(several := client.get(LISTED), list):
             changed = [change(own) if isinstance(own, dict) else own for own in several]
             client = {**client, LISTED: changed}
@@ -94,14 +98,15 @@ def with_schedulers(manifest: Manifest, change: Change) -> tuple[Manifest, list[
 
 
 def changed_files(siblings: Iterable[tuple[str, Sibling]]) -> list[Shell]:
-    """Lays out the trainer's files that get new contents, under their names in the target."""
+    """Lays out the trainer's files that get new contents.
+
+    `siblings` are pairs: the name in the target, and the file.
+    """
     changed = [(name, item.content) for name, item in siblings if item.content is not None]
     return [shell(name, value, Storages()) for name, value in changed]
 
 
-def _kept_in(states: list[Scheduler]) -> Change:
-    """A `change` function that collects schedulers' states in `states` and changes none of them."""
-
+def _collect_in(states: list[Scheduler]) -> Change:
     def keep(scheduler: Scheduler) -> Scheduler:
         states.append(scheduler)
         return scheduler
@@ -109,23 +114,20 @@ def _kept_in(states: list[Scheduler]) -> Change:
     return keep
 
 
-def _changed(value: Any, change: Change, depth: int = DEPTH) -> Any:
-    """Applies `change` to the states of torch's schedulers within a program's own state.
-
-    Returns the program's state with the results.
-    """
+def _with_changed_schedulers(value: Any, change: Change, depth: int = DEPTH) -> Any:
+    """Applies `change` to the states of torch's schedulers within a program's own nested state."""
     if not isinstance(value, dict) or not depth:
         return value
 
     def inner(item: Any, key: Any) -> Any:
         is_one = key in KEYS and isinstance(item, dict) and OF_TORCH in item and _is_plain(item)
-        return change(item) if is_one else _changed(item, change, depth - 1)
+        return change(item) if is_one else _with_changed_schedulers(item, change, depth - 1)
 
     return map_values(value, inner)
 
 
 def _state_in(item: Sibling) -> Scheduler | None:
-    """The state in a trainer's scheduler file; None if it has more than plain values."""
+    """The state in a trainer's scheduler file; None if its pickle has tensors or objects."""
     if item.content is not None:
         return dict(item.content)
     try:
@@ -136,7 +138,6 @@ def _state_in(item: Sibling) -> Scheduler | None:
 
 
 def _is_plain(state: dict[str, Any]) -> bool:
-    """Whether a state contains only plain values, no tensor and no object."""
     try:
         json.dumps(state)
     except (TypeError, ValueError):

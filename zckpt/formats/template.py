@@ -1,4 +1,4 @@
-"""Maps a source to the parameters of the `--like` run."""
+"""`--like RUN`: puts a source's values under the names and groups of an existing run."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Group = dict[str, Any]
 
 
 class Template:
-    """A run that is filled with the weights, states and groups of a source.
+    """An existing run (`--like RUN`) that is filled with the weights, states and steps of a source.
 
     Run and source must have the same parameters with the same shapes. The run may have more rows of
     a vocabulary if these are only padding: `rows` has the number of rows without padding, by the
-    weight's name. `spelled` normalizes names that engines spell differently.
+    weight's name. `spelled` gives names a common form if two engines spell them differently.
     """
 
     way_to_groups = "give a run whose groups have the same parameters as the source's groups"
@@ -50,8 +50,8 @@ class Template:
     def _owners(self, spelled: Callable[[str], str]) -> dict[str, str]:
         """Maps every weight and buffer of the run to its name in the source.
 
-        Raises MissingData if the source or the run lacks a parameter of the other, or if shapes
-        differ.
+        Raises MissingData if one of the two has a parameter that the other lacks, or in another
+        shape.
         """
         source, run = self.source, self.run
         names_in_source = {spelled(name): name for name in (*source.parameters, *source.buffers)}
@@ -131,7 +131,7 @@ class Template:
 
     @property
     def own_states(self) -> States:
-        """The source's optimizer states, whose states of one number get the run's parameter names.
+        """The source's optimizer states; a state of one number gets the run's parameter name.
 
         An example of a state of one number is NAdam's `mu_product`.
         """
@@ -142,8 +142,8 @@ class Template:
     def check_states(self, entries: Mapping[Key, Entry]) -> None:
         """Raises unless source and run train the same weights and have the same optimizer states.
 
-        WrongOption names two optimizers that differ, MissingData a weight whose states differ. With
-        `--groups-from`, a parameter that was never updated may lack its states.
+        WrongOption is raised if the optimizers differ. MissingData names a weight whose states
+        differ. With `--groups-from`, a parameter that was never updated may lack its states.
         """
         source, run = self.source, self.run
         if keep_other_states(source.optimizer, run.optimizer):
@@ -173,12 +173,11 @@ class Template:
                 )
 
     def own_groups(self, keys: Callable[[int], Iterable[str]]) -> dict[int, tuple[str, Group]]:
-        """For each group of the run: the source's group that has the same parameters.
+        """Finds, for each group of the run, the source's group with the same parameters.
 
-        The result maps the number of the run's group to the name of its first parameter, and to the
-        source's group. The parameters may be in several groups of the source, with equal values of
-        the hyper-parameters that `keys` returns for the run's group. Raises InconsistentCheckpoint
-        if these values differ.
+        Returns {number of the run's group: (name of its first parameter, source's group)}. The
+        parameters may be in several groups of the source if these have equal values of the
+        hyper-parameters `keys(number)`. Raises InconsistentCheckpoint if these values differ.
         """
         groups = given_groups(self.source, self.options)
         chosen: dict[int, tuple[str, Group]] = {}

@@ -18,7 +18,7 @@ from ..naming.families.layouts import with_rows
 
 
 def resized(source: Manifest, rows: Mapping[str, int]) -> Manifest:
-    """Changes the number of vocabulary rows; `rows` has the new numbers by parameter name.
+    """Changes the number of vocabulary rows of embeddings; `rows` has the new numbers by name.
 
     Added rows are zeros.
     """
@@ -46,10 +46,10 @@ def resized(source: Manifest, rows: Mapping[str, int]) -> Manifest:
 
 
 def padded(root: str, name: str, used: int, given: int | None, multiple: int) -> int:
-    """The number of rows of a vocabulary, rounded up to a multiple of `multiple`.
+    """Rounds the number of rows of a vocabulary up to a multiple of `multiple`.
 
-    What is rounded up is `given` (the value of `--vocab-size`), or else `used`, the rows that are
-    not padding. Raises WrongOption if `given` is less than `used`.
+    It rounds `given` (the value of `--vocab-size`) or, without it, `used`: the rows that are not
+    padding. Raises WrongOption if `given` is less than `used`.
     """
     if given is not None and given < used:
         raise WrongOption(
@@ -62,7 +62,7 @@ def padded(root: str, name: str, used: int, given: int | None, multiple: int) ->
 
 
 def omitted_rows(source: Manifest, rows: Mapping[str, int]) -> list[Notice]:
-    """Notes on rows that a target leaves out; these rows only pad the vocabulary.
+    """Notes on vocabulary rows that a target leaves out because they are only padding.
 
     `rows` has the target's number of rows by parameter name.
     """

@@ -28,9 +28,9 @@ HALVES = ("BF16", "F16")
 
 
 def is_of_files(error: ZckptError, are_optimizers: Callable[[str], bool]) -> bool:
-    """Whether an error concerns files of an optimizer only, so that the weights are readable.
+    """Whether an error concerns only files of an optimizer, so that the weights are readable.
 
-    `are_optimizers` tells whether a path is an optimizer's file.
+    `are_optimizers(path)` is true for an optimizer's file.
     """
     files = [notice.file for notice in error.notices]
     return isinstance(error, OF_FILES) and all(file and are_optimizers(file) for file in files)
@@ -44,13 +44,15 @@ def weights_or_raise(
     has_masters: bool = False,
     is_all: Callable[[Manifest], bool] = lambda _: False,
 ) -> Manifest:
-    """Reads the weights of a checkpoint whose optimizer cannot be read.
+    """Reads only the weights, after reading the optimizer failed with `error`.
 
-    The manifest's `lost` states that the optimizer was not read. Raises `error` if the command does
-    not accept weights alone. `read_weights` reads the weights without the optimizer's files.
-    `has_masters` states that the engine rounded the weights from masters. `is_all` returns true if
-    every optimizer file is lost: then every command may read the weights, and commands that train
-    refuse them.
+    The manifest's `lost` states that the optimizer was not read. Raises `error` if the command
+    needs more than weights.
+
+        read_weights    reads the weights without the optimizer's files
+        has_masters     the engine has fp32 masters, of which 16-bit weights are rounded copies
+        is_all          returns true if every file of the optimizer is lost; then every command may
+                        read the weights, and commands that train refuse them later
     """
     try:
         manifest = read_weights(replace(reading, weights_only=True))

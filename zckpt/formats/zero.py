@@ -105,7 +105,7 @@ def sub_groups(widths: Sequence[int], limit: int) -> list[list[int]]:
 
 
 class FlatGroup(Struct, eq=False, dict=True):
-    """One flat buffer of a group, made of the ranks' partitions one after another.
+    """One flat buffer of a parameter group: the ranks' partitions, one after another.
 
     `size` is the number of bytes per element.
     """
@@ -123,11 +123,11 @@ class FlatGroup(Struct, eq=False, dict=True):
         return self.starts[-1]
 
     def owns(self, rank: int, start: int, stop: int) -> bool:
-        """Whether the partition of `rank` has any of the buffer's elements [start, stop)."""
+        """Whether the partition of `rank` contains any of the buffer's elements [start, stop)."""
         return start < self.starts[rank + 1] and stop > self.starts[rank] and stop > start
 
     def cut(self, start: int, stop: int) -> Runs:
-        """The byte ranges of the buffer's elements [start, stop), in the order of ranks."""
+        """The byte ranges in files of the buffer's elements [start, stop), in rank order."""
         rank = bisect_right(self.starts, start, hi=len(self.partitions)) - 1
         fragments, place = [], start
         while place < stop:

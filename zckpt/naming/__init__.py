@@ -12,5 +12,5 @@
     universal_info.py   the slicing rules in DeepSpeed's files; patterns.py: their name patterns
     auto_tp.py          how DeepSpeed's AutoTP divides a dimension among tensor-parallel ranks
 
-Facts about a model's names are data: JSON tables, here and in families/ and saving/.
+Facts about the names in a model are data: JSON tables, here and in families/ and saving/.
 """

@@ -38,7 +38,7 @@ def plain(name: str) -> str:
 
 
 def without_words(names: Iterable[str]) -> dict[str, str]:
-    """Removes wrappers' words (such as `_orig_mod`) from names; maps old names to new ones.
+    """Removes wrappers' words (such as `_orig_mod`) from names; returns {old name: new name}.
 
     Names that would become equal stay unchanged.
     """
@@ -48,9 +48,9 @@ def without_words(names: Iterable[str]) -> dict[str, str]:
 
 
 def respelled(names: Collection[str], other_names: Collection[str]) -> dict[str, str]:
-    """Maps each name to the name in `other_names` that differs only in wrappers' words.
+    """Maps each name to the name in `other_names` that is equal except for words of wrappers.
 
-    If there is no such name, the name is mapped to itself.
+    Such a word is `_orig_mod`. If there is no such name, the name is mapped to itself.
     """
     of_plain = {new: name for name, new in without_words(other_names).items()}
     name_set = {*names}
@@ -59,7 +59,10 @@ def respelled(names: Collection[str], other_names: Collection[str]) -> dict[str,
 
 
 class PrefixRule(Struct, frozen=True):
-    """A rule that maps names of one checkpoint to another's: the prefix `drop` becomes `add`."""
+    """Renames parameters of one checkpoint as in another: the prefix `drop` becomes `add`.
+
+    For example, `module.` becomes "", so `module.fc.weight` becomes `fc.weight`.
+    """
 
     drop: str
     add: str
@@ -70,7 +73,7 @@ class PrefixRule(Struct, frozen=True):
 
     @property
     def inverse(self) -> PrefixRule:
-        """The rule for the opposite direction."""
+        """The rule for the opposite direction: the prefix `add` becomes `drop`."""
         return PrefixRule(self.add, self.drop)
 
 
@@ -82,15 +85,16 @@ It is `plain` or `without_adapter`.
 
 
 def without_adapter(name: str) -> str:
-    """The name without wrappers' words and without the name of PEFT's adapter (see peft.py)."""
+    """Removes wrappers' words (such as `_orig_mod`) and the name of PEFT's adapter from a name."""
     return saved_name(plain(name))
 
 
 class Correspondence(Struct, frozen=True, eq=False):
-    """How the names of two checkpoints match: `names` maps each wanted name to an available one.
+    """How the parameter names of two checkpoints match.
 
-    To match, `spelling` (such as a function that removes wrappers' words) was applied to the names
-    of both checkpoints. Then `rule` replaced the prefix of the names of one checkpoint.
+    names       maps each wanted name to an available one
+    spelling    a function, such as one that removes wrappers' words, applied to all names first
+    rule        then replaced the prefix of the names of one checkpoint
     """
 
     spelling: Spelling
@@ -101,16 +105,16 @@ class Correspondence(Struct, frozen=True, eq=False):
 def matched(wanted: Collection[str], available: Collection[str]) -> dict[str, str]:
     """Maps every wanted name to an available one.
 
-    The names are equal, or one rule that replaces a prefix makes all of them equal. Raises
-    MissingData, which lists the unmatched names of both sides.
+    The names are equal, or one prefix rule (`module.` becomes "") makes all of them equal. Raises
+    MissingData, which lists the names of both checkpoints that do not match.
     """
     return correspondence(wanted, available).names
 
 
 def correspondence(wanted: Collection[str], available: Collection[str]) -> Correspondence:
-    """Finds how wanted names match available ones: by which rules, and which name to which.
+    """Finds how wanted names match available ones: which name to which, and by which prefix rule.
 
-    Raises MissingData, which lists the unmatched names of both sides.
+    Raises MissingData, which lists the names of both checkpoints that do not match.
     """
     if set(wanted) <= set(available):
         return Correspondence(plain, PrefixRule("", ""), {name: name for name in wanted})
@@ -151,7 +155,7 @@ def _by_rule(
 
 
 def left_over(wanted: Sequence[str], unused: Sequence[str]) -> str:
-    """A part of an error message: which wanted names are missing, and which names are not used."""
+    """Part of an error message: which wanted names are missing, and which names are not used."""
     unused_part = f"; nothing asks for its {listed(unused)}" if unused else ""
     if not wanted:
         return f"several names become one{unused_part}"
@@ -180,10 +184,10 @@ def _prefixes(
     which: Callable[[Iterable[bool]], bool],
     prefixes: Sequence[str] = PREFIXES,
 ) -> list[str]:
-    """The combinations of known prefixes (such as `module.model.`) with which names begin.
+    """Finds combinations of known prefixes, such as `module.model.`, with which names begin.
 
-    The empty combination "" comes first. `which` is the function `all` or `any`: whether all names
-    must begin with a combination, or at least one name.
+    The empty combination "" comes first. `which` is `all` (every name must begin with a
+    combination) or `any` (one name is enough).
     """
     chains = [""]
     for chain in chains:  # the loop appends to the list
@@ -195,7 +199,10 @@ def _prefixes(
 
 
 def leading(names: Collection[str]) -> list[str]:
-    """The combinations of known prefixes with which some of the names begin; "" comes first."""
+    """Finds combinations of known prefixes, such as `module.model.`, with which some names begin.
+
+    The empty combination "" comes first.
+    """
     return _prefixes(names, any)
 
 
@@ -203,7 +210,7 @@ def leading(names: Collection[str]) -> list[str]:
 
 
 def names_in(names: Sequence[str] | None, prefix: str) -> Sequence[str] | None:
-    """Selects the names of one of several models, and removes its `prefix` from them.
+    """Selects the names of one of several models, and removes the model's `prefix` from them.
 
     If no name has the prefix, all names are returned unchanged.
     """
@@ -234,7 +241,7 @@ def renamed(manifest: Manifest, rules: Renames) -> Manifest:
                 used.add(number)
         return name
 
-    names = _names(manifest)
+    names = _all_names(manifest)
     changed = {name: rewrite(name) for name in names}
     for number, (regex, _) in enumerate(rules):
         if number not in used:
@@ -243,13 +250,14 @@ def renamed(manifest: Manifest, rules: Renames) -> Manifest:
                 f"--rename: {regex!r} matches no name",
                 hint=f"the names are {listed(names)}",
             )
-    return _under(manifest, rewrite, changed)
+    return _with_names(manifest, rewrite, changed)
 
 
 def former(manifest: Manifest, rules: Renames, names: Iterable[str]) -> tuple[str, ...]:
-    """The names before `--rename`: undoes the option's `rules` for each of `names`.
+    """Undoes the user's `--rename`: returns the original name for each of `names`.
 
-    A name that no parameter or buffer got by the rules stays unchanged.
+    `rules` are the option's pairs of a regular expression and its replacement. A name that no
+    parameter or buffer got by the rules stays unchanged.
     """
     own_names = [n for own in manifest.with_models for n in (*own.parameters, *own.buffers)]
     new_names = own_names
@@ -264,22 +272,22 @@ def former(manifest: Manifest, rules: Renames, names: Iterable[str]) -> tuple[st
 
 
 def unwrapped(manifest: Manifest) -> Manifest:
-    """Removes wrappers' words from all names in a manifest, as `without_words` does."""
+    """Removes wrappers' words, such as `_orig_mod`, from all names in a manifest."""
     manifest = with_plain_modules(manifest)
-    return _under(manifest, plain, without_words(_names(manifest)))
+    return _with_names(manifest, plain, without_words(_all_names(manifest)))
 
 
 def canonical(manifest: Manifest, among: Sequence[str] = ()) -> Manifest:
-    """Removes wrappers' words and prefixes from all names in a manifest, as `plain_names` does.
+    """Removes wrappers' words (`_orig_mod`) and prefixes (`module.`) from a manifest's names.
 
-    `among` are names of another manifest: a prefix is removed only if all of these have the prefix
-    too.
+    A prefix is removed if all names have it. `among` are names of another manifest: they must all
+    have the prefix too.
     """
-    every = (*_names(manifest), *among)
+    every = (*_all_names(manifest), *among)
     front, names = _front(without_words(every).values()), plain_names(every)
     manifest = with_plain_modules(manifest)
-    plain_by_name = {name: names[name] for name in _names(manifest)}
-    return _under(manifest, lambda name: plain(name).removeprefix(front), plain_by_name)
+    plain_by_name = {name: names[name] for name in _all_names(manifest)}
+    return _with_names(manifest, lambda name: plain(name).removeprefix(front), plain_by_name)
 
 
 def with_plain_modules(manifest: Manifest) -> Manifest:
@@ -323,17 +331,17 @@ def without_front(manifest: Manifest) -> Manifest:
 
     Wrappers' words inside of names are not removed.
     """
-    names = _names(manifest)
+    names = _all_names(manifest)
     front = _front(names, (*WRAPPERS, *WORDS))
 
     def rewrite(name: str) -> str:
         return name.removeprefix(front)
 
-    return _under(manifest, rewrite, {name: rewrite(name) for name in names})
+    return _with_names(manifest, rewrite, {name: rewrite(name) for name in names})
 
 
 def about_words(names: Mapping[str, str]) -> list[Notice]:
-    """A notice about wrappers' words, such as `_orig_mod`, that were removed from names.
+    """Returns one notice that lists wrappers' words, such as `_orig_mod`, removed from names.
 
     `names` maps old names to new ones. If no name changed, the list is empty.
     """
@@ -350,8 +358,11 @@ def about_words(names: Mapping[str, str]) -> list[Notice]:
 
 
 def about_other_words(first: Manifest, other: Manifest) -> list[Notice]:
-    """A notice as in `about_words`, if the names of two checkpoints differ in wrappers' words."""
-    ours, theirs = _names(first), _names(other)
+    """Returns one notice if names of two checkpoints differ in wrappers' words (`_orig_mod`).
+
+    Otherwise the list is empty.
+    """
+    ours, theirs = _all_names(first), _all_names(other)
     alone = {*ours} ^ {*theirs}
     roots = {_front(without_words(names).values()) for names in (ours, theirs)}
     if len(roots) == 1 and not any(plain(name) != name for name in alone):
@@ -367,12 +378,12 @@ def called_as(manifest: Manifest, wanted: Collection[str]) -> Manifest:
     names. If it has some of them, or if no such rule fits, only wrappers' words (such as
     `_orig_mod`) are removed or added, name by name.
     """
-    names = _names(manifest)
+    names = _all_names(manifest)
     if not wanted:
         return manifest
     same = respelled(names, wanted)
     if not set(wanted).isdisjoint(names):
-        return _under(manifest, plain, same)
+        return _with_names(manifest, plain, same)
     try:
         correspondence_found = correspondence(wanted, names)
         rule = correspondence_found.rule.inverse
@@ -381,14 +392,14 @@ def called_as(manifest: Manifest, wanted: Collection[str]) -> Manifest:
             correspondence_found = correspondence(names, wanted)
             rule = correspondence_found.rule
         except (MissingData, WrongOption):
-            return _under(manifest, plain, same)
+            return _with_names(manifest, plain, same)
     exact = by_plain_name(wanted, correspondence_found.spelling)
 
     def rewrite(name: str) -> str:
         new = rule.apply(correspondence_found.spelling(name))
         return name if new is None else exact.get(new, new)
 
-    return _under(manifest, rewrite, {name: rewrite(name) for name in names})
+    return _with_names(manifest, rewrite, {name: rewrite(name) for name in names})
 
 
 def _compiled(regex: str) -> re.Pattern[str]:
@@ -400,8 +411,8 @@ def _compiled(regex: str) -> re.Pattern[str]:
         ) from None
 
 
-def _names(manifest: Manifest) -> list[str]:
-    """All names in a manifest: parameters, second names, buffers and extra states."""
+def _all_names(manifest: Manifest) -> list[str]:
+    """All names in a manifest: parameters, second names of tied weights, buffers, extra states."""
     all_names: list[str] = []
     for model in manifest.with_models:
         extra = model.state.get("module_extra") or {}
@@ -412,15 +423,16 @@ def _names(manifest: Manifest) -> list[str]:
 def names_of(manifest: Manifest) -> list[str]:
     """All names that a module's state_dict may have: parameters, second names of ties, buffers."""
     extra = manifest.state.get("module_extra") or {}
-    return [name for name in _names(manifest) if name not in extra]
+    return [name for name in _all_names(manifest) if name not in extra]
 
 
-def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, str]) -> Manifest:
-    """Renames everything in a manifest: `names` maps old names to new ones.
+def _with_names(
+    manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, str]
+) -> Manifest:
+    """Renames everything in a manifest: `names` maps old parameter names to new ones.
 
-    Names of modules, which the manifest's state contains too, are not in `names`: `rewrite` returns
-    the new name for one of them. Raises WrongOption if a name would become empty, or two names
-    equal.
+    The manifest also contains names of modules, which are not in `names`: `rewrite(name)` returns
+    their new names. Raises WrongOption if a name would become empty, or two names equal.
     """
     if all(old == new for old, new in names.items()):
         return manifest
@@ -472,7 +484,7 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
         layers = tuple(replace(layer, name=module(layer.name)) for layer in engine.experts)
         engine = replace(engine, experts=layers)
     entries = map(under_new_name, manifest.entries.values())
-    return manifest.map_ranks(lambda own: _under(own, rewrite, names)).replace(
+    return manifest.map_ranks(lambda own: _with_names(own, rewrite, names)).replace(
         entries={entry.key: entry for entry in entries},
         replicas=tuple(map(under_new_name, manifest.replicas)),
         sibling_weights=tuple(map(under_new_name, manifest.files.sibling_weights)),

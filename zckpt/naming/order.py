@@ -21,12 +21,12 @@ from .names import RENAME_HINT
 
 
 def is_known(manifest: Manifest) -> bool:
-    """Whether the manifest lists the parameters in the order of the module."""
+    """Whether the manifest lists the parameters in the same order as the model's module."""
     return manifest.run.engine is None or manifest.run.engine.ordered is not False
 
 
 def need_order(manifest: Manifest) -> None:
-    """Raises MissingData if the order of the parameters in the module is not known."""
+    """Raises MissingData if the manifest does not list the parameters in the module's order."""
     if not is_known(manifest):
         raise MissingData(
             "names-needed",
@@ -39,11 +39,11 @@ def need_order(manifest: Manifest) -> None:
 
 
 def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
-    """Sorts the parameters of a manifest, and those of each model-parallel rank, as in `names`.
+    """Sorts a manifest's parameters in the order of `names`, for the full model and for each rank.
 
-    Raises WrongOption if a trainable parameter is missing in `names` or occurs twice, or if a name
-    is no weight of the source. A tied parameter of a pipeline may occur once for each stage that
-    has it.
+    The ranks are model-parallel ranks. Raises WrongOption if a trainable parameter is missing in
+    `names` or occurs twice, or if a name is no weight of the source. A tied parameter of a pipeline
+    may occur once for each stage that has it.
     """
     positions: dict[str, int] = {}
     for position, name in enumerate(names):

@@ -22,13 +22,16 @@ REPETITIONS = 4  # `*`, `+` and `{}` in one pattern
 
 
 def check_patterns(info: Mapping[str, Any]) -> None:
-    """Raises an error if a pattern in `info` is no regular expression, or may run for hours."""
-    for pattern in _patterns(info):
+    """Raises an error if a pattern in `info` is no regular expression, or may run for hours.
+
+    `info` is DeepSpeed's `universal_checkpoint_info`.
+    """
+    for pattern in _all_patterns(info):
         _check_pattern(pattern)
 
 
 def under_names(info: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Changes the patterns of a `universal_checkpoint_info` so that they match renamed parameters.
+    """Rewrites the patterns of a `universal_checkpoint_info` to match parameters under new names.
 
     `names` maps old names to new ones. A pattern that would match other parameters than before is
     replaced by a list of new names. Raises InconsistentCheckpoint for an unknown structure.
@@ -83,7 +86,10 @@ def _renamed(info: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tupl
 
 
 def fields_of(item: Any) -> Mapping[str, Any]:
-    """The fields of an item of `parameter_with_sub_params`, which is a dictionary or an object."""
+    """The fields of an item in DeepSpeed's list `parameter_with_sub_params`.
+
+    The item is a dictionary, or a pickled object.
+    """
     value = getattr(item, "state", item)
     if not isinstance(value, Mapping):
         raise InconsistentCheckpoint(
@@ -92,8 +98,7 @@ def fields_of(item: Any) -> Mapping[str, Any]:
     return value
 
 
-def _patterns(info: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields all regular expressions in a `universal_checkpoint_info`."""
+def _all_patterns(info: Mapping[str, Any]) -> Iterator[Any]:
     for key, value in info.items():
         if _has_patterns(key):
             yield from value or ()
@@ -104,13 +109,13 @@ def _patterns(info: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _has_patterns(key: str) -> bool:
-    return key.endswith("_patterns") or key == "parameter_with_2_sub_params_cat_dim_0"
+    return key.endswith("_all_patterns") or key == "parameter_with_2_sub_params_cat_dim_0"
 
 
 def _check_pattern(pattern: Any) -> None:
-    """Raises an error for a pattern that is not a regular expression, or may run for hours.
+    """Raises an error for a pattern that is no regular expression, or may run for hours.
 
-    A pattern may run for hours if it repeats a group, or has many repetitions.
+    A pattern may run for hours if it repeats a group, as in `(a*)*`, or has many repetitions.
     """
     text = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "a", pattern) if isinstance(pattern, str) else ")*"
     if len(re.findall(r"[*+{]", text)) > REPETITIONS or re.search(r"\)[*+{]", text):

@@ -51,7 +51,10 @@ LORA = re.compile(
 
 
 def saved_name(name: str) -> str:
-    """The name of a module's parameter in PEFT's files; other names stay unchanged."""
+    """The name of a module's parameter in PEFT's files: without the adapter's name `default`.
+
+    Names of other parameters stay unchanged.
+    """
     if SAVED_WHOLE in name:
         return name.replace(SAVED_WHOLE, ".")
     if name.endswith(f".{ADAPTER}"):
@@ -65,11 +68,10 @@ def saved_name(name: str) -> str:
 
 
 def bare_name(name: str) -> str:
-    """A parameter's name in a program that has its own adapter modules, such as NeMo AutoModel 0.7.
+    """The name of an adapter's parameter in memory, in a program with its own adapter modules.
 
-    This name has no PEFT prefix and no adapter name. DoRA's magnitude vector has a different name
-    in memory than in the program's files, which use PEFT's name: this function returns that in
-    memory.
+    An example is NeMo AutoModel 0.7. The name has no PEFT prefix and no adapter name. DoRA's vector
+    is called `lora_magnitude` in memory, but `lora_magnitude_vector` in the program's files.
     """
     bare = saved_name(name).removeprefix(PREFIX)
     is_vector = bare.endswith(".lora_magnitude_vector")
@@ -88,19 +90,19 @@ def other_adapters(names: Iterable[str]) -> list[str]:
 
 
 def missing_bases(names: Collection[str]) -> list[str]:
-    """The base weights of adapted embeddings that are missing among `names`.
+    """The base weights that are missing in `names` although an adapter of an embedding needs them.
 
-    PEFT saves the embedding's own weight together with its adapter.
+    PEFT saves the embedding's own weight together with an adapter of this embedding.
     """
     layers = {match["layer"] for name in names if (match := EMBEDDING.match(name))}
     return sorted({f"{layer}.base_layer.weight" for layer in layers} - set(names))
 
 
 def is_saved_base(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether PEFT saves this tensor of the base model with its adapter (0.21).
+    """Whether PEFT saves this tensor of the base model together with the adapter (0.21).
 
-    PEFT saves biases that the adapter trains, and the weight of an adapted embedding, because rows
-    for new tokens are in no other file (`save_embedding_layers`).
+    PEFT saves biases that were trained with the adapter, and the weight of an embedding with an
+    adapter, because rows for new tokens are in no other file (`save_embedding_layers`).
     """
     if "bias" in name:
         of_layer = name.endswith(".base_layer.bias")
@@ -114,8 +116,8 @@ def is_saved_base(name: str, config: Mapping[str, Any]) -> bool:
 def is_adapter_alone(names: Collection[str]) -> bool:
     """Whether a checkpoint with these tensors contains an adapter without its base model.
 
-    `names` include second names of tied weights, and buffers. An adapter may also contain the base
-    weight of an adapted embedding, but only a full model has base weights of all layers.
+    `names` include second names of tied weights, and buffers. A file of the adapter alone may have
+    the base weight of an embedding. Only a full model has base weights of all layers.
     """
     adapted = {match["layer"] for name in names if (match := ADAPTED.match(name))}
     based = {name.partition(".base_layer.")[0] for name in names if ".base_layer." in name}
@@ -127,7 +129,7 @@ def module_names(
     names_in_module: Iterable[str] = (),
     config: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """Maps saved names to the module's names; names that are equal in both are left out.
+    """Maps names in PEFT's files to the module's names; names that are equal in both are left out.
 
     `names_in_module` are names that the optimizer's state contains, which are the module's.
     `config` is the content of adapter_config.json.

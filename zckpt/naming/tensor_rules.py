@@ -58,24 +58,27 @@ class TensorRules(Protocol):
 
 
 class TensorRule(Struct, frozen=True):
-    """One line of a file of rules: a pattern of names, and how ranks slice such parameters."""
+    """One line of a file of rules: `pattern` matches names, `placement` is how ranks slice them."""
 
     pattern: str
     placement: Placement
 
     def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
-        """How a matching parameter is sliced; None if the rule says that the files decide."""
+        """How a parameter with a matching name is sliced, given its shapes on the ranks.
+
+        None if the rule leaves the decision to facts in the checkpoint's files.
+        """
         return self.placement.sliced(shapes, self.misfit(name))
 
     def misfit(self, name: str) -> str:
-        """The beginning of an error message: the rule does not fit the parameter `name`."""
+        """The beginning of an error message: this rule does not fit the parameter `name`."""
         return f"the rule `{self.pattern} = {self.placement.text}` does not fit {name}"
 
 
 class RuleFile(Struct, frozen=True):
-    """Rules for slicing parameters that the user chose with --tp-rules.
+    """The value of --tp-rules: rules on how tensor-parallel ranks slice parameters.
 
-    `source` is the path of a file with rules, or the name of a family of models.
+    `source` is the path of the file with the rules, or the name of a family of models.
     """
 
     source: str
@@ -95,10 +98,9 @@ class RuleFile(Struct, frozen=True):
         return None
 
     def doubts(self, names: Iterable[str]) -> list[Notice]:
-        """Warns about parameters for which the family's rule may be wrong, and no file tells.
+        """Warns about parameters that a family's rule may slice wrongly, which no file can show.
 
-        Which parameters these are is known for some families of models (`DOUBTS`); for others there
-        are no warnings.
+        Such parameters are known for some families of models (`DOUBTS`), such as GPT-NeoX.
         """
         if self.source not in DOUBTS:
             return []
@@ -114,7 +116,7 @@ class RuleFile(Struct, frozen=True):
 
 
 def rules_of(source: str, of_json: Callable[[str], TensorRules] | None = None) -> TensorRules:
-    """The rules of the family or file that `--tp-rules` names; raises WrongOption.
+    """Reads the rules that `--tp-rules` names: a file's or a family's; raises WrongOption.
 
     `of_json` parses rules in JSON, if the engine has such rules.
     """
@@ -173,14 +175,14 @@ def shapes_by(
     whole: tuple[int, ...],
     candidates: Iterable[Shapes],
 ) -> tuple[Shapes, Sliced] | None:
-    """Finds out which shapes the ranks' slices have, if the full tensor has the shape `whole`.
+    """Finds the shapes of the ranks' slices, if the full tensor has the shape `whole`.
 
-    `candidates` are possible shapes of all slices. Returns the first for which the rules make a
-    tensor of shape `whole`, and how the parameter is then sliced; None if there is none.
+    `candidates` are possible shapes of all slices. Returns the first candidate from which the rules
+    make a tensor of shape `whole`, and how the parameter is then sliced; None if there is none.
     """
     for shapes in candidates:
         try:
-            sliced = _first_sliced(rules, name, shapes)
+            sliced = _sliced_by_first_match(rules, name, shapes)
         except (InconsistentCheckpoint, WrongOption):
             continue  # the rule is for another dimension
         if sliced is not None and sliced.shape == whole:
@@ -189,12 +191,13 @@ def shapes_by(
 
 
 def stated_rule(name: str, placement: Placement) -> TensorRules:
-    """Makes a rule for the parameter `name`, whose slicing (`placement`) the source states."""
+    """Makes a rule for one parameter whose `placement` on the ranks the source itself states."""
     return RuleFile("the source", [TensorRule(re.escape(name), placement)])
 
 
-def _first_sliced(rules: Sequence[TensorRules], name: str, shapes: Shapes) -> Sliced | None:
-    """How a parameter is sliced, by the first of `rules` that matches; None if no rule matches."""
+def _sliced_by_first_match(
+    rules: Sequence[TensorRules], name: str, shapes: Shapes
+) -> Sliced | None:
     return next((own for each in rules if (own := each.sliced(name, shapes)) is not None), None)
 
 
@@ -204,15 +207,16 @@ def _first_sliced(rules: Sequence[TensorRules], name: str, shapes: Shapes) -> Sl
 def decide(
     root: str, shapes: Mapping[str, Shapes], rules: Sequence[TensorRules], ranks: int
 ) -> dict[str, Sliced]:
-    """Decides how tensor-parallel ranks slice each parameter, by the first of `rules` that applies.
+    """Decides how tensor-parallel ranks slice each parameter: the first matching rule counts.
 
-    `shapes` has a parameter's shapes on the ranks. Raises MissingData, which lists the parameters
-    that no rule matches, and InconsistentCheckpoint for slices that contradict each other.
+    `shapes` has each parameter's shapes on the ranks. Raises MissingData, which lists the
+    parameters that no rule matches, and InconsistentCheckpoint for slices that contradict each
+    other.
     """
     decided: dict[str, Sliced] = {}
     undecided: dict[str, Shapes] = {}
     for name, shapes_of_name in shapes.items():
-        sliced = _first_sliced(rules, name, shapes_of_name)
+        sliced = _sliced_by_first_match(rules, name, shapes_of_name)
         if sliced is None:
             undecided[name] = shapes_of_name
         else:
@@ -235,7 +239,7 @@ def decide(
 
 
 def _check_biases(root: str, decided: Mapping[str, Sliced]) -> None:
-    """Raises WrongOption if a layer's bias is not sliced like the rows of its weight.
+    """Raises WrongOption if a layer's bias is sliced in another way than the rows of its weight.
 
     A bias must have as many elements as the weight has rows. Layers of GPT-2 in transformers are
     not checked, because their weights are transposed (Conv1D).
@@ -273,7 +277,7 @@ def _check_biases(root: str, decided: Mapping[str, Sliced]) -> None:
 
 
 def _check_widths(root: str, decided: Mapping[str, Sliced]) -> None:
-    """Raises WrongOption if a rule assumes a wrong number of fused sub-parameters (gate and up).
+    """Raises WrongOption if a rule states a wrong number of fused sub-parameters (gate and up).
 
     The rows of a fused layer, divided by that number, must be the columns of the next layer.
     """
@@ -300,9 +304,9 @@ def _check_widths(root: str, decided: Mapping[str, Sliced]) -> None:
 def _undecided(
     root: str, undecided: Mapping[str, Shapes], decided: Mapping[str, Sliced], ranks: int
 ) -> MissingData:
-    """The error for parameters that no rule matches.
+    """Returns the error for parameters that no rule matches.
 
-    Its hint contains a file of rules in which the user replaces each `?`.
+    Its hint is a file of rules in which the user replaces each `?`.
     """
     names = [f"{name} {list(_first(shapes))}" for name, shapes in undecided.items()]
     lines: dict[str, str] = {}
@@ -310,7 +314,7 @@ def _undecided(
         lines.setdefault(_pattern(name), sliced.placement.text)
     for name, shapes in undecided.items():
         lines.setdefault(_pattern(name), f"?  # {list(_first(shapes))} on each rank")
-    family = next((each for each in FAMILIES if _fits(rules_of(each), undecided)), None)
+    family = next((each for each in FAMILIES if _family_fits(rules_of(each), undecided)), None)
     by_family = "" if family is None else f"a family knows these names: --tp-rules {family}; else "
     text = "\n".join(f"  {pattern} = {rule}" for pattern, rule in lines.items())
     return MissingData(
@@ -322,8 +326,7 @@ def _undecided(
     )
 
 
-def _fits(rules: TensorRules, undecided: Mapping[str, Shapes]) -> bool:
-    """Whether a family's rules match all parameters in `undecided`, and fit the shapes."""
+def _family_fits(rules: TensorRules, undecided: Mapping[str, Shapes]) -> bool:
     try:
         return all(rules.sliced(*item) is not None for item in undecided.items())
     except WrongOption:

@@ -31,7 +31,7 @@ HEAD = re.compile(
 
 
 def stated_ties(config: Mapping[str, Any] | None, names: Collection[str]) -> dict[str, str]:
-    """The tied names that a file lacks: maps each to the name under which the file has the weight.
+    """Finds tied names that a file lacks: {missing name: name under which the file has the weight}.
 
     `config` is the content of config.json, and `names` are the names in the file.
     """
@@ -41,7 +41,10 @@ def stated_ties(config: Mapping[str, Any] | None, names: Collection[str]) -> dic
 
 
 def of_config(config: Mapping[str, Any]) -> dict[str, str]:
-    """Maps all second names that a model's configuration ties to the first names of the weights."""
+    """Maps each second name of a tied weight to its first name, by the content of config.json.
+
+    For example, {"lm_head.weight": "model.embed_tokens.weight"}.
+    """
     classes = config.get("architectures")
     if not isinstance(classes, list) or not classes:
         return {}
@@ -57,10 +60,9 @@ def of_config(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _of_class(name: str) -> tuple[dict[str, str], bool]:
-    """The names that a class of transformers ties, and whether it does so by default.
+    """The ties of a class of transformers, and whether the class ties these names by default.
 
-    The names are a dictionary from second names to first names, which is empty for an unknown
-    class.
+    The ties map second names to first names. They are empty for an unknown class.
     """
     table = json.loads(get_data(__package__, "ties.json") or b"")
     for line in table["ties"]:
@@ -70,7 +72,7 @@ def _of_class(name: str) -> tuple[dict[str, str], bool]:
 
 
 def with_ties(manifest: Manifest, pairs: Iterable[tuple[str, str]]) -> Manifest:
-    """Adds second names (ties) to parameters; `pairs` are (second name, name in the source).
+    """Adds second names to tied weights; `pairs` are (second name, name in the source).
 
     Raises WrongOption if the source lacks the weight, or if the second name is a separate weight.
     """
@@ -105,7 +107,7 @@ def with_ties(manifest: Manifest, pairs: Iterable[tuple[str, str]]) -> Manifest:
 
 
 def of_root(pairs: Iterable[tuple[str, str]], root: str) -> list[tuple[str, str]]:
-    """Selects the ties of the model `root`, and removes its prefix from both names."""
+    """Selects the ties of one of several models, and removes its prefix `root` from both names."""
     front = f"{root}."
     return [
         (alias.removeprefix(front), owner.removeprefix(front))
@@ -115,17 +117,17 @@ def of_root(pairs: Iterable[tuple[str, str]], root: str) -> list[tuple[str, str]
 
 
 def likely(manifest: Manifest) -> list[tuple[str, str]]:
-    """Second names of tied weights that the source may lack, as pairs (second name, first name).
+    """Guesses ties that the source may lack, for a warning: pairs (second name, first name).
 
     There is at most one pair for each model in the source.
     """
     fronts = [f"{root}." for root in manifest.roots] if len(manifest.roots) > 1 else [""]
-    pairs = ((front, _likely(manifest, front)) for front in fronts)
+    pairs = ((front, _likely_of_model(manifest, front)) for front in fronts)
     return [(front + pair[0], front + pair[1]) for front, pair in pairs if pair is not None]
 
 
-def _likely(manifest: Manifest, before: str) -> tuple[str, str] | None:
-    """The tie of the output layer with the embedding, as a pair of names: (second, first).
+def _likely_of_model(manifest: Manifest, before: str) -> tuple[str, str] | None:
+    """Guesses that a model's output layer is tied to its embedding: returns the names of both.
 
     `before` is the prefix of the model's names. None if the model has an output layer, or if it is
     unclear which weight is the embedding or what the output layer is called.

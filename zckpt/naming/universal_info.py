@@ -57,7 +57,7 @@ None for the list in which each pattern states a view of its own.
 
 
 class UniversalInfo:
-    """The slicing rules in one `universal_checkpoint_info` of DeepSpeed.
+    """The slicing rules for tensor-parallel ranks in a `universal_checkpoint_info` of DeepSpeed.
 
     Raises UnsupportedCheckpoint or InconsistentCheckpoint for a structure that is not known.
     """
@@ -78,7 +78,7 @@ class UniversalInfo:
         self.vocabulary = vocabulary if isinstance(vocabulary, int) else None
 
     def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
-        """How tensor-parallel ranks slice a parameter, by the first list of patterns that matches.
+        """How tensor-parallel ranks slice a parameter: the first pattern that matches counts.
 
         None if AutoTP has listed the parameter as unsupported.
         """
@@ -92,14 +92,14 @@ class UniversalInfo:
             if placement is None:
                 for view in map(fields_of, self.info.get(key) or ()):
                     for pattern in _fitting(view["patterns"], name):
-                        return self._of_view(name, pattern, view, shapes)
+                        return self._sliced_in_view(name, pattern, view, shapes)
                 continue
             for pattern in self._matching(key, name):
                 return TensorRule(pattern, placement).sliced(name, shapes)
         return _by_rows(name, shapes, rows)
 
     def stated_shapes(self, name: str) -> Shapes | None:
-        """The shape of each rank's slice by the affine_map; None if the map lacks the name."""
+        """The shape of each rank's slice by the affine_map; None if the map lacks the parameter."""
         ranks = {int(n): each for n, each in (self._map_of(name) or {"ranks": {}})["ranks"].items()}
         shapes = [tuple(ranks[n]["shard_shape"]) for n in range(len(ranks)) if n in ranks]
         return shapes or None
@@ -110,14 +110,14 @@ class UniversalInfo:
     def _matching(self, key: str, name: str) -> Iterator[str]:
         return _fitting(self.info.get(key) or (), name)
 
-    def _of_view(
+    def _sliced_in_view(
         self, name: str, pattern: str, view_facts: Mapping[str, Any], shapes: Shapes
     ) -> Sliced:
-        """How a parameter with fused sub-parameters is sliced, if ranks slice each sub-parameter.
+        """How ranks slice a fused parameter (QKV) if they slice each sub-parameter (Q, K, V).
 
-        `view_facts` states the shape of a view of the tensor, and the axis of this view along which
-        the sub-parameters lie. In the shape, this axis has the list of their sizes or (before
-        version 0.4 of the info) their number. -1 stands for any size.
+        `view_facts` states the shape of a view of the tensor, and on which axis of the view the
+        sub-parameters follow each other. In the shape, this axis has the list of their sizes or
+        (before version 0.4 of the info) their number. -1 stands for any size.
         """
         known_shapes, ranks = [shape for shape in shapes if shape is not None], len(shapes)
         axis, view = int(view_facts["partition_dim"]), list(view_facts["shape"])
@@ -130,7 +130,7 @@ class UniversalInfo:
             raise InconsistentCheckpoint(
                 "tp-rule-wrong", f"{says}: the shape {view} has no axis {axis} that can be sliced"
             )
-        widths = self._widths(pattern, view[axis], known_shapes, axis, says)
+        widths = self._widths_on_ranks(pattern, view[axis], known_shapes, axis, says)
         sizes = [sum(size) if isinstance(size, (tuple, list)) else size for size in view]
         sizes[axis] = sum(map(sum, widths))
         total = sum(map(prod, known_shapes))
@@ -150,7 +150,7 @@ class UniversalInfo:
         placement = Cut(axis, tuple(map(sum, widths))) if is_row else Boxes("view")
         return Sliced(whole, pieces, placement)
 
-    def _widths(
+    def _widths_on_ranks(
         self,
         pattern: str,
         parts_in_view: Any,
@@ -158,7 +158,7 @@ class UniversalInfo:
         axis: int,
         says: str,
     ) -> Sequence[Sequence[int]]:
-        """The size of each sub-parameter along `axis` on each rank.
+        """For each sub-parameter of a fused parameter: its size along `axis` on each rank.
 
         Since version 0.4 of the info, files state these sizes. In older versions, each
         sub-parameter is divided evenly among the ranks.
@@ -198,8 +198,8 @@ class UniversalInfo:
 def _by_rows(name: str, shapes: Shapes, used: int | None) -> Sliced | None:
     """Slices a parameter by rows, as the weight of a column-parallel layer or of an embedding.
 
-    `used` is the number of vocabulary rows, or None for other parameters. All rows after `used` are
-    padding, which is checked.
+    `used` is the number of vocabulary rows, and None for other parameters. Rows after `used` must
+    be padding: this is checked.
     """
     rule = TensorRule(".*", Cut(0))
     if used is None:
@@ -223,8 +223,8 @@ def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[
     because DeepSpeed makes a new one, and fused sub-parameters are divided evenly among the ranks.
     If that is impossible, their sizes are left out.
 
-    `whole` are parameters that each rank has completely. Without the map no other key may tell
-    this, so they are added to the list of replicated parameters.
+    `whole` are parameters of which each rank has the full tensor. Only the map stated this. So
+    their names are added to the list of replicated parameters.
     """
     maps = ((info.get("affine_map") or {}).get("params") or {}).values()
     if maps and all(len(each.get("ranks") or ()) == ranks for each in maps):
@@ -246,11 +246,11 @@ def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[
 def _whole_shape(
     shapes: Sequence[tuple[int, ...]], axis: int, outer: int, inner: int, says: str
 ) -> tuple[int, ...]:
-    """The full tensor's shape, from the shapes of its slices and the axis that is sliced in a view.
+    """The full tensor's shape, if its slices were cut along one axis of a view of the tensor.
 
-    Only one dimension differs between the slices and the full tensor: the one that contains this
-    axis. If several dimensions could be it, because they are of size 1 (as for one head), the one
-    with the same number as the axis is taken.
+    `outer` and `inner` are the numbers of elements before and behind this axis. Only one dimension
+    differs between slices and full tensor: the one that contains the axis. If several fit, because
+    they have size 1 (as for one head), the one with the axis's number is taken.
     """
     first, total = shapes[0], sum(map(prod, shapes))
     sides = [(prod(first[:dim]), prod(first[dim + 1 :])) for dim in range(len(first))]
@@ -273,9 +273,10 @@ def _whole_shape(
 
 
 def _by_map(name: str, piece_map: Mapping[str, Any], shapes: Shapes, rows: int | None) -> Sliced:
-    """How a parameter is sliced according to its affine map: offsets and strides of each piece.
+    """How a parameter is sliced according to DeepSpeed's affine map of it.
 
-    DeepSpeed's checkpoint/affine.py defines the structure of the map.
+    The map states offsets and strides of each piece on each rank (DeepSpeed's
+    checkpoint/affine.py).
     """
     whole = tuple(piece_map["logical_shape"])
     by_rank = {int(rank): value for rank, value in piece_map["ranks"].items()}
@@ -324,9 +325,9 @@ def _by_map(name: str, piece_map: Mapping[str, Any], shapes: Shapes, rows: int |
 
 
 def _corner(shape: Sequence[int], sizes: Sequence[int], view: Any, says: str) -> tuple[int, ...]:
-    """The position along each axis of the first element of a strided view in a tensor.
+    """The position of a slice's first element in a tensor: its index on each axis.
 
-    Raises UnsupportedCheckpoint if the view is not a rectangular slice.
+    `view` is (offset, strides). Raises UnsupportedCheckpoint if the slice is not rectangular.
     """
     offset, strides = int(view[0]), list(view[1])
     steps = row_major(shape)

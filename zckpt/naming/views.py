@@ -58,12 +58,15 @@ class View(Struct, frozen=True):
         return boxes(self.boxes)
 
     def place(self, axis: int) -> int:
-        """The index of an axis in the list of all axes' lengths; a folded axis has several."""
+        """The index of an axis's first length in the list of all lengths.
+
+        An axis has one length; a folded axis has several.
+        """
         return sum(len(lengths) for lengths in self.axes[:axis])
 
 
 def view_of(fragments: Fragments, shape: Sequence[int], size: int) -> View:
-    """A view of the complete tensor with these fragments; no axis is folded."""
+    """Makes a view of a full tensor from its byte ranges in files; no axis is folded."""
     axes = tuple((length,) for length in shape)
     return View(axes, tuple(boxes_in(fragments, shape, size)), size)
 
@@ -101,15 +104,15 @@ def parted(view: View, axis: int, lengths: Sequence[int]) -> list[View]:
                 parts[number].append(
                     _box(
                         box,
-                        _with(box.whole, place, length),
-                        _with(box.offsets, place, low - start),
-                        _with(box.sizes, place, high - low),
+                        _with_replaced(box.whole, place, length),
+                        _with_replaced(box.offsets, place, low - start),
+                        _with_replaced(box.sizes, place, high - low),
                         box.strides,
                         later=(low - first) * box.strides[place],
                     )
                 )
     return [
-        View(_with(view.axes, axis, (length,)), tuple(part), view.size)
+        View(_with_replaced(view.axes, axis, (length,)), tuple(part), view.size)
         for length, part in zip(lengths, parts, strict=True)
     ]
 
@@ -118,16 +121,19 @@ def unstacked(view: View, axis: int) -> list[View]:
     """Returns one view for each index along an axis, without that axis (like torch.unbind)."""
     place = view.place(axis)
     parts = cut(view, axis, 1)
-    inner = [[_each(box, lambda values: _with(values, place)) for box in p.boxes] for p in parts]
-    axes = _with(view.axes, axis)
+    inner = [
+        [_with_each_changed(box, lambda values: _with_replaced(values, place)) for box in p.boxes]
+        for p in parts
+    ]
+    axes = _with_replaced(view.axes, axis)
     return [View(axes, tuple(own), view.size) for own in inner]
 
 
 def joined(views: Sequence[View], axis: int) -> View:
     """Concatenates tensors along an axis; if it is folded, along the first of its lengths.
 
-    If the axis is folded in some of the tensors, it is folded in the same way in all. Raises
-    ValueError if the lengths of other axes differ.
+    An axis that is folded in some of the tensors becomes folded in all of them in the same way.
+    Raises ValueError if the lengths of other axes differ.
     """
     finest = max((view.axes[axis] for view in views), key=len)
     views = [
@@ -135,7 +141,7 @@ def joined(views: Sequence[View], axis: int) -> View:
         for view in views
     ]
     first, place = views[0], views[0].place(axis)
-    if len({_with(view.axes, axis, view.axes[axis][1:]) for view in views}) > 1:
+    if len({_with_replaced(view.axes, axis, view.axes[axis][1:]) for view in views}) > 1:
         shapes = listed([list(shape) for shape in dict.fromkeys(view.shape for view in views)], 4)
         raise ValueError(
             f"tensors of the shapes {shapes} cannot be joined along axis {axis}, because they "
@@ -146,11 +152,11 @@ def joined(views: Sequence[View], axis: int) -> View:
     start = 0
     for view in views:
         for box in view.boxes:
-            offsets = _with(box.offsets, place, box.offsets[place] + start)
-            whole = _with(box.whole, place, length)
+            offsets = _with_replaced(box.offsets, place, box.offsets[place] + start)
+            whole = _with_replaced(box.whole, place, length)
             parts.append(_box(box, whole, offsets, box.sizes, box.strides))
         start += view.axes[axis][0]
-    return View(_with(first.axes, axis, (length, *finest[1:])), tuple(parts), first.size)
+    return View(_with_replaced(first.axes, axis, (length, *finest[1:])), tuple(parts), first.size)
 
 
 def swapped(view: View, one: int, other: int) -> View:
@@ -162,7 +168,7 @@ def swapped(view: View, one: int, other: int) -> View:
 
 
 def folded(view: View, axis: int, inner: Sequence[int]) -> View:
-    """Folds an axis of one length into several lengths, of which `inner` are the last ones.
+    """Folds an axis into several lengths, as a reshape does; `inner` are all lengths but the first.
 
     Raises ValueError if the axis's length is no multiple of the product of `inner`.
     """
@@ -171,7 +177,7 @@ def folded(view: View, axis: int, inner: Sequence[int]) -> View:
     if prod(lengths) != whole:
         raise ValueError(f"{whole} rows are no multiple of {prod(inner)}")
     parts = [part for box in view.boxes for part in _folded(box, place, lengths)]
-    return View(_with(view.axes, axis, lengths), tuple(parts), view.size)
+    return View(_with_replaced(view.axes, axis, lengths), tuple(parts), view.size)
 
 
 def dealt(view: View, axis: int, order: Sequence[int]) -> View:
@@ -182,15 +188,15 @@ def dealt(view: View, axis: int, order: Sequence[int]) -> View:
     lengths, place = view.axes[axis], view.place(axis)
     places = [*range(sum(map(len, view.axes)))]
     places[place : place + len(lengths)] = [place + number for number in order]
-    axes = _with(view.axes, axis, tuple(lengths[number] for number in order))
+    axes = _with_replaced(view.axes, axis, tuple(lengths[number] for number in order))
     return _ordered(view, axes, places)
 
 
 def split(view: View, axis: int, count: int) -> View:
-    """Splits an axis of one length into two axes: `count`, and the length of each part."""
+    """Splits an axis into two axes: one of length `count`, one for the elements of each part."""
     inner = folded(view, axis, (view.shape[axis] // count,))
     outer, length = inner.axes[axis]
-    return View(_with(inner.axes, axis, (outer,), (length,)), inner.boxes, view.size)
+    return View(_with_replaced(inner.axes, axis, (outer,), (length,)), inner.boxes, view.size)
 
 
 def flattened(view: View, axis: int) -> View:
@@ -208,11 +214,11 @@ def _ordered(view: View, axes: tuple[Lengths, ...], places: Sequence[int]) -> Vi
     def order(values: Lengths) -> Lengths:
         return tuple(values[place] for place in places)
 
-    return View(axes, tuple(_each(box, order) for box in view.boxes), view.size)
+    return View(axes, tuple(_with_each_changed(box, order) for box in view.boxes), view.size)
 
 
 def _folded(box: Box, place: int, lengths: Lengths) -> Iterator[Box]:
-    """Replaces a box's length at index `place` by several `lengths`, as when the axis is folded.
+    """Folds one axis of a box: its length at index `place` becomes several `lengths`.
 
     Yields several boxes if the result is not rectangular.
     """
@@ -222,10 +228,10 @@ def _folded(box: Box, place: int, lengths: Lengths) -> Iterator[Box]:
     for corner, sizes in corners_of_range(lengths, start, start + box.sizes[place]):
         yield _box(
             box,
-            _with(box.whole, place, *lengths),
-            _with(box.offsets, place, *corner),
-            _with(box.sizes, place, *sizes),
-            _with(box.strides, place, *(step * stride for step in steps)),
+            _with_replaced(box.whole, place, *lengths),
+            _with_replaced(box.offsets, place, *corner),
+            _with_replaced(box.sizes, place, *sizes),
+            _with_replaced(box.strides, place, *(step * stride for step in steps)),
             later=(at - start) * stride,
         )
         at += prod(sizes)
@@ -240,7 +246,7 @@ def _box(
     *,
     later: int = 0,
 ) -> Box:
-    """A box with other lengths over the bytes of `box`, beginning `later` elements after it."""
+    """Makes a box with other lengths over the same bytes, `later` elements after `box`."""
     return Box(
         whole=whole,
         offsets=offsets,
@@ -252,11 +258,9 @@ def _box(
     )
 
 
-def _each(box: Box, change: Callable[[Lengths], Lengths]) -> Box:
-    """A box with `change` applied to each of its lengths, offsets, sizes and strides."""
+def _with_each_changed(box: Box, change: Callable[[Lengths], Lengths]) -> Box:
     return _box(box, *map(change, (box.whole, box.offsets, box.sizes, box.strides)))
 
 
-def _with(values: tuple[T, ...], place: int, *new: T) -> tuple[T, ...]:
-    """Replaces the value at index `place` of a tuple by the values `new` (none, one or several)."""
+def _with_replaced(values: tuple[T, ...], place: int, *new: T) -> tuple[T, ...]:
     return (*values[:place], *new, *values[place + 1 :])

@@ -1,4 +1,4 @@
-"""Checks that a source has all weights for which `from_pretrained` asks, and finds their prefix.
+"""Checks that a source has all weights for `from_pretrained`, and finds a prefix before them.
 
 weights.json lists the weights of 1,651 model classes of transformers (5.24); `python -m
 tests.weight_names` makes it. It lists only weights that a class has for all settings of its
@@ -29,9 +29,9 @@ NUMBER, OF_PEFT = "#", "base_model."
 
 
 class Settled(Struct, frozen=True):
-    """A source, renamed to the names for which its model's class asks, and warnings for the user.
+    """A source whose parameter names are now those that its model class loads, with warnings.
 
-    `is_asked` is False if the names were not checked, because the class is not in the table.
+    `is_asked` is False if the names were not checked, because zckpt's table lacks the class.
     """
 
     source: Manifest
@@ -40,7 +40,7 @@ class Settled(Struct, frozen=True):
 
 
 def settled(source: Manifest, config: Mapping[str, Any]) -> Settled:
-    """Removes a prefix from the source's names if from_pretrained finds all weights only then.
+    """Removes a prefix, such as `llm.`, from the source's names if from_pretrained needs that.
 
     `config` is config.json, which names the model class. Raises MissingData if the source lacks a
     weight of the class, and AmbiguousCheckpoint if it has several models of the class.
@@ -55,7 +55,7 @@ def settled(source: Manifest, config: Mapping[str, Any]) -> Settled:
         )
         return Settled(source, False, (warning("not-compared", message, subject=name),))
     names = names_of(source)
-    prefix = _prefix(source, names, asked)
+    prefix = _prefix_of_model(source, names, asked)
     if prefix:
         source = renamed(source, [(f"^{re.escape(prefix)}", "")])
     warnings = [] if not prefix else [_without(prefix, f"{asked.name} finds its weights")]
@@ -76,7 +76,7 @@ def _without(prefix: str, so_that: str) -> Notice:
 
 
 def settled_adapter(source: Manifest, _config: Mapping[str, Any]) -> Settled:
-    """Removes a prefix from an adapter's names, so that they begin with PEFT's own prefix (0.21).
+    """Removes what stands before PEFT's own prefix `base_model.` in an adapter's names (PEFT 0.21).
 
     Raises MissingData if PEFT would not find the adapter's weights.
     """
@@ -97,11 +97,11 @@ def settled_adapter(source: Manifest, _config: Mapping[str, Any]) -> Settled:
     )
 
 
-def _prefix(source: Manifest, names: Collection[str], asked: Asked) -> str:
-    """The prefix that the source's names have before the names of the model class; "" if none.
+def _prefix_of_model(source: Manifest, names: Collection[str], asked: Asked) -> str:
+    """Finds the prefix, such as `llm.`, before the model class's names in the source; "" if none.
 
-    `asked` are the weights of the model class. Raises MissingData if some of them are missing, and
-    AmbiguousCheckpoint if several prefixes have all of them (several models).
+    `asked` are the weights of the model class. Raises MissingData if the source lacks some of them,
+    and AmbiguousCheckpoint if all are there under several prefixes (several models).
     """
     prefixes = asked.prefixes(names)
     lacking = {
@@ -145,10 +145,13 @@ def _below(names: Collection[str], prefix: str) -> set[str]:
 
 
 class Asked(Struct, frozen=True):
-    """The weights for which a model class asks; `#` in a name stands for a layer's number.
+    """The weights that from_pretrained loads for a model class, from zckpt's table of classes.
 
-    `base` is the class's `base_model_prefix`: from_pretrained also finds names without this prefix,
-    or with it twice. `ties` are second names of tied weights, which need not be saved.
+    name        the model class
+    base        its `base_model_prefix`, which names may lack, or have twice
+    patterns    the weights' names, with `#` for the number of a layer
+    ties        second names of tied weights, which need not be saved
+    rules       how names in the module and in files differ
     """
 
     name: str
@@ -159,9 +162,9 @@ class Asked(Struct, frozen=True):
 
     @classmethod
     def by(cls, config: Mapping[str, Any]) -> Asked | None:
-        """The weights of the model class that config.json names.
+        """Looks up the model class that config.json names in zckpt's table.
 
-        None if zckpt's table lacks the class, or if the model has code of its own (`auto_map`).
+        None if the table lacks the class, or if the model has code of its own (`auto_map`).
         """
         classes = config.get("architectures")
         name = classes[0] if isinstance(classes, list) and classes else None
@@ -172,10 +175,10 @@ class Asked(Struct, frozen=True):
         return cls(str(name), about["prefix"], patterns, ties.of_config(config), rules_of(config))
 
     def prefixes(self, names: Collection[str]) -> list[str]:
-        """Possible prefixes of the class's weights in the source.
+        """Finds possible prefixes before the class's names in the source's `names`.
 
-        If a name ends with the name of a weight, what comes before is a prefix: `llm.` in
-        `llm.lm_head.weight`.
+        In `llm.lm_head.weight`, the prefix is `llm.`, because the class has a weight
+        `lm_head.weight`.
         """
         ends = [*(p for p in self.patterns if NUMBER not in p), *self.patterns[:1]]
         ends += [pattern.removeprefix(f"{self.base}.") for pattern in ends]
@@ -188,7 +191,7 @@ class Asked(Struct, frozen=True):
         return sorted(f"{prefix}." for prefix in fronts)
 
     def has(self, name: str) -> bool:
-        """Whether a name may be a weight of the class: it begins with a module of the class."""
+        """Whether `name` may be a weight of the class: it begins with a module of the class."""
         tops = {pattern.partition(".")[0] for pattern in self.patterns}
         inside = {
             pattern.removeprefix(f"{self.base}.").partition(".")[0] for pattern in self.patterns
@@ -201,16 +204,16 @@ class Asked(Struct, frozen=True):
         With `as_base`, a name may also lack the prefix of the base model (such as `model.`), or
         have it twice.
         """
-        layers = by_key(self._numbered(names))
+        layers = by_key(self._layers_in(names))
         lacking: list[str] = []
         for pattern in self.patterns:
             before, number, after = pattern.partition(NUMBER)
             if not number:
-                lacking += [] if self._is_in(names, pattern, as_base) else [pattern]
+                lacking += [] if self._is_found_in(names, pattern, as_base) else [pattern]
                 continue
             numbers = sorted({*layers.get(before, ())}) or [0]
             full = {n: f"{before}{n}{after}" for n in range(numbers[-1] + 1)}
-            absent = [n for n, name in full.items() if not self._is_in(names, name, as_base)]
+            absent = [n for n, name in full.items() if not self._is_found_in(names, name, as_base)]
             # a layer of another kind has other weights in the same module
             module = after[1:].partition(".")[0]
             if len(absent) < len(full):
@@ -220,8 +223,8 @@ class Asked(Struct, frozen=True):
             lacking += [full[n] for n in absent]
         return lacking
 
-    def _numbered(self, names: Collection[str]) -> Iterator[tuple[str, int]]:
-        """Yields the layers that occur in names: the text before the number, and the number."""
+    def _layers_in(self, names: Collection[str]) -> Iterator[tuple[str, int]]:
+        """Yields (text before the number, number) for layers in `names`: ("model.layers.", 3)."""
         fronts = {p.partition(NUMBER)[0] for p in self.patterns if NUMBER in p}
         for name in names:
             for front in fronts:
@@ -230,11 +233,11 @@ class Asked(Struct, frozen=True):
                     if name.startswith(begin) and digits.isdecimal():
                         yield front, int(digits)
 
-    def _is_in(self, names: Collection[str], name: str, as_base: bool) -> bool:
+    def _is_found_in(self, names: Collection[str], name: str, as_base: bool) -> bool:
         """Whether from_pretrained finds the weight `name` among `names`.
 
-        It also finds a weight under its name in older files, and under the name of a weight with
-        which it is tied.
+        It also finds a weight under an older name from transformers, or under a name that is tied
+        to it.
         """
         tied = [self.ties.get(name), *(a for a, owner in self.ties.items() if owner == name)]
         for spelled in filter(None, (name, *tied)):
@@ -259,7 +262,7 @@ class Asked(Struct, frozen=True):
 
 
 def _names(tree: Any, parts: Sequence[Any], front: str = "") -> Iterator[str]:
-    """Yields the names in a nested dictionary of the table: the keys on each path, joined by dots.
+    """Yields the names of weights in weights.json's nested dictionaries: the keys joined by dots.
 
     A number in place of an inner dictionary is an index in `parts`, a list of inner dictionaries
     that several models share.
@@ -273,7 +276,7 @@ def _names(tree: Any, parts: Sequence[Any], front: str = "") -> Iterator[str]:
 
 @cache
 def _table() -> dict[str, Any]:
-    """The content of weights.json: `models` by class name, and the `parts` that models share."""
+    """The content of weights.json: {"models": {class name: facts}, "parts": [shared facts]}."""
     document = json.loads(get_data(__package__, "weights.json") or b"")
     models = {name: item for item in document["models"] for name in item["classes"]}
     return {"models": models, "parts": document["parts"]}

@@ -61,7 +61,7 @@ def test_an_optimizer_without_steps_is_read_whole(tmp_path: Path) -> None:
     }
     dcp.save(value, checkpoint_id=tmp_path / "1-2", no_dist=True)
     assert updates(str(tmp_path / "1-2")) is None
-    assert formats._updates(str(tmp_path / "1-2")) == 7
+    assert formats._optimizer_updates(str(tmp_path / "1-2")) == 7
 
 
 def test_metadata_of_one_layout_is_parsed_once(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Directories of torch.distributed.checkpoint, as FSDP1, FSDP2 and plain torch save them.
 
     files.py      finds the folders of one checkpoint
-    rest.py       Lightning's meta.pt: everything outside the state dicts
+    rest.py       meta.pt, Lightning's file of everything outside the state dicts
     read.py       reads the state dicts and builds their manifest
     items.py      reads single keys, on demand
     hf.py         Hugging Face's storage: safetensors files per rank, without an index

@@ -50,10 +50,9 @@ ADAPTER = peft.WEIGHTS[0]
 
 
 def detect(path: str) -> list[str]:
-    """The tags of the checkpoints at `path`; a tag is the name of a checkpoint's folder in `path`.
+    """Finds the checkpoints at `path`: [""] for `path` itself, or torchtitan's ["step-10", ...].
 
-    [""] if `path` is a checkpoint itself. Otherwise the names of torchtitan's step folders in
-    `path`; [] if it has none.
+    The result is [] if there is no checkpoint, or if Megatron-Core wrote it.
     """
     if not sources.is_folder(path) or _is_megatrons(path):
         return []
@@ -75,7 +74,7 @@ def counter(path: str) -> int | None:
 
 
 def updates(path: str) -> float | None:
-    """The largest step of any parameter; None if no step is stored.
+    """The largest step of any parameter in the optimizers' states; None if no step is stored.
 
     Only the values of steps are read.
     """
@@ -85,9 +84,9 @@ def updates(path: str) -> float | None:
 
 
 def _steps_of_parameters(keys: Collection[str]) -> list[str]:
-    """The keys of the optimizers' steps, chosen from `keys`.
+    """Selects the keys of parameters' steps, such as "optimizer.state.fc.weight.step".
 
-    An optimizer is recognized by `param_groups` beside `state`.
+    A state dict is an optimizer's if it has `param_groups` beside `state`.
     """
     optimizers = {key.partition(GROUPS)[0] for key in keys if GROUPS in key}
     states = tuple(optimizer + STATE for optimizer in optimizers)
@@ -109,10 +108,9 @@ def has_items(path: str) -> bool:
 
 
 def folders(path: str) -> list[str]:
-    """The folders that make up the checkpoint at `path`.
+    """The folders that make up the checkpoint at `path`; [] if there is no checkpoint.
 
-    These are `path` itself, or the folders of models and optimizers in it; empty if there is no
-    checkpoint.
+    This is `path` itself, or the folders in it that have models and optimizers.
     """
     if not sources.is_folder(path):
         return []
@@ -120,14 +118,13 @@ def folders(path: str) -> list[str]:
         return [path]
     parts = sorted(filter(PARTS.fullmatch, sources.names(path)))
     parts = [os.path.join(path, name) for name in parts]
-    return [folder for folder in parts if has_items(folder)] or _pair(path)
+    return [folder for folder in parts if has_items(folder)] or _model_and_optimizers(path)
 
 
-def _pair(path: str) -> list[str]:
-    """The paths of the folder `model` in `path` and of the optimizers' folders beside it.
+def _model_and_optimizers(path: str) -> list[str]:
+    """The folder `model` in `path`, and the folders `optim` and `optimizer` beside it.
 
-    The optimizers' folders are `optim` and `optimizer`. Empty unless there are both weights and an
-    optimizer.
+    The result is [] unless there are both weights and an optimizer.
     """
     model = os.path.join(path, MODEL)
     optimizers = [os.path.join(path, name) for name in OPTIMIZERS]
@@ -148,17 +145,14 @@ def adapter_of(folder: str) -> str:
 
 
 def is_of_optimizer(folder: str) -> bool:
-    """Whether a folder of a checkpoint contains an optimizer only, by its name."""
+    """Whether a checkpoint's folder contains only an optimizer; its name shows this."""
     name = os.path.basename(folder)
     match = PARTS.fullmatch(name)
     return name in OPTIMIZERS or (match is not None and match[1] in OPTIMIZERS)
 
 
 def whole_of(folder: str) -> str | None:
-    """The directory of the checkpoint to which `folder` and other folders belong.
-
-    None if `folder` is not one of several folders of a checkpoint.
-    """
+    """The checkpoint's directory, if `folder` is only one of its several folders; else None."""
     above = os.path.dirname(os.path.abspath(folder))
     sibling_folders = folders(above)
     is_part = os.path.basename(os.path.abspath(folder)) in map(os.path.basename, sibling_folders)
@@ -181,7 +175,7 @@ def missing(folders: Sequence[str]) -> list[Notice]:
 
 
 def is_pair(names: Sequence[str] | None) -> bool:
-    """Whether the folders' names are a pair such as `model` and `optim`.
+    """Whether the folders of a checkpoint are a pair such as `model` and `optim`.
 
     False for the names of Accelerate's folders, such as `pytorch_model_fsdp_0`.
     """
@@ -189,9 +183,10 @@ def is_pair(names: Sequence[str] | None) -> bool:
 
 
 def locate(path: str, tag: str | None = None) -> tuple[str, list[str]]:
-    """The directory of the checkpoint, and its folders with .distcp files.
+    """Returns the checkpoint's directory, and its folders with .distcp files.
 
-    Raises UnsupportedCheckpoint for a checkpoint of Megatron-Core.
+    `tag` chooses a step folder in `path`. Raises UnsupportedCheckpoint for a checkpoint of
+    Megatron-Core.
     """
     root = os.path.join(path, tag) if tag else path
     parts = folders(root) if sources.is_folder(root) else []
@@ -210,17 +205,17 @@ def locate(path: str, tag: str | None = None) -> tuple[str, list[str]]:
 
 
 def place_in(folder: str, path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The path of a value in the tree of all folders; `path` is the value's path in `folder` alone.
+    """Converts the path of a value in one folder to its path in the joined tree of all folders.
 
-    For example, `model` in Accelerate's folder number 1 becomes `model_1`.
+    A path is a tuple of keys. In Accelerate's folder number 1, ("model", ...) becomes ("model_1",
+    ...).
     """
-    ending = _ending_of(folder)
+    ending = _number_ending(folder)
     return (f"{path[0]}{ending}", *path[1:]) if ending else path
 
 
 @lru_cache
-def _ending_of(folder: str) -> str:
-    """The ending `_N` of Accelerate's folder number N; empty for number 0 and other folders."""
+def _number_ending(folder: str) -> str:
     match = PARTS.fullmatch(os.path.basename(folder))
     return "" if match is None or match[2] == "0" else f"_{match[2]}"
 
@@ -256,7 +251,7 @@ def _is_megatrons(folder: str) -> bool:
 
 
 def own_files(root: str, parts: list[str]) -> Iterator[str]:
-    """Yields the paths of `.metadata` and of .distcp files directly in a checkpoint's directory.
+    """Yields the paths of `.metadata` and of .distcp files directly in the directory `root`.
 
     Temporary files of an unfinished save are included. Nothing is yielded if these files are in
     subfolders.

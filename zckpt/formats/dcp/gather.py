@@ -31,7 +31,7 @@ OF_RANK = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
 
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
-    """Every tensor of the model and of its optimizer, joined by torch's own rule.
+    """Returns every tensor of model and optimizer, joined from shards by torch's own rule.
 
     Raises UnsupportedCheckpoint for a shard that is not a tensor, and the errors of `read_table`.
     """
@@ -60,7 +60,7 @@ def _partitions(root: str, folders: Sequence[str]) -> list[Partition]:
             if item is not None:
                 _put(tree, place, _tensor(table, files, key, item))
             else:
-                is_asked = _tells_names(place) or _is_state(place)
+                is_asked = _lists_parameters(place) or _is_state_but_step(place)
                 value = files.torch_file(table.location(key)).value if is_asked else None
                 _put(tree, place, value)
         record = table.others.get("zckpt")
@@ -69,20 +69,18 @@ def _partitions(root: str, folders: Sequence[str]) -> list[Partition]:
     return gather.partitions(tree, numbers)
 
 
-def _tells_names(path: tuple[Any, ...]) -> bool:
-    """Whether the value at a path lists an optimizer's parameters."""
+def _lists_parameters(path: tuple[Any, ...]) -> bool:
     return "param_groups" in path and ("params" in path or "param_names" in path)
 
 
-def _is_state(path: tuple[Any, ...]) -> bool:
-    """Whether the value at a path is an optimizer state other than the step."""
+def _is_state_but_step(path: tuple[Any, ...]) -> bool:
     last = str(path[-1])
     inside = "state" in path[:-1] or last.startswith("state.")
     return inside and last.rpartition(".")[2] != "step"
 
 
 def _put(tree: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    """Sets the value at a path of a nested dictionary; a list is a dictionary of its indices."""
+    """Sets the value at a path of nested dictionaries; a list becomes a dictionary by index."""
     *above, last = path
     for key in above:
         tree = tree.setdefault(key, {})
@@ -121,12 +119,13 @@ def _hugging_face(folder: str) -> dict[str, gather.Saved]:
             boxes.setdefault(stored.name, []).append(gather.stored_box(stored, offsets))
             dtypes[stored.name] = stored.dtype
     return {
-        name: gather.joined(dtypes[name], _reached(parts), parts) for name, parts in boxes.items()
+        name: gather.joined(dtypes[name], _full_shape(parts), parts)
+        for name, parts in boxes.items()
     }
 
 
 def _with_states(tensors: dict[str, gather.Saved]) -> dict[str, Any]:
-    """Sorts tensors into the state dicts of a model and of an optimizer.
+    """Splits tensors by their names into two state dicts: {"model": {...}, "optim": {...}}.
 
     `optim.state.fc.weight.exp_avg` is an optimizer state if `fc.weight` is a weight. Without such
     states, the tensors are returned as they are.
@@ -152,7 +151,6 @@ def _with_states(tensors: dict[str, gather.Saved]) -> dict[str, Any]:
     return {"model": model, "optim": {"state": state, "param_groups": [{"params": list(state)}]}}
 
 
-def _reached(boxes: Sequence[BoxPart]) -> tuple[int, ...]:
-    """The smallest shape that contains all shards in `boxes`."""
+def _full_shape(boxes: Sequence[BoxPart]) -> tuple[int, ...]:
     axes = range(len(boxes[0].sizes))
     return tuple(max(box.offsets[axis] + box.sizes[axis] for box in boxes) for axis in axes)

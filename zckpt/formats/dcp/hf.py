@@ -57,16 +57,16 @@ INFO, VERSION = "DCP_SHARDING_INFO", "1.0"
 
 
 def files(folder: str) -> list[str]:
-    """The paths of all ranks' safetensors files in a folder, sorted."""
+    """The sorted paths of all ranks' safetensors files in a folder."""
     with os.scandir(folder) as entries:
         return sorted(entry.path for entry in entries if parse_name((SHARD,), entry.name))
 
 
 def read(paths: Sequence[str], saved: SavedTree) -> dict[str, Leaf]:
-    """Every tensor by name; adds the files and their byte ranges to `saved`.
+    """Reads every tensor by name, joined from the ranks' files.
 
-    Raises IncompleteCheckpoint if a file or elements are missing, and InconsistentCheckpoint if
-    shards of a tensor overlap.
+    Adds the files and their byte ranges to `saved`. Raises IncompleteCheckpoint if a file or
+    elements are missing, and InconsistentCheckpoint if shards of a tensor overlap.
     """
     tree: dict[str, Leaf] = {}
     _require_complete(paths)
@@ -95,17 +95,17 @@ def read(paths: Sequence[str], saved: SavedTree) -> dict[str, Leaf]:
 
 
 def require_last(folder: str, weights: Mapping[str, Any], saved: SavedTree) -> None:
-    """Raises IncompleteCheckpoint if another file shows that a weight has more rows than were read.
+    """Raises IncompleteCheckpoint if another file shows that the file of the last rank is missing.
 
-    In this case the file of the last rank is missing. Without it the shards look complete, because
-    they do not state the full shape.
+    The other file states that a weight has more rows than were read. Without the last rank's file,
+    the shards look complete, because they do not state the full shape.
     """
     for name, whole, source in _stated_shapes(folder, weights, saved):
         weight = weights.get(name)
         if not isinstance(weight, Leaf) or len(whole) != len(weight.shape):
             continue
         if whole[1:] == weight.shape[1:] and whole[:1] > weight.shape[:1]:
-            rank, _, count = _last(_by_numbers(files(folder)))
+            rank, _, count = _largest_numbers(_by_numbers(files(folder)))
             raise missing_file(
                 os.path.join(folder, NAMED.format(rank + 1, 1, count)),
                 hint=f"copy it again: without it, {name} has the shape {list(weight.shape)}, "
@@ -116,11 +116,11 @@ def require_last(folder: str, weights: Mapping[str, Any], saved: SavedTree) -> N
 def _stated_shapes(
     folder: str, weights: Mapping[str, Any], saved: SavedTree
 ) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Yields the full shapes that other files than the shards state for weights.
+    """Yields the full shapes of weights that files other than the shards state.
 
     The shapes come from moments of the optimizer, files of full weights, and a configuration's
-    `vocab_size`. Each result is a triple: the weight's name, its shape, and the words that
-    introduce the shape in an error.
+    `vocab_size`. Each result is a triple: the weight's name, its shape, and the beginning of a
+    sentence for an error ("its moments have").
     """
     for path in find_optimizers(saved.tree):
         for name, state in read_optimizer(value_at(saved.tree, path)).state.items():
@@ -142,18 +142,18 @@ def _stated_shapes(
 
 
 def state_dicts(tensors: Mapping[str, Leaf]) -> dict[Any, Any]:
-    """Splits tensors into a model's and an optimizer's state dict, if some are optimizer states.
+    """Splits tensors into the state dicts of a model and of an optimizer.
 
     `optim.state.fc.weight.exp_avg` is a state if `fc.weight` or `model.fc.weight` is a weight. The
-    storage keeps tensors only, so the parameter groups are lost. Without states, all tensors are
-    returned as they are.
+    storage keeps tensors only, so the parameter groups are lost. If no tensor is a state, all
+    tensors are returned as they are.
     """
     for root in dict.fromkeys(match[0] for name in tensors if (match := STATE.match(name))):
         states = [name for name in tensors if name.startswith(root)]
         places = [name.removeprefix(root).rpartition(".") for name in states]
         owners = dict.fromkeys(owner for owner, _, _ in places)
         weights = [name for name in tensors if not name.startswith(root)]
-        for front in _fronts(next(iter(owners)), weights):
+        for front in _prefixes_before(next(iter(owners)), weights):
             if not all(f"{front}{owner}" in tensors for owner in owners):
                 continue
             state: dict[str, dict[str, Leaf]] = {}
@@ -167,26 +167,23 @@ def state_dicts(tensors: Mapping[str, Leaf]) -> dict[Any, Any]:
             }
             optimizer = {"state": state, "param_groups": [{"params": list(owners)}]}
             return {
-                **(other_weights | _at(front, model)),
-                **_at(root.removesuffix("state."), optimizer),
+                **(other_weights | _nested_in(front, model)),
+                **_nested_in(root.removesuffix("state."), optimizer),
             }
     return dict(tensors)
 
 
-def _fronts(owner: str, weights: Sequence[str]) -> list[str]:
-    """The prefixes that turn an optimizer's name (`owner`) into names of weights, shortest first.
+def _prefixes_before(owner: str, weights: Sequence[str]) -> list[str]:
+    """Possible prefixes of weights before an optimizer's name `owner`, shortest first.
 
-    For `fc.bias` and the weight `model.fc.bias`, this is `model.`.
+    For `fc.bias` and the weight `model.fc.bias`, the result is ["model."].
     """
     ends = [name.removesuffix(owner) for name in weights if name.endswith(owner)]
     return sorted((front for front in ends if not front or front.endswith(".")), key=len)
 
 
-def _at(front: str, value: dict[str, Any]) -> dict[str, Any]:
-    """Nests `value` under the keys of a dotted prefix.
-
-    Returns `value` itself for an empty prefix.
-    """
+def _nested_in(front: str, value: dict[str, Any]) -> dict[str, Any]:
+    """Nests `value` in dictionaries: {"a": {"b": value}} for the prefix "a.b."."""
     for key in reversed(front.split(".")[:-1]):
         value = {key: value}
     return value
@@ -201,12 +198,13 @@ def shells(
 ) -> Iterator[Shell]:
     """Lays out the safetensors files of all ranks, of about `most` bytes each, without elements.
 
-    `box_of` returns a rank's rows of a tensor; `world` is the number of ranks. The values of
-    `scalars` are written. All other elements are left empty; the copy fills them in.
+    `box_of(tensor, rank)` returns the rows of a tensor that a rank writes; `world` is the number of
+    ranks. The values of `scalars` are written. All other elements are left empty until the copy
+    fills them in.
     """
 
     def length(name: str) -> int:
-        """A tensor's bytes divided by the number of ranks: about what each rank writes."""
+        """About as many bytes as each rank writes of a tensor."""
         return prod(tensors[name].shape) * SIZES[tensors[name].dtype] // world
 
     groups = [*portions(tensors, length, most)] or [[]]
@@ -232,14 +230,14 @@ def _by_numbers(paths: Sequence[str]) -> dict[Numbers, str]:
 def _require_complete(paths: Sequence[str]) -> None:
     """Raises IncompleteCheckpoint if a file between the first and the last shard is missing.
 
-    A tensor with missing shards would seem to have a smaller shape.
+    Without this check, a tensor with missing shards would seem to have a smaller shape.
     """
     there = _by_numbers(paths)
-    ranks, _, count = _last(there)
+    ranks, _, count = _largest_numbers(there)
     wanted = every(range(1, ranks + 1), range(1, count + 1), range(count, count + 1))
     refuse_gaps(os.path.dirname(paths[0]), gaps(SHARD, there, wanted), code="missing-file")
 
 
-def _last(there: Iterable[Numbers]) -> list[int]:
+def _largest_numbers(there: Iterable[Numbers]) -> list[int]:
     """The largest rank, file number and count of files in the names of the files."""
     return [*map(max, zip(*there, strict=True))]

@@ -28,11 +28,11 @@ from .files import locate, refuse_several
 
 
 class OpenedItem(Struct, frozen=True):
-    """The value that a file stores for a key, or for one shard of a tensor.
+    """What a file stores under a key, or as one shard of a tensor.
 
-    `value` is the unpickled content, in which objects and tensors are replaced by descriptions; no
-    code is run. `entry` maps the description of a tensor to its byte ranges. `records` are the byte
-    ranges of all tensors, with their checksums.
+    value      the unpickled content; no code is run, so objects and tensors are descriptions
+    entry      a function that returns the byte ranges of a described tensor
+    records    the byte ranges of all tensors, with their checksums
     """
 
     value: Any
@@ -43,7 +43,7 @@ class OpenedItem(Struct, frozen=True):
 class StoredBox(Struct, frozen=True):
     """A shard of a tensor that is saved separately.
 
-    `open` reads the file; the result's `value` describes the shard's tensor.
+    `open()` reads the file; the result's `value` describes the shard's tensor.
     """
 
     sizes: tuple[int, ...]
@@ -51,7 +51,7 @@ class StoredBox(Struct, frozen=True):
 
 
 class StoredTensor(Struct, frozen=True):
-    """The tensor that is saved under a key; `boxes` has its shards by their offsets on every axis.
+    """The tensor that is saved under a key; `boxes` maps the offsets of its shards to the shards.
 
     `dtype` is torch's name of the element type, which zckpt may not support.
     """
@@ -62,14 +62,14 @@ class StoredTensor(Struct, frozen=True):
 
     @property
     def stored(self) -> int:
-        """The number of elements in all shards."""
+        """The number of elements in all shards together."""
         return sum(prod(box.sizes) for box in self.boxes.values())
 
 
 class StoredValue(Struct, frozen=True):
-    """The value that is saved under a key; `is_number` is true for a 0-d tensor.
+    """A value that is saved under a key; `open()` reads it.
 
-    `open` reads it.
+    `is_number` is true for a tensor of no dimensions.
     """
 
     open: Callable[[], OpenedItem]
@@ -77,11 +77,14 @@ class StoredValue(Struct, frozen=True):
 
 
 class StoredItems(Struct, frozen=True):
-    """Everything saved in a checkpoint, by key, in the order of `.metadata`.
+    """Everything that is saved in a checkpoint, by key, in the order of `.metadata`.
 
-    `paths` maps a key to its path in the program's state dict, if `.metadata` has it. `version` and
-    `saving` (checkpoint_id, save_id, ...) describe the save itself. `files` are the metadata files,
-    in which all of this is stated.
+    root       the checkpoint's directory
+    files      the metadata files that state all of this
+    items      tensors and other values by key
+    paths      maps a key to its path in the program's state dict, if `.metadata` states it
+    version    the version in `.metadata`
+    saving     facts about the save: checkpoint_id, save_id, ...
     """
 
     root: str
@@ -93,7 +96,7 @@ class StoredItems(Struct, frozen=True):
 
 
 def stored_items(path: str, tag: str | None) -> StoredItems:
-    """What is saved in the directory at `path`, by key; opens only the metadata.
+    """Lists what is saved in the directory at `path`, by key; opens only the metadata.
 
     Raises CorruptCheckpoint, IncompleteCheckpoint (no `.metadata`), UnsupportedCheckpoint
     (Megatron-Core, compressed or encrypted files).

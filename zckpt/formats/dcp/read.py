@@ -1,4 +1,4 @@
-"""Builds the manifest of a torch.distributed.checkpoint checkpoint, from one tree of all values."""
+"""Reads a torch.distributed.checkpoint checkpoint: all values as one tree, then as a manifest."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ FIELDS = {"planner_data", "storage_meta", "version", "zckpt"}  # these describe 
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
-    """The manifest of a directory, or of a trainer's directory that contains one.
+    """Reads a directory of torch.distributed.checkpoint, or a trainer's directory with one in it.
 
     Raises NotACheckpoint, IncompleteCheckpoint (no `.metadata`, a missing file or element),
     InconsistentCheckpoint, CorruptCheckpoint, UnsupportedCheckpoint (Megatron-Core, compressed or
@@ -98,18 +98,19 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     except ZckptError as error:
         rest = [folder for folder in parts if not is_of_optimizer(folder)]
         lost = {*parts} - {*rest}
-        if not rest or not is_of_files(error, lambda file: not lost.isdisjoint(_around(file))):
+        if not rest or not is_of_files(
+            error, lambda file: not lost.isdisjoint(_path_and_parent(file))
+        ):
             raise
         return weights_or_raise(error, partial(_read, path, root, rest), path, reading)
 
 
-def _around(path: str) -> tuple[str, str]:
-    """A path and the path of its parent: an error may name a lost folder, or a file in it."""
+def _path_and_parent(path: str) -> tuple[str, str]:
+    """Returns a path and its parent, because an error may name a lost folder or a file in it."""
     return path, os.path.dirname(path)
 
 
 def _read(path: str, root: str, parts: list[str], reading: Reading) -> Manifest:
-    """The manifest of everything saved in the folders `parts` of the checkpoint at `root`."""
     shards = hf.files(root) if sources.is_folder(root) and not parts else []
     if not parts and not shards:
         raise NotACheckpoint("unfinished-save", f"{root} has no {METADATA}", file=root)
@@ -160,8 +161,8 @@ def _read(path: str, root: str, parts: list[str], reading: Reading) -> Manifest:
 def _weights(folder: str, saved: SavedTree) -> dict[str, Leaf]:
     """Reads the weights of a folder without .distcp files, and adds its files to `saved`.
 
-    The folder has safetensors shards that torch's HuggingFaceStorageWriter wrote, or PEFT's file of
-    an adapter.
+    The files are safetensors shards of torch's HuggingFaceStorageWriter, or PEFT's file of an
+    adapter.
     """
     if shards := hf.files(folder):
         saved.storage = RANKS
@@ -174,7 +175,7 @@ def _weights(folder: str, saved: SavedTree) -> dict[str, Leaf]:
 
 
 class _FolderReader:
-    """Reads every key of one folder into the tree of the checkpoint."""
+    """Reads every key of one folder into the checkpoint's nested dictionaries, `saved.tree`."""
 
     def __init__(self, folder: str, saved: SavedTree, reading: Reading) -> None:
         self.saved = saved
@@ -187,10 +188,10 @@ class _FolderReader:
         self.items_in = {path: len(items) for path, items in self.table.by_file()}
 
     def read(self, with_names: bool) -> None:
-        """Reads every key into the tree, in the order of the saved state dict.
+        """Reads every key of the folder into the tree, in the order of the saved state dict.
 
         With `with_names`, tensors get the names that zckpt stated in `.metadata`. Raises
-        UnsupportedCheckpoint if `.metadata` has no paths of the keys.
+        UnsupportedCheckpoint if `.metadata` does not state the keys' paths in the state dict.
         """
         table, saved = self.table, self.saved
         paths, planned = table.paths, table.others["planner_data"]
@@ -210,7 +211,7 @@ class _FolderReader:
             saved.record = saved.stated_of[place_in(table.folder, (MODEL,))] = record
             self.names = record["names"] if with_names else {}
         room = MAX_LIST
-        front = self._front()
+        front = self._key_of_folder()
         in_order = [key for key in paths if key in table.items]
         for key in [*in_order, *(key for key in table.items if key not in paths)]:
             item = table.items[key]
@@ -219,7 +220,7 @@ class _FolderReader:
             value = self._value(key, item)
             path = (*front, *place_in(table.folder, paths.get(key) or (key,)))
             if leads_to_step(path):
-                saved.steps += self._stated(key, path, value)
+                saved.steps += self._steps_in_files(key, path, value)
             if is_pair(saved.folders) and (earlier_value := nested(saved.tree, *path)) is not None:
                 if not _are_equal(value, earlier_value):
                     name = os.path.relpath(table.folder, saved.root)
@@ -232,14 +233,15 @@ class _FolderReader:
         if self._is_mixed():  # mixed saves: an error, unless --step-policy accepts it
             saved.different.clear()
         saved.files += sorted(self.files.sizes)
-        self._remark()
+        self._add_warnings()
 
-    def _front(self) -> TreePath:
-        """The key under which a folder is put into the tree if it is itself a state dict; else ().
+    def _key_of_folder(self) -> TreePath:
+        """The key under which the folder's values are put in the tree: () or ("model",).
 
-        Only a pair such as `model` and `optim` may need one. In a folder that is a model's state
-        dict, the keys of tensors are parameter names. In one that is an optimizer's, they are
-        `state` and `param_groups`. Any other folder has state dicts under a program's keys.
+        A key is needed in a pair such as `model` and `optim`, if the folder is itself a state dict.
+        In a model's state dict, the keys of tensors are parameter names. In an optimizer's, the
+        keys are `state` and `param_groups`. Any other folder has state dicts under a program's
+        keys.
         """
         if not is_pair(self.saved.folders):
             return ()
@@ -253,8 +255,8 @@ class _FolderReader:
             is_own = any(first.partition(".")[0] == "param_groups" for first in firsts)
         return (own_key(folder),) if is_own else ()
 
-    def _remark(self) -> None:
-        """Adds warnings about unused bytes, and about unusable values in `.metadata`."""
+    def _add_warnings(self) -> None:
+        """Adds warnings about unused bytes and about unexpected values in `.metadata`."""
         table, saved = self.table, self.saved
         name = os.path.join(table.folder, METADATA)
         if table.unsaved:
@@ -293,8 +295,8 @@ class _FolderReader:
         self.saved.records += file.records.values()
         return leaves(file, file.value, names)
 
-    def _stated(self, key: str, path: TreePath, value: Any) -> Iterator[StepStatement]:
-        """Yields each file's step under a key, if several files have a replica of the value.
+    def _steps_in_files(self, key: str, path: TreePath, value: Any) -> Iterator[StepStatement]:
+        """Yields the step in each file that has a replica of the step under `key`.
 
         A file whose only value is this one (single_file_per_rank=False) is skipped: it does not
         show to which save the other files belong.
@@ -312,7 +314,7 @@ class _FolderReader:
                 yield StepStatement(path, (location.file,), number)
 
     def _is_mixed(self) -> bool:
-        """Whether files state different steps under one key, which shows mixed saves."""
+        """Whether files of several saves are mixed: they state different steps under one key."""
         steps_by_path: dict[TreePath, set[Any]] = {}
         for item in self.saved.steps if self.saved.different else ():
             number = item.value.number() if isinstance(item.value, Leaf) else item.value
@@ -320,7 +322,7 @@ class _FolderReader:
         return any(len(steps - {None}) > 1 for steps in steps_by_path.values())
 
     def _compare_copies(self, key: str, item: TensorItem, path: TreePath) -> None:
-        """Compares a tensor's replicas that ranks saved; adds a difference to `saved.different`.
+        """Compares replicas of a tensor that ranks saved; adds a difference to `saved.different`.
 
         With `use_collectives=False`, ranks save without coordination, and every rank writes its
         replica of a tensor. The bytes of safetensors files are read, because these files have no
@@ -340,9 +342,10 @@ class _FolderReader:
     def _are_equal(
         self, key: str, first: ItemLocation, copy: ItemLocation
     ) -> tuple[bool | None, tuple[tuple[int, ...], tuple[int, ...]] | None]:
-        """Whether two files have the same value under a key; None if only unread bytes show it.
+        """Compares the values of two files under a key: (are equal, shapes of both).
 
-        Also returns the shapes of both values, if both are tensors.
+        The first result is None if the bytes would have to be read, but `by_checksums` forbids it.
+        The second is None unless both values are tensors.
         """
         stored = [self.files.stored(location, key) for location in (first, copy)]
         if stored[0] is not None and stored[1] is not None:
@@ -359,7 +362,7 @@ class _FolderReader:
         return equal, shapes
 
     def _value_of_copy(self, key: str, location: ItemLocation) -> Any:
-        """The replica that another rank saved under a key; None for a tensor of many elements."""
+        """The replica of a value that another rank saved; None for a tensor of several elements."""
         stored = self.files.stored(location, key)
         if stored is not None:
             return number_of(stored)() if prod(stored.shape) == 1 else None
@@ -367,10 +370,10 @@ class _FolderReader:
         return leaves(file, file.value)
 
     def _tensor(self, key: str, item: TensorItem, names: Iterator[str]) -> Any:
-        """The `Leaf` of a tensor: its shards, joined.
+        """Joins a tensor's shards into one `Leaf`: its type, shape and byte ranges in files.
 
-        For a tensor of a special class, which only that class can interpret, returns the shards
-        unjoined. `names` yields the manifest's name.
+        A tensor of a special class, which only that class can interpret, is returned with its
+        shards not joined. `names` yields the tensor's name in the manifest.
         """
         dtype, shape = item.dtype, item.shape
         if len(item.boxes) == 1:
@@ -431,7 +434,7 @@ class _FolderReader:
         )
 
     def _in_one_item(self, key: str, item: TensorItem, names: Iterator[str]) -> Leaf | None:
-        """The `Leaf` of a tensor that is a single shard, without opening its file.
+        """Makes the `Leaf` of a tensor that is a single shard, without opening its file.
 
         None for a tensor in several shards, and if the byte range cannot be computed without the
         file.
@@ -459,7 +462,7 @@ class _FolderReader:
     def _planned(
         self, key: str, item: TensorItem, planned: PlannedBoxes, names: Iterator[str]
     ) -> Leaf:
-        """The `Leaf` of a tensor whose shards' byte ranges were computed without opening files.
+        """Makes the `Leaf` of a tensor from computed byte ranges of its shards; opens no file.
 
         `planned` has these byte ranges.
         """
@@ -511,7 +514,6 @@ def _no_number() -> Any:
 
 
 def _are_equal(value: Any, earlier_value: Any) -> bool:
-    """Whether two folders of a checkpoint have the same number or text under a key."""
     values = [
         item.number() if isinstance(item, Leaf) and not item.shape else item
         for item in (value, earlier_value)

@@ -24,13 +24,13 @@ from ..statedict.write import StateDicts
 
 
 def rest_of(folder: str) -> str | None:
-    """The path of `meta.pt` in a folder; None if it is not there."""
+    """The path of the file `meta.pt` in a folder; None if there is no such file."""
     path = os.path.join(folder, lightning.META)
     return path if sources.is_file(path) and is_torch(path) else None
 
 
 def read_rest(folder: str, saved: SavedTree) -> list[str]:
-    """Adds the values in `meta.pt` to the tree of state dicts.
+    """Adds the values in `meta.pt` to the checkpoint's tree of state dicts.
 
     Returns a list with the file's path, or an empty list without the file.
     """
@@ -58,11 +58,11 @@ def read_rest(folder: str, saved: SavedTree) -> list[str]:
 
 
 def rest_for(source: Manifest, options: Options, dicts: StateDicts) -> str | None:
-    """Returns the name of the target's `meta.pt`, and changes the keys in `dicts` for Lightning.
+    """Returns the name of the target's `meta.pt`; None if the program does not read such a file.
 
-    The name is None if the program does not read such a file. `dicts` changes only if Lightning
-    saved the source in another format than DCP: it gets the keys that Lightning gives to the model
-    and the optimizer in a directory of torch.distributed.checkpoint.
+    If Lightning saved the source in another format than DCP, the keys of the model and of the
+    optimizer in `dicts` become those that Lightning uses in a directory of
+    torch.distributed.checkpoint.
     """
     keys = dicts.keys
     if options[DIALECT] is not None or options.weights_only:
@@ -77,13 +77,13 @@ def rest_for(source: Manifest, options: Options, dicts: StateDicts) -> str | Non
 
 
 def rest_shell(name: str, source: Manifest, dicts: StateDicts) -> Shell:
-    """The target's `meta.pt`, without its tensors' bytes."""
+    """Lays out the target's `meta.pt`, without its tensors' bytes."""
     storages = Storages()
     return shell(name, thawed(rest_values(source, dicts), source.entries, storages), storages)
 
 
 def rest_values(source: Manifest, dicts: StateDicts) -> dict[Any, Any]:
-    """The values of the target's `meta.pt`: the program's own state and the scheduler's state."""
+    """The content of the target's `meta.pt`: the program's own state and the scheduler's state."""
     scheduler = source.state.get("lr_scheduler")
     return {
         **({} if scheduler is None else {dicts.scheduler: scheduler}),
@@ -92,7 +92,7 @@ def rest_values(source: Manifest, dicts: StateDicts) -> dict[Any, Any]:
 
 
 def tensor_names(value: Any) -> Iterator[str]:
-    """Yields the manifest's names of the tensors in a value, in the order of the value."""
+    """Yields the names of the tensors in a nested value, in order: their names in the manifest."""
     if isinstance(value, TensorName):
         yield value.name
     names: list[str] = []
@@ -101,7 +101,7 @@ def tensor_names(value: Any) -> Iterator[str]:
 
 
 def seal_rest(root: Folder, manifest: Manifest, outcome: Any) -> None:
-    """Writes the CRC-32 of every zip member into `meta.pt`."""
+    """Writes the CRC-32 of every zip member into the target's `meta.pt`."""
     path = rest_of(root.path)
     records = tuple(each for each in manifest.files.records if each.extent.file == path)
     seal_records(root, manifest.replace(records=records), outcome)

@@ -39,17 +39,17 @@ Tensors = dict[int, Tensor]
 
 
 class RankFiles(Struct, frozen=True):
-    """The files of one kind (model, optimizer) by rank.
+    """The files of one kind, such as model or optimizer, by rank.
 
-    All kinds of files are merged into one tree; `place` is the path of this kind in that tree.
+    The files of all kinds are merged into one tree; `place` is the path of this kind in it.
     """
 
     place: TreePath
     files: Mapping[int, TorchFile]
 
     def values(self, path: TreePath) -> dict[int, Any]:
-        """The value at `path` in every rank's file, by rank."""
-        return {rank: _at(file.value, path) for rank, file in self.files.items()}
+        """The value at `path` in every rank's file, by rank; `path` is a tuple of keys."""
+        return {rank: _value_at(file.value, path) for rank, file in self.files.items()}
 
 
 class Model(Struct, frozen=True):
@@ -76,11 +76,11 @@ class Model(Struct, frozen=True):
 def joined(
     tree: dict[Any, Any], ranks: Sequence[RankFiles], different: Sequence[Difference]
 ) -> tuple[dict[Any, Any], list[Notice], Callable[[TreePath], bool]]:
-    """Joins averages that ranks saved as slices, or leaves them out if they do not fit the model.
+    """Joins averages (EMA) that ranks saved as plain slices, or removes them if they do not fit.
 
     `tree` has all state dicts; `different` are the values in it that differ between ranks. Returns
     the changed tree, warnings, and a function that tells whether the value at a path was joined or
-    left out.
+    removed.
     """
     tables = [(each, path, value) for each in ranks for path, value in _tables(each)]
     models = [
@@ -104,7 +104,7 @@ def joined(
         tensors = {
             key: _by_rank(rank_files, (*path, key)) for key, item in slots if _is_plain(item)
         }
-        leaves, is_slices = _of_model(tensors, rank_files, models, place, differing)
+        leaves, is_slices = _joined_like_model(tensors, rank_files, models, place, differing)
         if leaves:
             table = nested(tree, *place)
             table.update(leaves)
@@ -120,7 +120,7 @@ def joined(
     return tree, warnings, lambda path: any(path[: len(done)] == done for done in settled)
 
 
-def _of_model(
+def _joined_like_model(
     tensors: Mapping[Any, Tensors],
     ranks: RankFiles,
     models: Sequence[Model],
@@ -129,13 +129,13 @@ def _of_model(
 ) -> tuple[dict[Any, Leaf], bool]:
     """Joins ranks' tensors if they match the shards of one model's DTensors.
 
-    `tensors` has, by key, the tensors of all ranks. Returns the joined tensors by key, and whether
-    the tensors must be left out. They must if they are slices that cannot be joined, or full
-    tensors that differ between ranks.
+    `tensors` maps keys to the ranks' tensors. Returns the joined tensors by key, and whether the
+    tensors must be left out of the result. They must if they are slices that cannot be joined, or
+    full tensors that differ between ranks.
     """
     is_slices = False
     for model in models:
-        called = _called(tensors, model)
+        called = _names_in_model(tensors, model)
         cuts = {key: model.cut(called[key]) for key in tensors if called.get(key) in model.names}
         if not cuts:
             continue
@@ -166,9 +166,9 @@ def _of_model(
 
 
 def _are_parts(shapes: Sequence[Mapping[int, Any]], models: Sequence[Model]) -> bool:
-    """Whether any tensor has, on every rank, the shape of that rank's shard of a DTensor.
+    """Whether any tensor has, on every rank, the shape of that rank's shard of some DTensor.
 
-    `shapes` has, for each tensor, its shape by rank.
+    `shapes` has one item per tensor: its shape by rank.
     """
     for model in models:
         for name in model.names:
@@ -181,12 +181,12 @@ def _are_parts(shapes: Sequence[Mapping[int, Any]], models: Sequence[Model]) -> 
 
 
 def _sizes(tensor: DistributedTensor) -> tuple[int, ...] | None:
-    """The shape of a rank's shard of a tensor; None unless the rank has exactly one shard."""
+    """The shape of a rank's one shard of a tensor; None if the rank has none, or several."""
     return tensor.parts[0].sizes if len(tensor.parts) == 1 else None
 
 
 def _are_whole(tensors: Tensors, cut: Mapping[int, DistributedTensor]) -> bool:
-    """Whether each rank has the full tensor rather than a shard of it.
+    """Whether each rank has the full tensor, and not a shard of it.
 
     `tensors` are the ranks' plain tensors, `cut` the ranks' shards of the model's DTensor.
     """
@@ -225,11 +225,11 @@ def _leaf(
     return joined_parts(name, first, [*parts.values()])
 
 
-def _called(keys: Mapping[Any, Any], model: Model) -> dict[Any, str]:
-    """Maps the keys of some tensors to names of tensors in the model.
+def _names_in_model(keys: Mapping[Any, Any], model: Model) -> dict[Any, str]:
+    """Maps keys of tensors to names of tensors in the model: {"module.fc.weight": "fc.weight"}.
 
-    Each key is a name, or a name behind one prefix, such as `module.`. Empty if neither fits the
-    model.
+    The keys are the names themselves, or all have one prefix before them, such as `module.`.
+    Returns {} if they are neither.
     """
     names = model.names | model.plain
     if any(key in model.names for key in keys):
@@ -242,7 +242,7 @@ def _called(keys: Mapping[Any, Any], model: Model) -> dict[Any, str]:
 
 
 def _tables(ranks: RankFiles) -> Iterator[tuple[TreePath, Any]]:
-    """Yields the dictionaries and lists that contain tensors, with their paths.
+    """Yields the dictionaries and lists that contain tensors, each with its path.
 
     Only the file of the lowest rank is searched. Optimizers' state dicts are skipped.
     """
@@ -281,8 +281,7 @@ def _by_rank(ranks: RankFiles, path: TreePath) -> Tensors:
     return {rank: value for rank, value in ranks.values(path).items() if _is_plain(value)}
 
 
-def _at(tree: Any, path: TreePath) -> Any:
-    """The value at a path of a tree; None if nothing is there."""
+def _value_at(tree: Any, path: TreePath) -> Any:
     for key in path:
         if isinstance(tree, dict):
             tree = tree.get(key)

@@ -80,13 +80,15 @@ ROLES = (
 
 
 class StateDictFiles(Struct, eq=False):
-    """The files of one checkpoint.
+    """The files of one checkpoint, sorted by kind.
 
-    A kind of files is `model`, `optim`, or `model_1` for a second model. A file's content gets its
-    kind as the key in the merged tree; the kind None means that the file has the full tree already.
-    `whole` has the complete files by kind, `ranks` each rank's files by kind and rank. `world` is
-    the number of ranks, if file names state it. `items` is true for files of torch_checkpointing:
-    in such a checkpoint, any rank may have saved a state dict that is not distributed.
+    A kind is `model`, `optim`, or `model_1` for a second model. In the merged tree, a file's
+    content gets its kind as the key. The kind None is for a single file that has the full tree.
+
+        whole    complete files: {kind: path}
+        ranks    files of single ranks: {kind: {rank: path}}
+        world    the number of ranks, if the files' names state it
+        items    true for torch_checkpointing's files; any rank may have saved a whole state dict
     """
 
     whole: dict[str | None, str] = field(default_factory=dict)
@@ -96,13 +98,13 @@ class StateDictFiles(Struct, eq=False):
 
     @property
     def models(self) -> list[str]:
-        """The kinds of the models' files if there are several models; empty for one model."""
+        """The kinds of the models' files, ["model", "model_1"]; [] if there is only one model."""
         keys = [key for key in self.whole if key and key.startswith("model")]
         return keys if len(keys) > 1 else []
 
     @property
     def missing(self) -> list[Notice]:
-        """Warnings about gaps in the numbers of Accelerate's files, such as `optimizer_1.bin`."""
+        """Warnings about gaps in the numbers of Accelerate's files: no `optimizer_1.bin`."""
         warnings: list[Notice] = []
         for kind in ("model", "optim"):
             paths = [path for key, path in self.whole.items() if key and key.startswith(kind)]
@@ -117,14 +119,17 @@ class StateDictFiles(Struct, eq=False):
         return warnings
 
     def is_of_optimizer(self, path: str) -> bool:
-        """Whether a file is named like an optimizer's; always False without a model."""
-        has_model = any(_is_of("model", key) for key in (*self.whole, *self.ranks))
-        return has_model and _is_of("optim", os.path.basename(path))
+        """Whether a file is named like an optimizer's.
+
+        Always False for a checkpoint without a model.
+        """
+        has_model = any(_is_of_kind("model", key) for key in (*self.whole, *self.ranks))
+        return has_model and _is_of_kind("optim", os.path.basename(path))
 
     def without_optimizers(self) -> StateDictFiles:
         """These files without the optimizers' files."""
-        whole = {key: path for key, path in self.whole.items() if not _is_of("optim", key)}
-        ranks = {key: paths for key, paths in self.ranks.items() if not _is_of("optim", key)}
+        whole = {key: path for key, path in self.whole.items() if not _is_of_kind("optim", key)}
+        ranks = {key: paths for key, paths in self.ranks.items() if not _is_of_kind("optim", key)}
         return StateDictFiles(whole, ranks, self.world, self.items)
 
     @property
@@ -134,72 +139,74 @@ class StateDictFiles(Struct, eq=False):
         return [path for path in paths if not path.endswith((".json", ".safetensors"))]
 
 
-def _is_of(kind: str, key: str | None) -> bool:
-    """Whether files of kind `key`, such as `model_1`, belong to a model or to an optimizer.
-
-    `kind` says which of the two is asked for: "model" or "optim".
-    """
-    return key is not None and _kind(key) == kind
+def _is_of_kind(kind: str, key: str | None) -> bool:
+    return key is not None and _model_or_optim(key) == kind
 
 
 def detect(path: str) -> list[str]:
-    """[""] (a checkpoint without tags) if `path` has a model and its optimizer; else an empty list.
+    """[""] (a checkpoint without tags) if `path` has a model and its optimizer; else [].
 
     The model and the optimizer may be in one file or in several.
     """
     if sources.is_file(path):
         return [""] if _has_state_dicts(path) else []
-    names = _seen(path)
-    whole = _whole(names)
+    names = _names_or_none(path)
+    whole = _complete_files(names)
     if "optim" in whole and "model" in whole:
         return [""]
-    return [""] if any(_is_part(path, name) for name in names) or items.parts(path, names) else []
+    return (
+        [""]
+        if any(_is_file_of_rank(path, name) for name in names) or items.parts(path, names)
+        else []
+    )
 
 
 def detect_weak(path: str) -> list[str]:
-    """The tags of weights without an optimizer, or of files that each have all state dicts.
+    """Finds weights without an optimizer, or single files that each have all state dicts.
 
-    Folders of other formats contain such files too, so the tags count only if no format is
-    detected. A folder with several files that each have all state dicts has these files' names as
-    tags. Otherwise the result is [""] (a checkpoint without tags), or an empty list if nothing is
-    found.
+    Folders of other formats contain such files too, so the result counts only if no format is
+    detected. The result is a list of tags: the files' names if several files each have all state
+    dicts; else [""] (a checkpoint without tags), or [] if nothing is found.
     """
     if sources.is_file(path):
         return [""] if path.endswith(".safetensors") else []
-    names = _seen(path)
-    if "model" in _whole(names) or len(_safetensors(names)) == 1 or slices(path):
+    names = _names_or_none(path)
+    if "model" in _complete_files(names) or len(_safetensors(names)) == 1 or slices(path):
         return [""]
     single = _single_files(path, names)
     return single if len(single) > 1 and not _are_of_ranks(single) else [""] * bool(single)
 
 
 def _are_of_ranks(names: Sequence[str]) -> bool:
-    """Whether these names are of ranks' files, with the same stem and the same number of ranks."""
-    places = [own and (own.stem, own.at("world")) for own in map(_of_rank, names)]
+    """Whether all names are of ranks' files, with one stem and one number of ranks.
+
+    For example, model_world_size_2_rank_0.pt and model_world_size_2_rank_1.pt.
+    """
+    places = [own and (own.stem, own.at("world")) for own in map(_parsed_rank_name, names)]
     return None not in places and len({*places}) == 1
 
 
 def counter(path: str) -> int | None:
-    """The `global_step` in a file of Lightning, or of another program; None without this key."""
+    """The `global_step` in a file of Lightning or of another program; None without this key."""
     return number_in(path, (COUNTER,)) if sources.is_file(path) else None
 
 
 def updates(path: str) -> float | None:
-    """The largest step that an optimizer states for a parameter; None if there is none.
+    """The largest step of any parameter in the optimizer's state; None if there is none.
 
     `path` is a file, or the folder of a model's and an optimizer's files. Only the steps are read.
     """
     files = [path]
     if sources.is_folder(path):
-        whole = _whole(_seen(path))
+        whole = _complete_files(_names_or_none(path))
         kinds = [kind for kind in whole if "model" in whole and kind.startswith("optim")]
         files = [os.path.join(path, whole[kind]) for kind in kinds]
-    numbers = (number for file in files if is_torch(file) for number in _stated_in(file))
+    numbers = (number for file in files if is_torch(file) for number in _steps_in_file(file))
     return max(numbers, default=None)
 
 
-def _stated_in(path: str) -> Iterator[float]:
-    """Yields the steps that the optimizers in a file state for their parameters."""
+def _steps_in_file(path: str) -> Iterator[float]:
+    """Yields the step of each parameter in the optimizers' states of one file."""
     file = TorchFile(path)
     for step in _steps(file.value):
         number = file.number(step)
@@ -209,7 +216,7 @@ def _stated_in(path: str) -> Iterator[float]:
 
 
 def _steps(value: Any, depth: int = 3) -> Iterator[Any]:
-    """Yields the stored steps of all optimizers' parameters, wherever they are in `value`."""
+    """Yields the stored step of each parameter from the optimizers' state dicts in `value`."""
     if isinstance(value, dict) and "param_groups" in value:
         states = value.get("state")
         states = states.values() if isinstance(states, dict) else ()
@@ -234,17 +241,17 @@ def _names(folder: str) -> list[str]:
         )
 
 
-def _seen(folder: str) -> list[str]:
-    """The names of the files in a folder.
+def _names_or_none(folder: str) -> list[str]:
+    """The names of the files in a folder; [] if the user may not list it, or if it is no folder.
 
-    Empty if `folder` is not a folder, or if the user may not list it (such as `lost+found`).
+    An example of a folder that may not be listed is `lost+found`.
     """
     may_be_listed = sources.is_folder(folder) and not sources.is_denied(folder)
     return _names(folder) if may_be_listed else []
 
 
-def _whole(names: Sequence[str]) -> dict[str, str]:
-    """The name of the complete file for each kind (`model`, `optim`, ...) that is in `names`.
+def _complete_files(names: Sequence[str]) -> dict[str, str]:
+    """Finds the complete file of each kind: {"model": "model.pt", "optim": "optim.pt"}.
 
     The kinds of Accelerate's second and later models and optimizers have a number: `model_1`.
     """
@@ -268,7 +275,7 @@ def _whole(names: Sequence[str]) -> dict[str, str]:
 
 
 def _without_number(name: str) -> str:
-    """The name of the first model's or optimizer's file: `optimizer.bin` for `optimizer_1.bin`."""
+    """Removes the number from a file's name: `optimizer_1.bin` becomes `optimizer.bin`."""
     stem, dot, ending = name.partition(".")
     stem_and_number = counted(stem, "")
     return f"{stem_and_number[0] if stem_and_number else stem}{dot}{ending}"
@@ -290,30 +297,30 @@ def _single_files(folder: str, names: Sequence[str]) -> list[str]:
     )
 
 
-def _is_others(name: str) -> bool:
+def _is_of_others(name: str) -> bool:
     """Whether a file with this name is known to belong to another format, or to a trainer."""
     is_random_state = name.startswith(("rng_state", "rng_global_rank"))  # AutoModel's is the last
     is_part = "_states.pt-" in name  # a part of DeepSpeed's file that FastPersist wrote
     return name.endswith(OTHER_ENDINGS) or name in OTHER_NAMES or is_random_state or is_part
 
 
-def _of_rank(name: str) -> ParsedName | None:
-    """The stem, the rank and perhaps the world size in the name of a rank's file; else None."""
-    if "rank" not in name or _is_others(name):
+def _parsed_rank_name(name: str) -> ParsedName | None:
+    """Parses the name of a rank's file: its stem, its rank, perhaps the world size; else None."""
+    if "rank" not in name or _is_of_others(name):
         return None
     return parse_name(sharded_tensors.OF_RANKS, name)
 
 
-def _is_part(folder: str, name: str) -> bool:
+def _is_file_of_rank(folder: str, name: str) -> bool:
     """Whether a file has one rank's shards of a model or of an optimizer.
 
-    The name of such a file has a rank, and says `model` or `optim`. If it says neither, the content
-    must have a DTensor, a ShardedTensor or an optimizer's groups.
+    The name of such a file has a rank, and `model` or `optim`. If it has neither of these words,
+    the content must have a DTensor, a ShardedTensor or an optimizer's groups.
     """
-    rank_name = _of_rank(name)
+    rank_name = _parsed_rank_name(name)
     if rank_name is None or not is_torch(path := os.path.join(folder, name)):
         return False
-    if _kind(rank_name.stem):
+    if _model_or_optim(rank_name.stem):
         return True
     try:
         value = peek(path)
@@ -325,7 +332,7 @@ def _is_part(folder: str, name: str) -> bool:
 def _has_state_dicts(path: str) -> bool:
     """Whether a single file has state dicts of this format: dictionaries of named tensors."""
     name = os.path.basename(path)
-    if _is_others(name) or name.endswith(".distcp") or not is_torch(path):
+    if _is_of_others(name) or name.endswith(".distcp") or not is_torch(path):
         return False
     try:
         value = peek(path)
@@ -350,7 +357,7 @@ def _has_tensors(value: Any, depth: int = DEPTH) -> bool:
 
 
 def whole_of(path: str) -> str | None:
-    """The folder of a checkpoint, if `path` is one of its files and not enough alone; else None.
+    """The folder of the checkpoint, if `path` is a file that is not enough alone; else None.
 
     An optimizer's file beside a model is not enough, and neither is one rank's file of
     torch_checkpointing.
@@ -358,8 +365,8 @@ def whole_of(path: str) -> str | None:
     if not sources.is_file(path):
         return None
     folder, name = os.path.split(path)
-    names = _seen(folder or ".")
-    whole = _whole(names)
+    names = _names_or_none(folder or ".")
+    whole = _complete_files(names)
     kind = next((kind for kind, own in whole.items() if own == name), None)
     of_item = counted(name, ".pt") is not None and items.parts(folder or ".", names)
     of_optimizer = kind is not None and kind.startswith("optim") and "model" in whole
@@ -367,18 +374,20 @@ def whole_of(path: str) -> str | None:
 
 
 def slices(path: str) -> list[str]:
-    """The safetensors files that are ranks' slices of one model, in the order of ranks.
+    """The safetensors files that are ranks' slices of one model, in the order of ranks; else [].
 
-    `path` is one slice, or the folder of all. Empty if there are no slices.
+    `path` is one slice, or the folder of all slices.
     """
     is_folder = sources.is_folder(path)
     names = _names(path) if is_folder else [os.path.basename(path)]
-    if not any(counted(name, ".safetensors") for name in names) or "model" in _whole(names):
+    if not any(counted(name, ".safetensors") for name in names) or "model" in _complete_files(
+        names
+    ):
         return []
     if is_folder:
         return items.slices(path, names)
     folder = os.path.dirname(path)
-    return items.slices(folder, [*names, *_seen(folder or ".")], names[0])
+    return items.slices(folder, [*names, *_names_or_none(folder or ".")], names[0])
 
 
 def locate(path: str) -> StateDictFiles:
@@ -390,21 +399,23 @@ def locate(path: str) -> StateDictFiles:
     """
     if not sources.is_folder(path):
         folder, name = os.path.split(path)
-        if _of_rank(name):
+        if _parsed_rank_name(name):
             names = [other for other in _names(folder or ".") if _are_of_ranks([name, other])]
             return _of_ranks(folder or ".", names, {})
         of_item = counted(name, ".pt") is not None
-        paths = items.parts(folder, [name, *_seen(folder or ".")], name) if of_item else None
+        paths = (
+            items.parts(folder, [name, *_names_or_none(folder or ".")], name) if of_item else None
+        )
         return StateDictFiles(ranks=paths, items=True) if paths else StateDictFiles({None: path})
     names = _names(path)
     whole: dict[str | None, str] = {}
-    whole |= {kind: os.path.join(path, name) for kind, name in _whole(names).items()}
-    of_ranks = [name for name in names if _of_rank(name)]
+    whole |= {kind: os.path.join(path, name) for kind, name in _complete_files(names).items()}
+    of_ranks = [name for name in names if _parsed_rank_name(name)]
     if of_ranks:
         return _of_ranks(path, of_ranks, whole)
     is_whole = "model" in whole and "optim" in whole
     if not is_whole and (of_items := items.parts(path, names)):
-        kinds = {_kind(str(item)) for item in of_items}
+        kinds = {_model_or_optim(str(item)) for item in of_items}
         rest = {kind: path for kind, path in whole.items() if kind not in kinds}
         return StateDictFiles(rest, of_items, items=True)
     if "model" in whole:
@@ -427,15 +438,17 @@ def locate(path: str) -> StateDictFiles:
 
 
 def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]) -> StateDictFiles:
-    """The files of all ranks by kind and rank, and the complete files of other kinds.
+    """Sorts the files of all ranks by kind and rank, and adds complete files of other kinds.
 
-    A kind is `model`, `optim` or the stem of the names. `whole` are the complete files by kind.
+    A kind is `model`, `optim` or the stem of the names. `whole` has the complete files by kind.
     Raises InconsistentCheckpoint if two files belong to one rank. Raises AmbiguousCheckpoint for
     files of different world sizes, and for several stems, none of which says `model` or `optim`.
     """
     by_stem: dict[str, dict[int, str]] = {}
     worlds: set[int] = set()
-    for rank_name, name in ((rank_name, name) for name in names if (rank_name := _of_rank(name))):
+    for rank_name, name in (
+        (rank_name, name) for name in names if (rank_name := _parsed_rank_name(name))
+    ):
         if (world := rank_name.at("world")) is not None:
             worlds.add(world)
         rank, paths = rank_name.numbers[-1], by_stem.setdefault(rank_name.stem, {})
@@ -459,7 +472,7 @@ def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]
     if len(by_stem) == 1 and not {"model", "optim"} & whole.keys():
         files.ranks[None] = next(iter(by_stem.values()))
         return files
-    kinds = {stem: _kind(stem) for stem in by_stem}
+    kinds = {stem: _model_or_optim(stem) for stem in by_stem}
     stems = [stem for stem, kind in kinds.items() if kind is None]
     if len(stems) == len(by_stem):
         raise AmbiguousCheckpoint(
@@ -476,8 +489,7 @@ def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]
     return files
 
 
-def _kind(stem: str) -> str | None:
-    """The kind of a rank's file, by the stem of its name: "optim", "model" or None."""
+def _model_or_optim(stem: str) -> str | None:
     if "optim" in stem:
         return "optim"
     is_model = "model" in stem or "weights" in stem

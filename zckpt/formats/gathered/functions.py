@@ -12,15 +12,15 @@ from .read import read
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """Lays out the target's files: complete files, or one set for each rank with `--dp`."""
+    """Lays out the target's files: complete files or, with `--dp`, one set for each rank."""
     lay_out_files = write.lay_out if options[DP] is None else write_ranks.lay_out
     return lay_out_files(source, options)
 
 
 def obstacles(source: Manifest, options: Options) -> list[Notice]:
-    """The reason why a run of another dp cannot load the files; empty for complete files.
+    """Returns the reason why a run with another number of ranks cannot load the files, if any.
 
-    Files per rank need a run with the same number of ranks.
+    The list is empty for complete files: any number of ranks can load them.
     """
     return other_dp(source, options) if source.run.origin.dp else []
 

@@ -39,7 +39,7 @@ LEFT_OUT = "verify without --gather"
 
 
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
-    """Every tensor of the model and of its optimizer, joined by torch's own rule.
+    """Returns every tensor of model and optimizer, joined from shards by torch's own rule.
 
     Raises UnsupportedCheckpoint if a rank's mesh does not state its coordinate, and
     InconsistentCheckpoint if a rank has other shards than the metadata states.
@@ -68,7 +68,7 @@ def _partitions(files: StateDictFiles) -> list[Partition]:
 
 
 def _whole_file(path: str, parsed: Parsed) -> Any:
-    """The values in a complete file; for an index (.json), those in all files that it lists."""
+    """Reads the values in a complete file, or in all files that an index (.json) lists."""
     if path.endswith(".json"):
         with sources.opened(path) as file:
             names = sorted(set(json.load(file)["weight_map"].values()))
@@ -83,7 +83,7 @@ def _whole_file(path: str, parsed: Parsed) -> Any:
 def _numbers(whole: Mapping[str | None, str], parsed: Parsed) -> Sequence[str]:
     """The names of an optimizer's numbered parameters, in its order; zckpt writes them in extra.pt.
 
-    Empty if extra.pt does not state the names.
+    The result is empty if extra.pt does not state the names.
     """
     value = TorchFile(whole["extra"], parsed).value if "extra" in whole else None
     record = value.get("zckpt") if isinstance(value, dict) else None
@@ -126,7 +126,7 @@ class _Ranks:
         return gather.whole(self.files[first], value) if isinstance(value, Tensor) else value
 
     def _joined(self, by_rank: Mapping[int, Foreign]) -> gather.Saved:
-        """Joins all ranks' shards of a DTensor or ShardedTensor.
+        """Joins all ranks' shards of a DTensor or ShardedTensor into the full tensor.
 
         If several ranks have the same shard, the first rank's is used.
         """
@@ -134,14 +134,14 @@ class _Ranks:
         shape = tuple(about[2])
         states = {rank: value.arguments[3] for rank, value in by_rank.items()}
         is_dtensor = isinstance(cls, Global) and cls.name.endswith(".DTensor")
-        rule = self._of_mesh if is_dtensor else self._of_shards
+        rule = self._placed_by_mesh if is_dtensor else self._placed_by_metadata
         boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], BoxPart] = {}
         for box in rule(states, shape):
             boxes.setdefault((box.offsets, box.sizes), box)
         return gather.joined(TORCH_DTYPES[about[1].name], shape, list(boxes.values()))
 
-    def _of_mesh(self, states: Mapping[int, Any], shape: tuple[int, ...]) -> list[BoxPart]:
-        """The local tensor of every rank, as a shard of the full tensor.
+    def _placed_by_mesh(self, states: Mapping[int, Any], shape: tuple[int, ...]) -> list[BoxPart]:
+        """Places every rank's local tensor in the full DTensor, by the ranks' mesh coordinates.
 
         Along each axis, a shard begins where the shards of smaller mesh coordinates end. Raises
         UnsupportedCheckpoint if a rank's coordinate is not stated, and for placements other than
@@ -164,7 +164,7 @@ class _Ranks:
                 )
             positions[rank] = [() for _ in shape]
             places = zip(spec["placements"], coordinate, strict=True)
-            for placement, place in sorted(places, key=_is_strided):
+            for placement, place in sorted(places, key=_is_strided_shard):
                 kind = placement.name.rpartition(".")[2]
                 if kind in ("Shard", "_StridedShard"):
                     axis = _fields(placement.state).get("dim", *placement.arguments)
@@ -191,8 +191,11 @@ class _Ranks:
             for rank, tensor in tensors.items()
         ]
 
-    def _of_shards(self, states: Mapping[int, Any], _: tuple[int, ...]) -> list[BoxPart]:
-        """The shards of every rank; their offsets are in the metadata that all ranks share."""
+    def _placed_by_metadata(self, states: Mapping[int, Any], _: tuple[int, ...]) -> list[BoxPart]:
+        """Places the shards of every rank in the full ShardedTensor, by offsets in its metadata.
+
+        All ranks share this metadata.
+        """
         boxes = []
         for rank, (shards, metadata, group, *_) in states.items():
             number = _fields(group.state)["global_rank"]
@@ -211,13 +214,12 @@ class _Ranks:
         return boxes
 
 
-def _is_strided(placed: tuple[Foreign, int]) -> bool:
-    """Whether a placement is `_StridedShard`: FSDP cuts a shard that another mesh axis has cut."""
+def _is_strided_shard(placed: tuple[Foreign, int]) -> bool:
     return placed[0].name.endswith("._StridedShard")
 
 
 def _starts(lengths: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...], int]:
-    """The offset of each shard along one axis.
+    """Computes the offset of each shard along one axis of a tensor.
 
     `lengths` maps a shard's position (its mesh coordinates) to its size along this axis. Shards
     follow each other in the order of their positions.
@@ -236,7 +238,7 @@ def _is_distributed(value: Any) -> bool:
 def _fields(state: Any) -> dict[str, Any]:
     """The attributes of a pickled object, from the state in its pickle.
 
-    The state is a dictionary, or a pair: `__dict__`, and a dictionary of the slots.
+    The state is a dictionary, or a pair of dictionaries: `__dict__` and the slots.
     """
     parts = state if isinstance(state, tuple) else (state,)
     return {key: value for part in parts for key, value in (part or {}).items()}
@@ -248,8 +250,8 @@ def _fields(state: Any) -> dict[str, Any]:
 def _number_their_own(files: Mapping[int, TorchFile]) -> bool:
     """Whether the ranks' optimizers use the same numbers for different parameters.
 
-    This is so in ZeroRedundancyOptimizer's local states. It is inferred from numbers or tensors
-    that differ between ranks.
+    ZeroRedundancyOptimizer's local states are such. It is inferred from numbers or tensors that
+    differ between ranks.
     """
     states = []
     for file in files.values():
@@ -266,14 +268,14 @@ def _number_their_own(files: Mapping[int, TorchFile]) -> bool:
         ]
         if any(_is_distributed(tensor) for _, _, tensor in tensors):
             return False
-        states.append((members, [(n, key, _content(file, item)) for n, key, item in tensors]))
+        states.append((members, [(n, key, _comparable(file, item)) for n, key, item in tensors]))
         if states[-1] != states[0]:
             return True
     return False
 
 
-def _content(file: TorchFile, value: Any) -> Any:
-    """Represents a value for comparisons: equal values have equal representations.
+def _comparable(file: TorchFile, value: Any) -> Any:
+    """Converts a value for comparisons: equal values have equal results.
 
     A tensor is represented by its layout and checksum. The checksum is computed if the file does
     not state one.

@@ -36,16 +36,18 @@ Items = dict[str | None, dict[int, str]]
 
 
 def parts(folder: str, names: Sequence[str], of: str | None = None) -> Items:
-    """The torch.save files by item and rank; empty if no item is distributed.
+    """Finds torch_checkpointing's files of torch.save: {item: {rank: path}}.
+
+    The result is {} if no item is distributed.
 
     An item is what the names `{item}_{rank}` begin with, such as `model`. It is distributed if its
     files have DTensors, or plain tensors whose rows seem to be divided among ranks (merging such
-    tensors is refused later). Items that are not distributed are included if the distributed item
-    has files of the same ranks. All other numbered files belong to the program. `of` is the name of
-    one file; with it, only that file's item is considered.
+    tensors is refused later). Items that are not distributed are included if a distributed item has
+    files of the same ranks. All other numbered files belong to the program. `of` is the name of one
+    file; with it, only that file's item is considered.
     """
     items = _by_item(folder, names, ".pt", of)
-    likeliest = _likeliest(items)
+    likeliest = _models_first(items)
     first = next((item for item in likeliest if _is_distributed(items[item])), None)
     first = first or next((item for item in likeliest if _are_rows(items[item])), None)
     if first is None:
@@ -59,18 +61,18 @@ def parts(folder: str, names: Sequence[str], of: str | None = None) -> Items:
 
 
 def slices(folder: str, names: Sequence[str], of: str | None = None) -> list[str]:
-    """The safetensors files that may be slices of one model, in the order of ranks; else empty.
+    """Finds safetensors files that may be ranks' slices of one model, in the order of ranks.
 
     Files `{item}_{rank}` with the same `{item}` belong together. The first item with possible
     slices is returned; items with `model` in their names come first. `of` is the name of one file;
-    with it, only that file's item is considered.
+    with it, only that file's item is considered. The result is [] if nothing is found.
     """
     items = _by_item(folder, names, ".safetensors", of)
-    return next((files for item in _likeliest(items) if (files := _slices_of(items[item]))), [])
+    return next((files for item in _models_first(items) if (files := _slices_of(items[item]))), [])
 
 
 def said_of(files: Sequence[str]) -> str:
-    """The sentence of an error for files that seem to be ranks' slices of one model."""
+    """The beginning of an error about files that seem to be ranks' slices of one model."""
     first, last = (os.path.basename(files[place]) for place in (0, -1))
     return (
         f"{first} to {last} have the same tensor names: they seem to be slices of one model on "
@@ -79,7 +81,7 @@ def said_of(files: Sequence[str]) -> str:
 
 
 def refusal(path: str, files: Sequence[str]) -> UnsupportedCheckpoint:
-    """The error for a file that is a slice, or for a directory of slices (`files`)."""
+    """Returns the error for a file that is a slice, or for a directory of slices (`files`)."""
     folder = os.path.dirname(files[0])
     which = "the file is" if path in files else "each file is"
     name = shlex.quote(path if path in files else files[0])
@@ -100,7 +102,7 @@ def _by_item(folder: str, names: Iterable[str], ending: str, of: str | None) -> 
     return items
 
 
-def _likeliest(items: Items) -> list[str]:
+def _models_first(items: Items) -> list[str]:
     """The items (`model` in `model_0.pt`), sorted by name; names with `model` come first."""
     return sorted(map(str, items), key=lambda item: ("model" not in item, item))
 
@@ -117,10 +119,10 @@ def _is_distributed(paths: Mapping[int, str]) -> bool:
 
 
 def _are_rows(paths: Mapping[int, str]) -> bool:
-    """Whether an item's files seem to be slices of one model; compares the first and last file.
+    """Whether an item's files seem to be slices of one model, by the first and the last file.
 
-    Slices are assumed if both files have the same tensor names, and some tensors of the last file
-    have fewer rows and none differs otherwise.
+    They do if both files have the same tensor names, and if tensors differ only in the number of
+    rows: some have fewer rows in the last file.
     """
     if len(paths) < 2 or sorted(paths) != list(range(len(paths))):
         return False
@@ -135,7 +137,7 @@ def _are_rows(paths: Mapping[int, str]) -> bool:
 
 
 def _shapes_in(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, tuple[int, ...]]]:
-    """Yields the path and shape of every tensor in a tree of dictionaries."""
+    """Yields the path and the shape of every tensor in nested dictionaries."""
     if isinstance(tree, Tensor):
         yield path, tree.shape
     elif isinstance(tree, dict):
@@ -144,7 +146,7 @@ def _shapes_in(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, tuple
 
 
 def _slices_of(paths: Mapping[int, str]) -> list[str]:
-    """An item's files in the order of ranks if they may be slices of one model; else an empty list.
+    """An item's files in the order of ranks, if they may be slices of one model; else [].
 
     They may be slices if they have the same tensor names, but not all the same bytes. A damaged
     file, whose tensor names cannot be read, counts as a slice; otherwise the other files would pass

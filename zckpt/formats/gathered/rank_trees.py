@@ -72,7 +72,7 @@ def merge(
     place: TreePath,
     by_checksums: bool,
 ) -> MergedRanks:
-    """Merges the files of all ranks into one tree.
+    """Merges the files of all ranks into one tree of state dicts.
 
     The files are of one kind, such as the model's; `place` is their path in the tree of all kinds.
     With `by_checksums`, no tensor is read for comparison.
@@ -95,8 +95,8 @@ def merge(
 def refuse_missing(files: Mapping[int, TorchFile], world: int, are_shares: bool = False) -> None:
     """Raises IncompleteCheckpoint if one of `world` ranks has no file; the error names the ranks.
 
-    `are_shares` states that each file has the states of different parameters, as
-    ZeroRedundancyOptimizer's files do.
+    `are_shares` is true for ZeroRedundancyOptimizer's files: each has the states of other
+    parameters.
     """
     folder, name = os.path.split(files[min(files)].path)
     paths = {rank: file.path for rank, file in files.items()}
@@ -108,7 +108,7 @@ def refuse_missing(files: Mapping[int, TorchFile], world: int, are_shares: bool 
 
 
 def refuse_part(file: TorchFile) -> None:
-    """Raises IncompleteCheckpoint if a file named like a complete one has one rank's shards."""
+    """Raises IncompleteCheckpoint if a file has one rank's shards but a complete file's name."""
     values = list(distributed_in(file.value))
     world, writer = ranks_of(values[0], file) if values else (1, None)
     if world == 1:
@@ -146,10 +146,11 @@ def refuse_part(file: TorchFile) -> None:
 class MergedRanks(Struct, eq=False):
     """Merges the files of all ranks; `tree` is the result.
 
-    `different` lists the values that differ between ranks, of which only rank 0's is kept.
-    `of_ranks` has the other ranks' values, by file. `steps` are the files' values under the key
-    `step`. `copies` are tensors that ranks replicate. `uncompared` counts tensors that could only
-    be compared by reading them.
+    different     the values that differ between ranks; only rank 0's is kept in `tree`
+    of_ranks      the other ranks' values where ranks differ, by file
+    steps         the files' values under the key `step`
+    copies        tensors that every rank has completely
+    uncompared    the number of tensors that could only be compared by reading them
     """
 
     files: dict[int, TorchFile]
@@ -180,7 +181,11 @@ class MergedRanks(Struct, eq=False):
                 having = {rank: value[key] for rank, value in by_rank.items() if key in value}
                 merged[key] = self.of(having, (*path, key))
             return merged
-        if path[-3:-2] == ("param_groups",) and path[-1] in MEMBERS and _differ(values):
+        if (
+            path[-3:-2] == ("param_groups",)
+            and path[-1] in MEMBERS
+            and _are_different_names(values)
+        ):
             return list(dict.fromkeys(name for value in values for name in value))
         is_sequence = len(kinds) == 1 and isinstance(values[0], (list, tuple))
         if is_sequence and len(set(map(len, values))) == 1:
@@ -195,13 +200,17 @@ class MergedRanks(Struct, eq=False):
                 "ranks have more or fewer",
                 hint="save with torch.distributed.checkpoint, which joins the ranks' groups",
             )
-        return self._step(by_rank, path) if leads_to_step(path) else self._rank_0s(by_rank, path)
+        return (
+            self._step(by_rank, path)
+            if leads_to_step(path)
+            else self._first_rank_value(by_rank, path)
+        )
 
-    def _rank_0s(self, by_rank: dict[int, Any], path: TreePath) -> Any:
-        """The first rank's value at a path, compared with the values of the other ranks.
+    def _first_rank_value(self, by_rank: dict[int, Any], path: TreePath) -> Any:
+        """Returns the first rank's value at a path, and compares it with the other ranks'.
 
-        Differences are added to `different`. A scheduler's state that differs raises
-        InconsistentCheckpoint unless the user has given a step policy.
+        A difference is added to `different`. If a scheduler's state differs, InconsistentCheckpoint
+        is raised unless the user has given a step policy.
         """
         first, *other_ranks = by_rank
         value = leaves(self.files[first], by_rank[first])
@@ -228,8 +237,7 @@ class MergedRanks(Struct, eq=False):
     ) -> NoReturn:
         """Raises InconsistentCheckpoint for a scheduler whose state differs between two ranks.
 
-        A scheduler counts with the optimizer, so it must be equal on all ranks. If the user has
-        given a step policy, this function is not called, and rank 0's scheduler is used.
+        A scheduler counts with the optimizer, so it must be equal on all ranks.
         """
         values = [
             f"{brief(text(by_rank[rank], self.files[rank]))} in {self.files[rank].path}"
@@ -258,14 +266,17 @@ class MergedRanks(Struct, eq=False):
             if (a.dtype, a.shape) != (b.dtype, b.shape):
                 return False
             stored = files[0].crc(a)
-            if stored[1] is not None and (stored, _view(a)) == (files[1].crc(b), _view(b)):
+            if stored[1] is not None and (stored, _place_in_storage(a)) == (
+                files[1].crc(b),
+                _place_in_storage(b),
+            ):
                 return True
             if self.by_checksums and not (_states_crc(files[0], a) and _states_crc(files[1], b)):
                 return None
         return first_text() == text(b, files[1])
 
     def _step(self, by_rank: dict[int, Any], path: TreePath) -> Any:
-        """The step that all ranks state; if they disagree, the step that the step policy chooses.
+        """The step that all ranks state or, if they disagree, that the step policy chooses.
 
         Raises InconsistentCheckpoint if ranks disagree and there is no step policy.
         """
@@ -284,7 +295,7 @@ class MergedRanks(Struct, eq=False):
         paths = tuple(self.files[rank].path for rank in numbers)
         self.steps.append(StepStatement(path, paths, agreed))
         if agreed is None or {step for _, step in steps_of_files} == {agreed}:
-            return self._rank_0s(by_rank, path)
+            return self._first_rank_value(by_rank, path)
         if not isinstance(by_rank[first], Tensor):
             return agreed
         whole = leaf(self.files[first], by_rank[first])
@@ -292,10 +303,10 @@ class MergedRanks(Struct, eq=False):
         return replace(whole, number=lambda: number)
 
     def _assemble(self, by_rank: dict[int, Any], path: TreePath) -> Leaf:
-        """Joins all ranks' shards of a tensor into one `Leaf` (full tensor: byte ranges in files).
+        """Joins all ranks' shards of a tensor into one `Leaf`: type, shape, byte ranges in files.
 
-        Raises InconsistentCheckpoint if ranks state different facts about the tensor or hold
-        different replicas of a shard, and IncompleteCheckpoint if elements are missing.
+        Raises InconsistentCheckpoint if ranks state different facts about the tensor or have
+        different values of the same elements, and IncompleteCheckpoint if elements are missing.
         """
         name = dotted(path)
         for rank, value in by_rank.items():
@@ -353,8 +364,7 @@ def _states_crc(file: TorchFile, tensor: Tensor) -> bool:
     return crc is not None and is_whole
 
 
-def _view(tensor: Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies in its storage: the storage's start, then offset and strides."""
+def _place_in_storage(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.storage.start, tensor.offset, tensor.strides
 
 
@@ -362,14 +372,13 @@ def _is_scheduler(key: Any) -> bool:
     return isinstance(key, str) and SCHEDULER.fullmatch(key) is not None
 
 
-def _differ(values: Sequence[Any]) -> bool:
-    """Whether ranks list different parameter names, as pipeline stages do."""
+def _are_different_names(values: Sequence[Any]) -> bool:
     are_names = all(isinstance(value, list) and types_in(value) <= {str} for value in values)
     return are_names and any(value != values[0] for value in values)
 
 
 def joined(name: str, whole: DistributedTensor, parts: Sequence[LocalPart]) -> Leaf:
-    """Joins a tensor's shards into one `Leaf` (full tensor: byte ranges in files).
+    """Joins a tensor's shards into one `Leaf`: its type, shape and byte ranges in files.
 
     Each element must be in exactly one shard.
     """
@@ -388,7 +397,7 @@ def joined(name: str, whole: DistributedTensor, parts: Sequence[LocalPart]) -> L
 
 
 def text(value: Any, file: TorchFile) -> str:
-    """A text by which values are compared: equal values have equal texts.
+    """Describes a value by a text for comparisons: equal values have equal texts.
 
     A tensor is represented by its checksum.
     """

@@ -47,14 +47,14 @@ STATED = "zckpt"
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
-    """The manifest of files of torch.save; raises the errors of `read_tree`."""
+    """Reads a checkpoint of torch.save files; raises the errors of `read_tree`."""
     return read_tree(path, reading)[0]
 
 
 def with_copies(path: str) -> Manifest:
-    """The manifest of files that were laid out, before their tensors are filled.
+    """Reads files that zckpt has just laid out, before their tensors are filled.
 
-    Its `replicas` also list the tensors that several ranks store completely.
+    The manifest's `replicas` also list the tensors of which several ranks store all elements.
     """
     manifest, copies = read_tree(path, USUAL)
     entries = {id(entry.fragments): entry for entry in manifest.entries.values()}
@@ -68,7 +68,7 @@ def with_copies(path: str) -> Manifest:
 
 
 def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[rank_trees.Copies]]:
-    """The manifest of torch.save files, and the ranks' replicas of tensors.
+    """Reads torch.save files: the manifest, and the tensors of which several ranks have replicas.
 
     `reading.tag` is the name of one file in the folder `path`.
 
@@ -97,7 +97,7 @@ def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[rank_tree
 def _read_located(
     path: str, located: StateDictFiles, files: Sequence[str], reading: Reading
 ) -> tuple[Manifest, Sequence[rank_trees.Copies]]:
-    """Reads the files of one checkpoint (`located`): its manifest, and the ranks' replicas.
+    """Reads the files `located`: the manifest, and the tensors of which ranks have replicas.
 
     `files` are the ranks' safetensors slices if the checkpoint consists of such slices; else empty.
     Only the first slice is shown, with a warning.
@@ -128,7 +128,7 @@ def _read_located(
 
 
 def _slices(path: str, reading: Reading) -> list[str]:
-    """The slices of all ranks, if `inspect` reads a slice or a folder of slices; else empty.
+    """The safetensors slices of all ranks, if `inspect` reads one of them or their folder; else [].
 
     Raises UnsupportedCheckpoint for slices if any other command reads them. `--from gathered`
     declares that a file which looks like a slice is a full model.
@@ -167,10 +167,10 @@ def _refuse_missing(manifest: Manifest, names: Sequence[str] | None) -> None:
 
 
 def _in_order(manifest: Manifest, names: Sequence[str] | None) -> Manifest:
-    """Sorts the parameters of every group into the model's order.
+    """Sorts the parameters of every group into the model's order, or the order of `names`.
 
     Before this, they are in the order of their sizes, as ZeroRedundancyOptimizer assigns parameters
-    to ranks. `names` is the order to use; by default, the module's.
+    to ranks.
     """
     places = {name: place for place, name in enumerate(names or manifest.state["module"])}
 
@@ -183,7 +183,7 @@ def _in_order(manifest: Manifest, names: Sequence[str] | None) -> Manifest:
 
 
 class _TreeReader:
-    """Reads all files of a checkpoint into one tree (`saved`)."""
+    """Reads all files of a checkpoint into one tree of nested dictionaries (`saved`)."""
 
     def __init__(self, path: str, files: StateDictFiles, reading: Reading) -> None:
         self.path = path
@@ -261,7 +261,7 @@ class _TreeReader:
         return tree
 
     def _extra(self, path: str) -> dict[Any, Any] | None:
-        """The values in extra.pt, zckpt's file for everything except model and optimizer.
+        """Reads extra.pt, zckpt's file for everything except model and optimizer.
 
         None if the program itself wrote a file of this name. zckpt's own facts in the file are
         moved to `saved.stated_of`.
@@ -275,9 +275,9 @@ class _TreeReader:
         return extra
 
     def _without_stated(self, file: TorchFile, model: TreePath) -> dict[Any, Any]:
-        """The program's values in a file, without the facts that zckpt added under the key `zckpt`.
+        """The values in a file without `zckpt`, the key of facts that zckpt added.
 
-        zckpt's facts are moved to `saved.stated_of`, by the path of the model that they describe.
+        These facts are moved to `saved.stated_of`, under the path of the model that they describe.
         `model` is this path if the facts do not state it.
         """
         value = dict(file.value)
@@ -343,9 +343,9 @@ class _TreeReader:
         return merged.tree
 
     def rows_mesh(self, manifest: Manifest) -> tuple[str, str | None] | None:
-        """The device mesh (type, axis name) if FSDP2 cut every parameter into rows; else None.
+        """The mesh, if FSDP2 cut every parameter into rows; else None.
 
-        See `sharded_tensors.rows_mesh`.
+        The mesh is a pair: the device type, and the name of its axis or None.
         """
         model = self.files.ranks.get("model")
         if model is None or self.files.world is None or self.files.whole:
@@ -368,7 +368,7 @@ class _TreeReader:
         return merged
 
     def _join_averages(self) -> None:
-        """Joins averages that ranks saved as plain slices, or leaves them out: see averages.py."""
+        """Joins averages (EMA) that ranks saved as plain slices, or removes them (averages.py)."""
         ranks = [
             averages.RankFiles(() if key is None else (key,), by_rank)
             for key, paths in self.files.ranks.items()
@@ -381,16 +381,16 @@ class _TreeReader:
 
 
 def is_extra(key: str | None) -> bool:
-    """Whether `key` is `extra` or, for a further model, `extra_1`: the key of zckpt's extra.pt.
+    """Whether `key` is that of zckpt's extra.pt: `extra` or, for a further model, `extra_1`.
 
-    This file has the values that are outside of the state dicts. Other keys are those of a model's
-    or an optimizer's files; None is the key of a single file with everything.
+    This file has the values outside of the state dicts. Other keys belong to files of a model or an
+    optimizer. None belongs to a single file with everything.
     """
     return key is not None and key == numbered("extra", number_of(key))
 
 
 def is_kept(engine: StateDictEngine) -> bool:
-    """Whether the checkpoint is a single file that zckpt can write as a single file again.
+    """Whether a source is a single file that zckpt can write as a single file again.
 
     For this, the model and the optimizer must have separate keys in it, and the optimizer's groups
     must be a list.
@@ -403,7 +403,7 @@ def is_kept(engine: StateDictEngine) -> bool:
 
 
 def _dialect_of(weights: str) -> str | None:
-    """The `--dialect` whose target has a weights file of this name; None for other names."""
+    """The `--dialect` that writes a weights file with this name; None for other names."""
     if weights == "pytorch_model_fsdp.bin":
         return "accelerate"
     return "safetensors" if ".safetensors" in weights else None

@@ -48,7 +48,7 @@ OF_ITEMS = (
 class LocalPart(Struct, frozen=True):
     """A rank's shard of a tensor: elements [offset, offset + size) along every axis.
 
-    The elements of the shard are those of `tensor` in `file`.
+    `tensor` in `file` has the values of these elements.
     """
 
     offsets: tuple[int, ...]
@@ -58,9 +58,10 @@ class LocalPart(Struct, frozen=True):
 
 
 class DistributedTensor(Struct, frozen=True):
-    """A tensor that is sharded over `world` ranks, with the shards (`parts`) that one rank saved.
+    """A tensor that is sharded over `world` ranks, as one rank's file describes it.
 
-    `cuts` is its number of different shards; several ranks may have replicas of a shard.
+    `parts` are the shards that this rank saved. `cuts` is the number of different shards on all
+    ranks; several ranks may have replicas of a shard.
     """
 
     dtype: str
@@ -76,7 +77,7 @@ def is_distributed(value: Any) -> bool:
 
 
 def distributed_in(value: Any) -> Iterator[Foreign]:
-    """Yields the ShardedTensors and DTensors in a tree."""
+    """Yields the ShardedTensors and DTensors in nested dictionaries, lists and tuples."""
     if is_distributed(value):
         yield value
     elif isinstance(value, Mapping):
@@ -90,7 +91,7 @@ def distributed_in(value: Any) -> Iterator[Foreign]:
 
 
 def ranks_of(value: Foreign, file: TorchFile) -> tuple[int, int | None]:
-    """The number of ranks that a tensor's pickle states, and the rank that saved it.
+    """Returns (number of ranks, rank that saved the tensor), as a tensor's pickle states them.
 
     The rank is None if it is not stated. Raises CorruptCheckpoint for a malformed pickle.
     """
@@ -113,9 +114,9 @@ def read_distributed(
 ) -> DistributedTensor:
     """Reads a rank's pickled ShardedTensor or DTensor, with the shards that this rank saved.
 
-    Raises CorruptCheckpoint for a malformed pickle, and InconsistentCheckpoint if the rank's shard
-    should have another type or shape. Raises UnsupportedCheckpoint for placements that zckpt cannot
-    compute, and for local tensors of a special class.
+    Raises CorruptCheckpoint for a malformed pickle. Raises InconsistentCheckpoint if the local
+    tensor's type or shape is not that of the shard. Raises UnsupportedCheckpoint for placements
+    that zckpt cannot compute, and for local tensors of a special class.
     """
     try:
         _, _, arguments, state = value.arguments
@@ -151,7 +152,7 @@ def _read_sharded_tensor(
     stated_rank, world = _ints(
         [_attribute(group, f"global_{key}") for key in ("rank", "world_size")]
     )
-    _refuse_other(rank, stated_rank, world, file)
+    _refuse_other_rank(rank, stated_rank, world, file)
     parts = []
     for shard in shards:
         box = _attribute(shard, "metadata")
@@ -176,7 +177,7 @@ def _read_dtensor(
     mesh = _mesh(_attribute(spec, "mesh"), rank, file, meshes)
     offsets, sizes, cuts = [0] * len(shape), list(shape), [1] * len(shape)
     in_order = all(
-        list(_axes_of(entry)) == sorted(_axes_of(entry))
+        list(_mesh_axes_of(entry)) == sorted(_mesh_axes_of(entry))
         for entry in _attribute(spec, "shard_order", None) or ()
     )
     pairs = zip(_attribute(spec, "placements"), mesh.coordinate(rank), strict=True)
@@ -207,7 +208,7 @@ def _read_dtensor(
 
 
 def rows_mesh(value: Foreign) -> tuple[str, str | None] | None:
-    """The device type and axis name of the mesh of a DTensor whose rows are sharded.
+    """Returns (device type, axis name) of the mesh over which a DTensor's rows are sharded.
 
     The axis name is None if the axis has none. The result is None for a DTensor that is cut along
     another axis, for a mesh of several axes, and for pickles of torch before 2.13.
@@ -227,11 +228,10 @@ def rows_mesh(value: Foreign) -> tuple[str, str | None] | None:
 
 
 def _split_factor(placement: Any) -> int:
-    """The `split_factor` of a `_StridedShard`: how many parts other cuts make of its axis.
+    """The `split_factor` of a `_StridedShard`: into how many parts other cuts divide its axis.
 
-    With FSDP2, these are tensor parallelism's cuts along the same axis. Other placements have
-    factor 1, so their cuts come first. If the factor is not stated, 0 is returned, and the caller
-    refuses the tensor.
+    With FSDP2, tensor parallelism makes the other cuts. Placements of other kinds have factor 1, so
+    they cut first. If the factor is not stated, 0 is returned, and the caller refuses the tensor.
     """
     if not placement.name.endswith("._StridedShard"):
         return 1
@@ -239,8 +239,8 @@ def _split_factor(placement: Any) -> int:
     return factor if type(factor) is int else 0
 
 
-def _axes_of(entry: Any) -> tuple[int, ...]:
-    """The mesh axes that cut one axis of a tensor, in order.
+def _mesh_axes_of(entry: Any) -> tuple[int, ...]:
+    """The mesh axes that cut one axis of a tensor, in the order of the cuts.
 
     `entry` is a pickled ShardOrderEntry (torch >= 2.10).
     """
@@ -248,10 +248,11 @@ def _axes_of(entry: Any) -> tuple[int, ...]:
 
 
 class DeviceMesh(Struct, frozen=True):
-    """A device mesh: `places` maps each rank to its row-major index in the mesh.
+    """A device mesh, as a DTensor's pickle states it.
 
-    `axes` has the counts and strides of each axis. `record` is the pickled mesh. It is kept alive
-    because the cache uses its `id()` as a key, which another object could get otherwise.
+    places    maps each rank to its row-major index in the mesh
+    axes      the counts and strides of each axis
+    record    the pickled mesh; it must stay alive, because the cache's key is its `id()`
     """
 
     record: Any
@@ -259,7 +260,7 @@ class DeviceMesh(Struct, frozen=True):
     axes: list[tuple[tuple[int, ...], tuple[int, ...]]]
 
     def coordinate(self, rank: int) -> list[tuple[int, int]]:
-        """For each axis of the mesh: the rank's position, and the number of positions."""
+        """For each axis of the mesh: (the rank's position, the number of positions)."""
         positions = []
         for counts, strides in self.axes:
             position = 0
@@ -297,7 +298,7 @@ def _mesh(record: Any, rank: int, file: TorchFile, cache: MeshCache) -> DeviceMe
     mesh = cache.get((id(record), rank))
     if mesh is None:
         mesh = _read_mesh(record, file)
-        _refuse_other(rank, mesh.writer, len(mesh.places), file)
+        _refuse_other_rank(rank, mesh.writer, len(mesh.places), file)
         if rank not in mesh.places:
             raise InconsistentCheckpoint(
                 "world-size-disagrees",
@@ -314,7 +315,7 @@ def _read_mesh(record: Any, file: TorchFile) -> DeviceMesh:
     return DeviceMesh(record, places, _mesh_axes(record))
 
 
-def _refuse_other(rank: int, stated_rank: int | None, world: int, file: TorchFile) -> None:
+def _refuse_other_rank(rank: int, stated_rank: int | None, world: int, file: TorchFile) -> None:
     """Raises InconsistentCheckpoint if a file states another rank than its name does."""
     if stated_rank not in (None, rank):
         raise InconsistentCheckpoint(
@@ -367,9 +368,9 @@ def _attribute(record: Any, name: str, default: Any = _REQUIRED) -> Any:
 
 
 def _merged_state(state: Any) -> dict[str, Any]:
-    """The attributes that a pickled object's state sets (by the opcode BUILD).
+    """All attributes of a pickled object, from the state in its pickle (opcode BUILD).
 
-    The state is a dictionary, or a pair: `__dict__`, and a dictionary of the slots.
+    The state is a dictionary, or a pair of dictionaries: `__dict__` and the slots.
     """
     if not isinstance(state, tuple):
         return state or {}

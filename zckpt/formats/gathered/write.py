@@ -55,11 +55,14 @@ Make = Callable[[BlankTensor], Any]
 
 
 class FileNames(Struct, frozen=True):
-    """The names that a program gives to its files.
+    """The names that a program gives to the files of one checkpoint.
 
-    `by_name` is true if the program's optimizer uses parameter names instead of numbers. If
-    `scheduler` is None, the scheduler's state is in extra.pt. `keys` are the keys of the state
-    dicts, if all are in one file.
+    weights      the file of the model's state dict
+    optimizer    the file of the optimizer's state dict
+    scheduler    the file of the scheduler's state; None if this state is in extra.pt
+    by_name      the program's optimizer uses parameter names instead of numbers
+    keys         the keys of both state dicts, if they are in one file
+    extra        zckpt's file for everything else
     """
 
     weights: str
@@ -70,7 +73,7 @@ class FileNames(Struct, frozen=True):
     extra: str = "extra.pt"
 
     def of_model(self, number: int) -> FileNames:
-        """The names of the files of model `number`: with a number in them, except for model 0."""
+        """The files' names for model `number`: model 1 has `optimizer_1.bin`, model 0 no number."""
         return replace(
             self,
             weights=numbered(self.weights, number),
@@ -101,7 +104,7 @@ def has_models(source: Manifest, options: Options) -> bool:
 
 
 def file_names(source: Manifest, options: Options) -> FileNames:
-    """The names of the target's files.
+    """Chooses the names of the target's files.
 
     They depend on `--dialect` and on the trainer whose files are beside the source. Without
     `--dialect`, a source of this format keeps its dialect, or its single file.
@@ -132,10 +135,10 @@ def file_names(source: Manifest, options: Options) -> FileNames:
 
 
 def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
-    """Lays out the files of the target; `number` is the model's number if there are several.
+    """Lays out the files of the target, and lists what it cannot store.
 
-    Also lists what the target cannot store. Raises WrongOption and MissingData before anything is
-    written.
+    `number` is the model's number if there are several models. Raises WrongOption and MissingData
+    before anything is written.
     """
     writer = StateDictWriter(source, options, number)
     own_names = {shell.name for shell in writer.shells()}
@@ -177,7 +180,7 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
 
 
 class StateDictWriter(StateDicts):
-    """Decides the files and their content before the first byte is written."""
+    """Decides the target's files and their content before the first byte is written."""
 
     def __init__(self, source: Manifest, options: Options, number: int = 0) -> None:
         super().__init__(source, options, "gathered")
@@ -199,7 +202,10 @@ class StateDictWriter(StateDicts):
         if not options.weights_only:
             self._add_scheduler()
             extra, name = self._extra(("model", "optim", STATED)), self.file_names.extra
-            self.files[name] = {**extra, STATED: self._stated([*self.files.items(), (name, extra)])}
+            self.files[name] = {
+                **extra,
+                STATED: self._own_facts([*self.files.items(), (name, extra)]),
+            }
         self._warn_of_names()
 
     def shells(self) -> Iterator[Shell]:
@@ -220,7 +226,7 @@ class StateDictWriter(StateDicts):
     def _model_state(self) -> OrderedDict[str, Any]:
         """The module's state dict, with a `BlankTensor` (type and shape only) for each tensor.
 
-        The names of a tied weight share one `BlankTensor`.
+        All names of a tied weight share one `BlankTensor`.
         """
         owners: dict[str, Any] = {}
         state = OrderedDict(
@@ -233,7 +239,7 @@ class StateDictWriter(StateDicts):
         return state
 
     def _add_scheduler(self) -> None:
-        """Adds the scheduler's file, if the trainer reads one and the source does not have it."""
+        """Adds a file of the scheduler's state if the trainer reads one and the source has none."""
         name, step = self.file_names.scheduler, self.source.step
         known_names = {item.name for item in self.source.files.siblings}
         if name is None or known_names.intersection((name, *trainers.SCHEDULERS)):
@@ -305,17 +311,17 @@ class StateDictWriter(StateDicts):
         if self.optimizes:
             state_dicts[keys.optimizer] = self._optimizer_state()
         for path, value in state_dicts.items():
-            if _placed(tree, path, value) is not None:
+            if _put_at(tree, path, value) is not None:
                 message = f"client_state {dotted(path)}: a state dict of the target needs this key"
                 self.omitted.append(note("state-omitted", message, subject=dotted(path)))
-        record = self._stated([(keys.file, tree)])
+        record = self._own_facts([(keys.file, tree)])
         return {**tree, STATED: {**record, "model": list(keys.model)}}
 
     def _extra(self, taken: Sequence[str]) -> dict[Any, Any]:
         """The content of extra.pt: the scheduler's state and the program's own values.
 
-        Keys in `taken` are needed for other contents. The program's values under such a key, or
-        under the scheduler's, are left out and noted in `omitted`.
+        The target needs the keys in `taken` for other contents. The program's values under these
+        keys, and under the scheduler's key, are left out and noted in `omitted`.
         """
         source = self.source
         extra: dict[Any, Any] = {}
@@ -329,8 +335,8 @@ class StateDictWriter(StateDicts):
                 extra[key] = value
         return extra
 
-    def _stated(self, files: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-        """The facts that zckpt adds to a file (own_facts.py), among them the names of tensors.
+    def _own_facts(self, files: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        """The facts that zckpt adds to a file: aliases, frozen weights, buffers, tensors' names.
 
         `files` are pairs of a file's name and the values in it.
         """
@@ -342,7 +348,7 @@ class StateDictWriter(StateDicts):
         return {**self.unsaid(), "names": names}
 
     def _tensor_names(self, value: Any) -> Iterator[str]:
-        """Yields, for each tensor in a file's values, its name in the manifest; "" for a weight.
+        """Yields the manifest's name of each tensor in a file's values, in order; "" for a weight.
 
         Tensors of shape () are skipped.
         """
@@ -357,7 +363,7 @@ class StateDictWriter(StateDicts):
     def with_tensors(
         self, value: Any, storages: Storages, made: dict[int, Any], make: Make | None = None
     ) -> Any:
-        """The value with real tensors in place of its `BlankTensor`s, numbers and tensor names.
+        """Replaces `BlankTensor`s, numbers and tensor names in a value by tensors of `storages`.
 
         A `BlankTensor` that occurs several times becomes one tensor: `made` caches the results by
         `id()`. `make` creates a tensor from a `BlankTensor`; without `make`, it has the full shape.
@@ -378,8 +384,11 @@ class StateDictWriter(StateDicts):
         return result
 
 
-def _placed(tree: dict[Any, Any], path: TreePath, value: Any) -> Any:
-    """Puts a value at a path, and returns the previous value; an integer key is a list index."""
+def _put_at(tree: dict[Any, Any], path: TreePath, value: Any) -> Any:
+    """Puts a value at a path of nested values and returns the previous value at this path.
+
+    A path is a tuple of keys; an integer key is an index in a list.
+    """
     container: Any = tree
     earlier_value: Any = None
     for key, following in pairwise((*path, None)):

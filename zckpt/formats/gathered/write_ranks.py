@@ -41,11 +41,10 @@ ORDER = Foreign(Global(f"{SPECS}.ShardOrderEntry"), (0, (0,)), None, "new")
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """Lays out the files of `--dp` ranks.
+    """Lays out the files of `--dp` ranks, each with its rows of every tensor.
 
     Raises WrongOption unless FSDP2 cut the source's parameters into rows on a mesh of one axis.
-    Also raises WrongOption with `--dialect`, because all of its
-    values mean complete files.
+    Also raises WrongOption with `--dialect`, because all of its values mean complete files.
     """
     ranks, mesh = options[DP], source.run.origin.mesh
     assert ranks is not None
@@ -109,7 +108,7 @@ class RanksWriter(StateDictWriter):
         for rank in range(self.ranks):
             for kind, tree in self.trees.items():
                 storages = Storages()
-                made = partial(self._made, rank, storages, self._mesh(rank, storages))
+                made = partial(self._rows_of_rank, rank, storages, self._mesh(rank, storages))
                 value = self.with_tensors(tree, storages, {}, made)
                 yield shell(self.name(kind, rank), value, storages)
         text = json.dumps({"FSDP_version": 2, "world_size": self.ranks}, indent=4).encode()
@@ -117,10 +116,10 @@ class RanksWriter(StateDictWriter):
 
     # -- DTensors in the form in which torch 2.13 pickles them
 
-    def _made(
+    def _rows_of_rank(
         self, rank: int, storages: Storages, mesh: Foreign, blank: BlankTensor
     ) -> Tensor | Foreign:
-        """One rank's rows of a tensor as a pickled DTensor, cut as `torch.chunk` does.
+        """Makes the pickled DTensor of one rank's rows; rows are cut as by `torch.chunk`.
 
         A buffer is complete on every rank, as a plain tensor.
         """

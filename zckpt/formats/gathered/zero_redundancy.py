@@ -1,4 +1,4 @@
-"""Joins the local states of ZeroRedundancyOptimizer's ranks into one optimizer's state.
+"""Joins the local states of ZeroRedundancyOptimizer's ranks into one optimizer's state dict.
 
 Every rank's optimizer has full tensors for the parameters that it owns, which it numbers from 0 on.
 ZeroRedundancyOptimizer assigns parameters to ranks by their sizes.
@@ -20,7 +20,10 @@ from . import rank_trees, sharded_tensors
 
 
 def is_local(files: Mapping[int, TorchFile]) -> bool:
-    """Whether the files are local states: each rank numbers its own parameters from 0 on."""
+    """Whether the files are ZeroRedundancyOptimizer's local states, one per rank.
+
+    In such files, each rank numbers its own parameters from 0 on.
+    """
     values = [file.value for file in files.values()]
     if not all(isinstance(v, dict) and "param_groups" in v and "state" in v for v in values):
         return False
@@ -49,9 +52,9 @@ def merge(
 ) -> dict[Any, Any]:
     """Joins the ranks' local states into one optimizer's state dict, with new parameter numbers.
 
-    May set `saved.orders`: lists of these numbers, from which names are found later. Raises
-    InconsistentCheckpoint (ranks of different saves) and MissingData (no state shows the size of a
-    parameter).
+    If parameters of equal size cannot be told apart yet, `saved.orders` is set to lists of numbers;
+    the reader finds their names later. Raises InconsistentCheckpoint (ranks of different saves) and
+    MissingData (no state shows the size of a parameter).
     """
     _check_alike(files, step_policy)
     groups = [file.value["param_groups"] for file in files.values()]
@@ -71,10 +74,11 @@ def merge(
 def _owners_by_names(
     saved: SavedTree, files: Mapping[int, TorchFile], param_names: Sequence[str] | None
 ) -> list[list[OwnedParameter]] | None:
-    """The owner of every parameter, group by group, in the program's order.
+    """Finds the owner of every parameter, group by group, in the order of `param_names`.
 
-    None if `param_names` does not list all parameters. If it does, the model gives their sizes, and
-    no optimizer state is needed.
+    An owner is a pair: the rank, and the parameter's position in the rank's part of the group. The
+    model gives the parameters' sizes, so no optimizer state is needed. None if `param_names` does
+    not list all parameters.
     """
     names = list(param_names or ())
     parts = [[group["params"] for group in file.value["param_groups"]] for file in files.values()]
@@ -92,11 +96,11 @@ def _owners_by_names(
 
 
 def _owners_by_size(saved: SavedTree, files: Mapping[int, TorchFile]) -> list[list[OwnedParameter]]:
-    """The owner of every parameter, group by group, in the order of assignment to ranks.
+    """Finds the owner of every parameter, group by group, the largest parameters first.
 
-    The largest parameters come first; equally large ones are in the program's order. Sets
-    `saved.orders` to one list of parameter numbers for each size: only within such a list is the
-    program's order known.
+    An owner is a pair: the rank, and the parameter's position in the rank's part of the group.
+    Equally large parameters are in the program's order. `saved.orders` gets one list of parameter
+    numbers for each size: only within such a list is the program's order known.
     """
     ranks = [
         [
@@ -138,7 +142,7 @@ def _numel(state: Mapping[str, Any]) -> int | None:
 
 
 def _shapes(tree: Any) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Yields, for every dictionary in a tree, the shapes of its tensors by name."""
+    """Yields, for every dictionary in a tree, the shapes of its tensors: {name: shape}."""
     if isinstance(tree, dict):
         yield {key: value.shape for key, value in tree.items() if isinstance(value, Leaf)}
         for value in tree.values():
@@ -160,13 +164,12 @@ def _check_alike(files: Mapping[int, TorchFile], step_policy: str | None) -> Non
                 f"{file.path} and {files[0].path} have different hyper-parameters",
                 file=file.path,
             )
-    last = [(file.path, step) for file in files.values() if (step := _last_step(file))]
+    last = [(file.path, step) for file in files.values() if (step := _highest_step(file))]
     if step_policy != agreement.KEEP:
         agreement.agree(last, step_policy)
 
 
-def _last_step(file: TorchFile) -> agreement.Step | None:
-    """The highest step of a file's parameters; None if it states none."""
+def _highest_step(file: TorchFile) -> agreement.Step | None:
     numbers = [file.number(state.get("step")) for state in file.value["state"].values()]
     return max((s for s in map(steps.step_of, numbers) if s is not None), default=None)
 
@@ -179,7 +182,7 @@ OwnedParameter = tuple[int, int]
 
 
 def partition(groups: Sequence[Sequence[int]], world: int) -> list[list[list[int]]]:
-    """Assigns parameters to `world` ranks as ZeroRedundancyOptimizer does.
+    """Assigns parameters to `world` ranks by ZeroRedundancyOptimizer's rule.
 
     The largest parameter of a group is assigned first. Each parameter goes to the rank that has the
     fewest elements so far. `groups` has the parameters' element counts. The result `[rank][group]`
@@ -203,12 +206,13 @@ def dealt(
     files: Sequence[str],
     hint: str,
 ) -> list[list[OwnedParameter]]:
-    """The owner of every parameter of every group, by ZeroRedundancyOptimizer's rule.
+    """Finds the owner of every parameter of every group, by ZeroRedundancyOptimizer's rule.
 
+    An owner is a pair: the rank, and the parameter's position in the rank's part of the group.
     `groups` has the element counts of each group's parameters. `ranks[rank][group]` has the element
-    counts that a rank's file shows for its own parameters of a group; None if unknown. `files` are
-    the ranks' paths. If a rank's file does not fit the rule, raises InconsistentCheckpoint, which
-    names the file and the group.
+    counts in the rank's file, None where unknown. `files` are the ranks' paths. Raises
+    InconsistentCheckpoint, which names the file and the group, if a rank's file does not fit the
+    rule.
     """
     owners = [[(0, 0)] * len(numels) for numels in groups]
     for rank, parts in enumerate(partition(groups, len(ranks))):

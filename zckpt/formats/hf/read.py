@@ -19,7 +19,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
-    """The manifest of a folder whose files zckpt has laid out, before their tensors are filled.
+    """Reads a folder that zckpt has just laid out: its tensors are not filled in yet.
 
     Folders of other programs are read by the format `gathered`.
     """

@@ -43,7 +43,7 @@ from .read import INDEX, WEIGHTS
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """Lays out the folder's files; raises MissingData without a configuration file."""
+    """Lays out the folder's files; raises MissingData if there is no configuration file."""
     writer = PretrainedWriter(source, options)
 
     def loading(path: str) -> str:
@@ -66,7 +66,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 class PretrainedWriter(Struct, eq=False, dict=True):
-    """Decides names, tensors and files before the first byte is written."""
+    """Decides names, tensors and files of the folder before the first byte is written."""
 
     source: Manifest
     options: Options
@@ -127,8 +127,8 @@ class PretrainedWriter(Struct, eq=False, dict=True):
     def _files_to_load_by(self) -> list[Sibling]:
         """The files of configuration, tokenizer and processor, from the source or from `--config`.
 
-        Sets `refused` to notes on files that are not copied, such as links that lead out of the
-        folder.
+        Files that are not copied, such as links that lead out of the folder, are noted in
+        `refused`.
         """
         self.refused: list[Notice] = []
         files = {item.name: item for item in files_to_load_by(self.source.files.siblings)}
@@ -148,7 +148,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         return list(files.values())
 
     def _config(self) -> dict[str, Any]:
-        """The content of config.json, or of an adapter's; raises MissingData without it."""
+        """Reads config.json, or an adapter's configuration; raises MissingData without it."""
         config = json_of(self.files, self._config_name)
         if config is None:
             is_linked = any(each.subject == FOLLOW for each in self.source.notices.omitted)
@@ -166,7 +166,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
     # -- weights
 
     def _names(self) -> list[str]:
-        """The names to write, in the module's order; only one of the names of a tied weight."""
+        """The names of tensors to write, in the module's order; one name for each tied weight."""
         kept = self._owners()
         module = self.source.state.get("module") or []
         names = [*self.source.parameters, *self.source.buffers, *self.source.owners]
@@ -207,12 +207,12 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         return not any(result.differs for result in results_of(self.source, matches))
 
     def _is_exported(self, name: str) -> bool:
-        """Whether a tensor is written to the folder.
+        """Whether a tensor is written to the folder; always true for a full model.
 
-        For an adapter, these tensors are written: the adapter's own; tensors of the base model that
-        were trained; and tensors of the base model that PEFT saves with the adapter. AdaLoRA's
-        `ranknum` is never saved. A source without frozen parameters does not show what was trained
-        (it has no optimizer). Of its base model, only the tensors that PEFT saves are written.
+        For an adapter, these are written: the adapter's own tensors, and of the base model the
+        tensors that were trained and those that PEFT saves with the adapter. AdaLoRA's `ranknum` is
+        never saved. A source without an optimizer does not show what was trained. Of its base
+        model, only tensors that PEFT saves are written.
         """
         if self.adapter and name.endswith(peft.RANKS):
             return False
@@ -238,7 +238,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
             )
 
     def _model(self) -> Manifest:
-        """The weights to write, as a manifest with the names of the files; a tied weight once."""
+        """The weights to write as a manifest with the names of the files; a tied weight once."""
         source = self.source
         parameters: dict[str, Parameter] = {}
         entries: dict[Key, Entry] = {}
@@ -263,7 +263,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         return model if self.adapter else saving.as_saved(model, self.config)
 
     def _tensors(self) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
-        """Yields each tensor's name in the files, with its type and shape."""
+        """Yields (name in the files, (type, shape)) for each tensor to write."""
         for name in self.model.state["module"]:
             weight = weight_of(self.model.entries, name)
             entry = weight.stored
@@ -271,7 +271,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
             yield saved_name, (self._dtype(name, entry.dtype, entry is weight.param), entry.shape)
 
     def _dtype(self, name: str, dtype: str, is_weight: bool) -> str:
-        """The type in which a tensor is written.
+        """Chooses the type in which a tensor is written.
 
         Parameters get the type of `--dtype`. Without `--dtype`, a weight keeps its type, and a
         master without a weight is rounded to the type of the module. Buffers and integers keep
