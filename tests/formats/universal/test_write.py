@@ -161,7 +161,7 @@ def test_the_shell_of_a_manifest_has_room_for_its_checksum() -> None:
     shells = {shell.name: shell for shell in write.lay_out(source, Options()).shells()}
     document = json.loads(shells["manifest.json"].parts[0][1])
     assert "crc32" not in document
-    whole = write._text({**document, "crc32": "0123abcd"})
+    whole = write._formatted({**document, "crc32": "0123abcd"})
     assert shells["manifest.json"].size == len(whole)
 
 

@@ -7,14 +7,14 @@
     groups.py         the group of each parameter, and its step
     read.py           reads a torch_dist directory, key by key
     manifest.py       builds the manifest from what a reader has collected
-    masters.py        handles masters that do not round to their weights; compares replicas
+    masters.py        finds wrong fp32 masters, and drops them; compares replicas
     buffers/          flat buffers of the optimizer
     legacy/           the older directories, mp_rank_*
     fsdp.py           the directories of Megatron-FSDP
     fsdp2.py          gated layers whose rows torch's FSDP2 divided over ranks
     write.py          writes an iteration's directory, from which any tp, pp and dp resumes
     optimizers.py     the optimizers and groups of the target's run
-    vocabulary.py     the rows of a padded vocabulary: `--tp`
+    vocabulary.py     the number of rows of a padded vocabulary (`--tp`)
     run_template.py   `--like`: sources of other engines, with the keys and groups of a run
     functions.py      the table of this format's functions; why another run cannot load files
     gather/           Megatron-Core's own rule for joining ranks, for `verify --gather`

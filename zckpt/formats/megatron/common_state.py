@@ -71,11 +71,12 @@ def read_common(table: ItemTable, files: ItemFiles) -> tuple[TorchFile, dict[Any
 
 
 def sharding_of(table: ItemTable, common: dict[Any, Any]) -> str:
-    """The type of the optimizer state's sharding; NOT_DISTRIBUTED if its tensors are full.
+    """How the optimizer's state is sharded: "fully_reshardable", "dp_reshardable", ...
 
-    Since 0.14 the optimizer's state names the type. In older directories it is inferred from the
-    keys, because their `content_metadata` alone does not show whether the optimizer is distributed.
-    Raises UnsupportedCheckpoint for a type that zckpt does not read.
+    NOT_DISTRIBUTED if its tensors are full. Since 0.14 the optimizer's state names the type. In
+    older directories it is inferred from the keys, because their `content_metadata` alone does not
+    show whether the optimizer is distributed. Raises UnsupportedCheckpoint for a type that zckpt
+    does not read.
     """
     sharding_types: set[str] = {
         item["param_state_sharding_type"]
@@ -112,7 +113,7 @@ def with_groups(
     listed: Sequence[Sequence[Any]],
     beside: Sequence[dict[str, Any]],
 ) -> dict[Any, Any]:
-    """The common state, completed with the parameter groups that a run stores beside flat buffers.
+    """Adds the parameter groups that a run stores beside flat buffers to the common state.
 
     `listed` has, for each optimizer, the groups that its ranks saved; of equal groups, one is kept.
     `beside` has, for each optimizer, further values of its state, such as the loss scale.
@@ -128,7 +129,10 @@ def with_groups(
 
 
 def optimizers_of(common: dict[Any, Any]) -> list[dict[Any, Any]]:
-    """The state dicts of all optimizers; experts that are spread over ranks have a separate one."""
+    """The state dicts of all optimizers.
+
+    A run has a second optimizer for experts that are spread over ranks.
+    """
     state = common.get("optimizer")
     states = state if isinstance(state, list) else [state]  # NeMo has a list of one
     result: list[dict[Any, Any]] = []

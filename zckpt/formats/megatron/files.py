@@ -54,11 +54,10 @@ ROLES = (
 
 
 def detect(path: str) -> list[str]:
-    """The tags of the checkpoints at `path`; a tag is the name of a checkpoint's folder in `path`.
+    """Finds the checkpoints at `path`: [""] for `path` itself, or ["iter_0000006"] in a run.
 
-    [""] if `path` itself is a checkpoint. For a run's directory: the folder of its latest
-    iteration, or the folders of all iterations if no file names the latest. [] if there is no
-    checkpoint.
+    In a run's directory, the only tag is the folder of the latest iteration. If no file names the
+    latest, the folders of all iterations are tags. The result is [] if there is no checkpoint.
     """
     if not sources.is_folder(path):
         return []
@@ -94,7 +93,7 @@ def counter(path: str) -> int | None:
 
 
 def is_iteration(name: str) -> bool:
-    """Whether a folder's name is that of an iteration: `iter_0000006`, `release`."""
+    """Whether a folder's name is that of an iteration: `iter_0000006` or `release`."""
     digits = name.removeprefix("iter_")
     return name == "release" or (digits != name and len(digits) >= 7 and digits.isdecimal())
 
@@ -105,9 +104,9 @@ def is_of_rank(name: str) -> bool:
 
 
 def _is_one_of_run(run: str, name: str) -> bool:
-    """Whether the folder `name` of a run contains a checkpoint; true for a damaged one, too.
+    """Whether the folder `name` of a run contains a checkpoint, even a damaged one.
 
-    False for a folder that zckpt may not open.
+    False for a folder that the user may not open.
     """
     if sources.is_denied(os.path.join(run, name)):
         return False
@@ -178,9 +177,9 @@ def locate(path: str, tag: str | None) -> str:
 
 
 def _require_latest(run: str, tag: str) -> None:
-    """Raises IncompleteCheckpoint if the checkpoint that a run's tracker file names is missing.
+    """Raises IncompleteCheckpoint if `tag`, which a run's tracker file names, is missing.
 
-    `tag` is that name.
+    The tracker file is latest_checkpointed_iteration.txt.
     """
     folder = os.path.join(run, tag)
     if {*tag}.isdisjoint("/\\\0") and kind_of(folder):
@@ -210,7 +209,10 @@ def _marker(folder: str) -> dict[str, Any]:
 
 
 def latest(path: str) -> str | None:
-    """The folder that a run's tracker file names as the latest; None without that file."""
+    """The folder that a run's tracker file names as the latest; None without that file.
+
+    The tracker file is latest_checkpointed_iteration.txt.
+    """
     tracker = os.path.join(path, LATEST)
     if not sources.is_file(tracker):
         return None
@@ -219,9 +221,9 @@ def latest(path: str) -> str | None:
 
 
 def to_load(run: str, tag: str) -> str:
-    """What the user must do so that Megatron-LM loads the iteration `tag`, as a sentence.
+    """A sentence: what the user must do so that Megatron-LM loads the iteration `tag`.
 
-    "" if the tracker file names this iteration already.
+    "" if the run's tracker file names this iteration already.
     """
     named, tracker = latest(run), os.path.join(run, LATEST)
     if named == tag:

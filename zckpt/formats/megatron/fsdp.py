@@ -63,17 +63,21 @@ Keys = dict[str, str]
 
 
 class FsdpReader:
-    """Sorts and reads the keys of a Megatron-FSDP directory; `tp` is its number of tensor ranks.
+    """Sorts and reads the keys of a Megatron-FSDP directory.
+
+    A key is recognized by its path in the saved state, which `.metadata` states: names have dots
+    too.
+
+        weights       maps weights' names to keys
+        modules       maps names of modules' extra states to keys
+        states        one such map for each optimizer state: {"exp_avg": {name: key}}
+        metas         the keys of each parameter's group: {name: {"lr": key}}
+        other_keys    maps the paths of all other keys to these keys
+        tp            the number of tensor ranks
 
     Raises UnsupportedCheckpoint for several pipeline stages or model chunks, for gated layers of
     several tensor ranks whose halves are not separate tensors, and for optimizer states that zckpt
     does not know.
-
-    `.metadata` keeps the path of each key in the saved state. Keys are identified by this path,
-    because names have dots too. `weights` and `modules` (modules' extra states) map names in the
-    model to keys, `states` has such a dictionary for each optimizer state, and `metas` maps each
-    parameter to the keys of its group's values. `other_keys` maps the paths of all other keys to
-    these keys.
     """
 
     def __init__(self, folder: str, reading: Reading) -> None:
@@ -100,8 +104,8 @@ class FsdpReader:
             if key in self.table.items:
                 self._sort(key, path, reading.weights_only)
         self.args = arguments({"args": self.tree("megatron.common.args", "args")})
-        self.places = self._places()
-        self.tp = self._require_known()
+        self.places = self._saved_ranks()
+        self.tp = self._require_one_stage()
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.of_groups: list[FileStep] = []  # the steps in groups
 
@@ -124,7 +128,7 @@ class FsdpReader:
             self._moments()
             groups, group_of = self._groups()
             common["optimizer"] = {"optimizer": {"param_groups": groups, **self._step(step_policy)}}
-        axes_of_keys, objects = self._modules()
+        axes_of_keys, objects = self._keys_and_extra_states()
         if self.file is None:
             raise CorruptCheckpoint(
                 "file-damaged",
@@ -151,8 +155,8 @@ class FsdpReader:
 
     # -- the ranks
 
-    def _places(self) -> list[tuple[int, ...]]:
-        """The pairs (pipeline stage, tensor rank) of the ranks whose random states were saved."""
+    def _saved_ranks(self) -> list[tuple[int, ...]]:
+        """The ranks whose random states were saved, as pairs (pipeline stage, tensor rank)."""
         ranks = dict.fromkeys(
             str(path[1]) for path in self.other_keys if path[0] == "rng_state" and len(path) > 1
         )
@@ -160,8 +164,8 @@ class FsdpReader:
             (int(match[1]), int(match[2])) for rank in ranks if (match := OF_RANK.fullmatch(rank))
         ]
 
-    def _require_known(self) -> int:
-        """The number of tensor-parallel ranks of the run.
+    def _require_one_stage(self) -> int:
+        """Returns the number of tensor-parallel ranks of the run.
 
         Raises UnsupportedCheckpoint for several pipeline stages or model chunks, or if it is
         unknown how many stages there were.
@@ -212,7 +216,7 @@ class FsdpReader:
                 )
 
     def _random_states(self) -> dict[str, Any]:
-        """The random states of ranks, by the keys that torch_dist uses for them."""
+        """The random states of ranks, under the keys that torch_dist directories have for them."""
         result = {}
         for pp, tp in self.places:
             key = f"rng_state/shard_{pp}.{tp}_1.{self.tp}"
@@ -246,7 +250,7 @@ class FsdpReader:
                     raise UnsupportedCheckpoint("writer-unsupported", what, hint=WEIGHTS_ONLY)
 
     def _groups(self) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """The parameter groups, and the number of each parameter's group by name.
+        """Returns the parameter groups, and maps each parameter to the number of its group.
 
         The files state the group's values for every parameter. Parameters with equal values form a
         group.
@@ -273,7 +277,7 @@ class FsdpReader:
         return groups, group_of
 
     def _step(self, policy: str | None) -> dict[str, Any]:
-        """{"state": {"common_step": step}}, with the one step of all states; {} without steps.
+        """Returns {"state": {"common_step": step}}: the one step of all states; {} without steps.
 
         Raises InconsistentCheckpoint if steps differ and `policy` does not decide.
         """
@@ -289,12 +293,12 @@ class FsdpReader:
 
     # -- values that torch_dist also has
 
-    def _modules(self) -> tuple[dict[str, int], dict[str, Any]]:
-        """The torch_dist keys of weights and buffers, and modules' extra states by torch_dist key.
+    def _keys_and_extra_states(self) -> tuple[dict[str, int], dict[str, Any]]:
+        """The keys that torch_dist would use, and modules' extra states under such keys.
 
-        The first result maps each key to its number of leading axes (layers, experts). In the
-        second, each value is a list of one state. Megatron-Core 0.16.1 does not save extra states
-        in these directories; the lists then contain None.
+        The first result maps keys of weights and buffers to their number of leading axes (layers,
+        experts). In the second, each value is a list of one state. Megatron-Core 0.16.1 does not
+        save extra states in these directories; the lists then contain None.
         """
         state_keys = {plain_name(raw): key for raw, key in self.modules.items()}
         state_keys.pop(OF_OUTPUT, None)
@@ -331,7 +335,7 @@ class FsdpReader:
     # -- values
 
     def tree(self, place: str, *begin: str) -> Any:
-        """All values whose paths in the saved state begin with `begin`, as one nested value.
+        """Reads all values whose paths in the saved state begin with `begin`, as one nested value.
 
         `place` is the path that this value gets in the manifest's state.
         """
@@ -346,8 +350,8 @@ class FsdpReader:
     def value(self, key: str, place: str) -> Any:
         """Reads the value of a key for the manifest's state; None if its file is lost.
 
-        0-d tensors become numbers. Other tensors become entries of slot `state`, and the value
-        names them; `place` is the path of the value in the manifest's state.
+        Tensors of no dimensions become numbers. Other tensors become entries of the manifest, and
+        the value names them. `place` is the path of the value in the manifest's state.
         """
         item = self.table.items[key]
         if item is None or (not item.shape and len(item.boxes) == 1):
@@ -368,11 +372,10 @@ class FsdpReader:
     # -- tensors
 
     def enter(self, name: str, slot: str, keys: Sequence[str]) -> Entry:
-        """Adds an entry for the tensor of one key, or for the two halves of a gated layer.
+        """Adds an entry to the manifest: the tensor of one key, or both halves of a gated layer.
 
-        Of two keys, the rows of the second follow the rows of the first. Returns the entry. Raises
-        UnsupportedCheckpoint if a key has no tensor, and InconsistentCheckpoint if the halves
-        differ in shape or type.
+        The rows of the second key follow the rows of the first. Raises UnsupportedCheckpoint if a
+        key has no tensor, and InconsistentCheckpoint if the halves differ in shape or type.
         """
         pieces: list[TensorPiece] = []
         shapes, dtypes, rows = set(), set(), 0
@@ -403,7 +406,7 @@ class FsdpReader:
         return entry
 
     def _pieces(self, key: str, rows: int = 0) -> list[TensorPiece]:
-        """The shards of a key's tensor, with `rows` added to their row offsets."""
+        """The shards of a key's tensor, `rows` further down than their offsets state."""
         return [
             piece_of(file, file.value, (*(at + rows for at in box.offsets[:1]), *box.offsets[1:]))
             for box, file in self.files.boxes(self.table, key)
@@ -419,9 +422,9 @@ def plain_name(raw: str) -> str:
 
 
 def joined(folder: str, keys: Mapping[str, str]) -> dict[str, list[str]]:
-    """Maps each parameter to its keys: one key, or two for the gate and the other half.
+    """Maps each parameter to its keys: one key, or two for the halves of a gated layer.
 
-    `keys` maps names in the files to keys. Raises InconsistentCheckpoint if two keys hold the same
+    `keys` maps names in the files to keys. Raises InconsistentCheckpoint if two keys have the same
     parameter, and IncompleteCheckpoint if only one of the halves is there.
     """
     parts: dict[str, dict[str, str]] = {}

@@ -27,7 +27,7 @@ CONTEXT = "context_parallel_size"
 
 
 def is_interleaved(args: Mapping[str, Any]) -> bool:
-    """Whether a run with these arguments saves gated layers in an order that must be corrected."""
+    """Whether a run with these arguments saves rows of gated layers in the wrong order."""
     gated = args.get("swiglu") or args.get("quick_geglu")
     return bool(args.get("use_torch_fsdp2") and gated)
 
@@ -38,7 +38,7 @@ def data_ranks(args: Mapping[str, Any]) -> int:
 
 
 def put_in_order(args: Mapping[str, Any]) -> list[Notice]:
-    """A list with a warning if the files store gated layers' rows in another order than the module.
+    """Returns a warning if the files store gated layers' rows in another order than the module.
 
     The list is empty if the order is the same. zckpt always reads the rows in the module's order.
     """
@@ -85,15 +85,15 @@ def in_order(
     ordered = sorted(pieces, key=lambda piece: piece.offsets)
     (height,) = rows
     return [
-        replace(piece, offsets=(height * _row(number, tp, dp), *piece.offsets[1:]))
+        replace(piece, offsets=(height * _position_in_module(number, tp, dp), *piece.offsets[1:]))
         for number, piece in enumerate(ordered)
     ]
 
 
-def _row(number: int, tp: int, dp: int) -> int:
-    """Converts `number`, the place of a gated layer's shard in the file, to that in the module.
+def _position_in_module(number: int, tp: int, dp: int) -> int:
+    """Converts the position of a gated layer's shard in the file to its position in the module.
 
-    Places count shards from 0; all shards have the same number of rows. The file has the first
+    Positions count shards from 0; all shards have the same number of rows. The file has the first
     halves of all ranks' rows, then the second halves.
     """
     half, rank = divmod(number, tp * dp)

@@ -20,10 +20,10 @@ from .write import lay_out, lay_out_like, seal
 
 
 def obstacles(source: Manifest, options: Options) -> list[Notice]:
-    """Lists the run sizes, such as tp, that differ between `options` and the run of `source`.
+    """Lists the sizes, such as tp, in which a run with these options differs from the source's run.
 
-    Only sizes that must be the same for this kind of files are compared. The list is empty if they
-    are, so that the run can load the files unchanged.
+    Only sizes that must be equal for this kind of files are compared. If the list is empty, the run
+    can load the files unchanged.
     """
     dialect = sharding(source)
     legacy = kind_of(source.root) == OF_RANKS

@@ -32,7 +32,7 @@ FileStep = tuple[str, Any]
 
 
 def groups_of(common: dict[Any, Any]) -> list[dict[str, Any]]:
-    """The groups of all optimizers, with the experts' groups last.
+    """The parameter groups of all optimizers, with the experts' groups last.
 
     `common` is the state that all ranks share. Raises CorruptCheckpoint if an optimizer's groups
     are not a list of dictionaries.
@@ -42,7 +42,7 @@ def groups_of(common: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def groups_in(state: Any, where: str, usual: Any = None) -> list[dict[str, Any]]:
-    """The groups in an optimizer's state dict; `usual` if it has none.
+    """The parameter groups in an optimizer's state dict; `usual` if it has none.
 
     `where` names the state in messages. Raises CorruptCheckpoint if the groups are not a list of
     dictionaries.
@@ -60,11 +60,11 @@ def members(
     shapes: Mapping[str, tuple[int, ...]],
     args: Mapping[str, Any],
 ) -> dict[str, int] | None:
-    """The number of every parameter's group by name; None if no rule decides it.
+    """Maps each parameter to the number of its group by Megatron-Core's rule.
 
-    By Megatron-Core's rule, biases and 1-d tensors have `wd_mult` 0, and experts that are spread
-    over ranks have `is_expert_parallel`; options in the run's arguments `args` may change this. The
-    rule does not decide if no group or several groups fit a parameter.
+    Biases and 1-d tensors are in groups with `wd_mult` 0, and experts that are spread over ranks in
+    groups with `is_expert_parallel`. Options in the run's arguments `args` may change this. None if
+    not exactly one group fits each parameter.
     """
     spread = any(group.get("is_expert_parallel") for group in groups)
     alike = by_key(
@@ -94,8 +94,7 @@ def _is_decayed(name: str, shape: tuple[int, ...], args: Mapping[str, Any]) -> b
 def _is_decoupled(group: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
     """Whether a group has the learning rate of --decoupled-lr.
 
-    Since 0.16 the group itself does not state this: only its `max_lr`, which then has the value of
-    this option, shows it.
+    Since 0.16 the group does not state this. Then its `max_lr` is the value of the option.
     """
     if group.get("is_decoupled_lr"):
         return True
@@ -113,10 +112,10 @@ def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def agreed_step(folder: str, steps_of_files: Iterable[FileStep], policy: str | None) -> Step | None:
-    """The step that all files state; None if none states it.
+    """The one step that all files state, as Megatron-Core has one step for all parameters.
 
-    Megatron-Core has one step for all parameters. Raises InconsistentCheckpoint if the files differ
-    and `policy` does not decide. `folder` is the checkpoint's directory.
+    None if no file states it. Raises InconsistentCheckpoint if the files differ and `policy` does
+    not decide. `folder` is the checkpoint's directory.
     """
     places = [
         (os.path.relpath(file, folder), step)
@@ -129,8 +128,9 @@ def agreed_step(folder: str, steps_of_files: Iterable[FileStep], policy: str | N
 def stated_step(
     common: dict[Any, Any], file: TorchFile, policy: str | None
 ) -> tuple[Step | None, StepPlace | None, list[Sighting]]:
-    """The number of completed updates, where files store it, and every place that states a step.
+    """Finds the number of completed updates in the common state.
 
+    Returns the number, the place where files store it, and a list of all places that state a step.
     Raises InconsistentCheckpoint if groups differ and `policy` does not decide.
     """
     in_groups = steps.StatedSteps("group")

@@ -1,4 +1,4 @@
-"""Builds the manifest from what a reader has collected, for all kinds of directories."""
+"""Builds the manifest of a Megatron-Core directory from what a reader has collected."""
 
 from __future__ import annotations
 
@@ -52,12 +52,15 @@ WITH_MODEL = "load the run in Megatron-Core, and save it again, with the model's
 class Content(Struct, eq=False):
     """Everything that a reader collects from a directory.
 
-    `file` is the file of the `common` state, whose tensors become entries; `args` are the run's
-    arguments. `shapes` are the shapes of all weights and buffers. `frozen` are weights without an
-    optimizer state although others have one. `sharding` is how the optimizer's state was sharded;
-    None if it was not read. `keys` maps the directory's keys to their number of leading axes
-    (layers, experts). `group_of` is the group of every parameter, if the files state it. `steps`
-    are the steps in the ranks' files.
+    file        the file of the `common` state
+    common      the state that all ranks share; its tensors become entries
+    args        the run's arguments
+    shapes      the shapes of all weights and buffers
+    frozen      weights without an optimizer state, although others have one
+    sharding    how the optimizer's state was sharded; None if it was not read
+    keys        maps the directory's keys to their number of leading axes (layers, experts)
+    group_of    maps parameters to the numbers of their groups, if the files state them
+    steps       the steps in the ranks' files
     """
 
     folder: str
@@ -96,7 +99,7 @@ class Content(Struct, eq=False):
 
 
 def manifest_of(content: Content, step_policy: str | None) -> Manifest:
-    """The manifest of a directory; raises InconsistentCheckpoint if steps differ.
+    """Builds the manifest of a directory; raises InconsistentCheckpoint if steps differ.
 
     `step_policy` is the value of --step-policy. If it is a number, and the common state has no
     iteration, this number becomes the iteration.
@@ -185,7 +188,8 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
                 "megatron",
                 None,
                 content.sharding,
-                _usual_dtype(content.entries, parameter_shapes) or _stated_dtype(args),
+                _dtype_of_largest_weight(content.entries, parameter_shapes)
+                or _dtype_in_arguments(args),
                 "F32" if slots else None,
             ),
             step_place=place if slots else None,
@@ -203,7 +207,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
 
 
 def extra_states(table: ItemTable, own_paths: Iterable[str] = ()) -> list[Notice]:
-    """Notes on files of a directory that zckpt does not read.
+    """Returns a note for each file of a directory that zckpt does not read.
 
     `own_paths` are further files that zckpt does read, besides the tensors' files in `table`.
     """
@@ -217,7 +221,7 @@ def extra_states(table: ItemTable, own_paths: Iterable[str] = ()) -> list[Notice
 
 
 def stranger(folder: str, name: str) -> Notice:
-    """The note on the file `name` of the directory, which zckpt does not read."""
+    """Makes the note on an unknown file of the directory, which zckpt does not read."""
     message = f"{name}, an unknown file of the directory"
     return note("file-omitted", message, subject=name, file=os.path.join(folder, name))
 
@@ -246,7 +250,7 @@ def _other_iteration(content: Content) -> list[Notice]:
 def _stage(sharding: str | None, args: Mapping[str, Any]) -> int | None:
     """The ZeRO stage that corresponds to the optimizer's `sharding`; None if unknown.
 
-    For Megatron-FSDP it is computed from the sharding strategy in the arguments.
+    For Megatron-FSDP it depends on the sharding strategy in the arguments.
     """
     if sharding == FSDP:
         return STRATEGIES.get(str(args.get("data_parallel_sharding_strategy")))
@@ -260,9 +264,9 @@ def size_of(args: Mapping[str, Any], key: str) -> int | None:
 
 
 def require_groups(folder: str, args: Mapping[str, Any], tp: int) -> None:
-    """Raises UnsupportedCheckpoint if several tensor ranks share one query group.
+    """Raises UnsupportedCheckpoint if several tensor ranks share one query group of attention.
 
-    Then each of these ranks holds the group's keys and values in `linear_qkv`. Without grouped
+    Then each of these ranks has the group's keys and values in `linear_qkv`. Without grouped
     queries, `num_query_groups` is 1 and has no meaning.
     """
     queries = size_of(args, "num_query_groups")
@@ -278,7 +282,7 @@ def require_groups(folder: str, args: Mapping[str, Any], tp: int) -> None:
 
 
 def without_weights(folder: str, states: Iterable[str], other_words: Iterable[str]) -> MissingData:
-    """The error for a directory with neither weights nor masters; it lists what is there.
+    """Makes the error for a directory with neither weights nor masters; it lists what is there.
 
     `states` are the optimizer's states, `other_words` the first words of other keys.
     """
@@ -293,7 +297,7 @@ def without_weights(folder: str, states: Iterable[str], other_words: Iterable[st
 
 
 def require_states_by_parameter(folder: str, args: Mapping[str, Any]) -> None:
-    """Raises UnsupportedCheckpoint for Muon, whose ranks keep the states of full parameters."""
+    """Raises UnsupportedCheckpoint for Muon: each rank keeps states of other full parameters."""
     if "muon" in str(args.get("optimizer")) or args.get(LAYER_WISE):
         raise UnsupportedCheckpoint(
             "optimizer-unsupported",
@@ -305,7 +309,7 @@ def require_states_by_parameter(folder: str, args: Mapping[str, Any]) -> None:
 
 
 def _vocabulary(args: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Any:
-    """{"rows": all vocabulary rows, "used": those that the tokenizer uses}; None without embedding.
+    """{"rows": all vocabulary rows, "used": rows for tokens}; None for a model without embedding.
 
     `used` is None if the arguments do not state it.
     """
@@ -313,15 +317,13 @@ def _vocabulary(args: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) 
     return None if shape is None else {"rows": shape[0], "used": size_of(args, "vocab_size")}
 
 
-def _usual_dtype(entries: Mapping[Key, Entry], names: Mapping[str, Any]) -> str | None:
-    """The type of the model's largest weight; None if there are no weights."""
+def _dtype_of_largest_weight(entries: Mapping[Key, Entry], names: Mapping[str, Any]) -> str | None:
     weights = (entry for name in names if (entry := entries.get((name, "param"))))
     largest = max(weights, key=lambda entry: entry.numel, default=None)
     return None if largest is None else largest.dtype
 
 
-def _stated_dtype(args: Mapping[str, Any]) -> str | None:
-    """The type of the module's weights by Megatron's arguments; None if they do not state it."""
+def _dtype_in_arguments(args: Mapping[str, Any]) -> str | None:
     for flag, dtype in (("bf16", "BF16"), ("fp16", "F16")):
         if args.get(flag) is True:
             return dtype

@@ -1,4 +1,4 @@
-"""Handles fp32 masters that do not round to their weights, and compares replicas.
+"""Finds fp32 masters that do not round to their weights, and compares replicas.
 
 `fully_reshardable` files of several buckets have wrong masters and moments if a bucket has padding
 at its end: Megatron-Core 0.14 to 0.19.2 gathers without the padding, and then uses offsets that
@@ -35,7 +35,7 @@ OTHERS = (
 
 
 def copies(manifest: Manifest, replicas: str | None) -> list[Replicas]:
-    """All replicas of tensors: a conversion compares them with the tensors that it uses.
+    """Lists the replicas of tensors, which a conversion compares with the tensors that it uses.
 
     If any differ, the comparison raises InconsistentCheckpoint, which lists their parameters.
     """
@@ -55,7 +55,7 @@ def copies(manifest: Manifest, replicas: str | None) -> list[Replicas]:
 
 
 def way_out(manifest: Manifest) -> str:
-    """The hint that tells the user what to do about masters that do not round to their weights."""
+    """A hint: what the user can do about fp32 masters that do not round to their weights."""
     if sharding(manifest) != READABLE:
         return OTHERS
     return f"{MIXED_BUCKETS.message}; {MIXED_BUCKETS.hint}"
@@ -116,7 +116,7 @@ def with_zeros(manifest: Manifest) -> Manifest:
 
 
 def sharding(manifest: Manifest) -> str | None:
-    """The type of the optimizer state's sharding, such as `fully_reshardable`; None if unknown."""
+    """How the optimizer's state is sharded, such as "fully_reshardable"; None if unknown."""
     return (
         manifest.run.engine.dialect if isinstance(manifest.run.engine, NamedWeightsEngine) else None
     )

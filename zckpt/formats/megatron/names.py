@@ -57,9 +57,9 @@ def places(shape: tuple[int, ...], axes: int) -> Iterator[tuple[int, ...]]:
 
 
 def named(key: str, place: tuple[int | str, ...]) -> str:
-    """The name of one parameter that is stacked under a key.
+    """The name of the parameter at index `place` (layer, expert) of a key's stacked tensor.
 
-    `place` is its index on the axes of layers and experts.
+    For `decoder.layers.mlp.linear_fc2.weight` and (3,): `decoder.layers.3.mlp.linear_fc2.weight`.
     """
     numbers, name = list(place), without_prefix(key)
     if match := LAYERS.fullmatch(name):
@@ -70,16 +70,19 @@ def named(key: str, place: tuple[int | str, ...]) -> str:
 
 
 def with_plain_norms(name: str) -> str:
-    """The parameter's name with its norm named as in Megatron-Core's local spec."""
+    """Renames a parameter's norm as in Megatron-Core's local spec.
+
+    `mlp.linear_fc1.layer_norm_weight` becomes `pre_mlp_layernorm.weight`.
+    """
     for fused, plain in NORMS.items():
         name = name.replace(fused, plain)
     return name
 
 
 def with_own_expert(name: str) -> str:
-    """The parameter's name as in the local spec, which has a separate module for each expert.
+    """Renames a parameter of grouped experts as in the local spec: each expert is a module.
 
-    Only names of parameters in grouped experts change.
+    Other names stay unchanged.
     """
     return GROUPED.sub(r"\g<experts>.local_experts.\g<number>.\g<linear>", name)
 
@@ -89,13 +92,13 @@ def keys_of(
 ) -> tuple[dict[str, dict[tuple[int, ...], str]], list[str]]:
     """Assigns parameter names to keys, by their index (layer, expert): the inverse of `named`.
 
-    Also returns the names that belong to no key.
+    Returns {key: {index: name}}, and the names that belong to no key.
     """
     by_name = {named(key, (PLACE,) * axes_of(key)): key for key in keys}
     parts: dict[str, dict[tuple[int, ...], str]] = {}
     unnamed = []
     for name in names:
-        for general, place in _generalized(name):
+        for general, place in _with_numbers_replaced(name):
             if general in by_name:
                 parts.setdefault(by_name[general], {})[place] = name
                 break
@@ -104,12 +107,11 @@ def keys_of(
     return parts, unnamed
 
 
-def _generalized(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields variants of a name with PLACE instead of numbers, and the numbers that were replaced.
+def _with_numbers_replaced(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Replaces the numbers of layer and expert in a name by PLACE, in all combinations.
 
-    The first variant is the name itself, without replaced numbers. The next ones have PLACE instead
-    of the expert's number, of the layer's number, and of both. Replaced numbers are in the order
-    (layer, expert).
+    Yields (name, replaced numbers): the name itself, then with PLACE for the expert's number, for
+    the layer's number, and for both. Replaced numbers are in the order (layer, expert).
     """
     yield name, ()
     for patterns in ((EXPERT,), (LAYER,), (LAYER, EXPERT)):
@@ -172,8 +174,8 @@ class KeysOfGpt:
         self.latent = any(map(LATENT.fullmatch, self.names))
         self.with_experts = {m["layer"] for name in self.names if (m := ROUTER.fullmatch(name))}
         self.sizes = (
-            1 + max(_numbers(LAYER, self.names), default=0),
-            1 + max(_numbers(EXPERT, self.names), default=0),
+            1 + max(_numbers_in(LAYER, self.names), default=0),
+            1 + max(_numbers_in(EXPERT, self.names), default=0),
         )
 
     def keys(self) -> dict[str, int]:
@@ -189,7 +191,7 @@ class KeysOfGpt:
         return {
             key: axes
             for (key, axes), n in Counter(keys_and_axes).items()
-            if n == prod(self._grid(axes))
+            if n == prod(self._sizes_of_leading_axes(axes))
         }
 
     def items(self) -> dict[str, str]:
@@ -206,14 +208,16 @@ class KeysOfGpt:
         items = {}
         for name in modules:
             key, axes = self._key(name, norms=False)
-            layer = _numbers(LAYER, [name]) if self.stacked else []
-            shard = (*layer, *_numbers(EXPERT, [name])) or (0,), self._grid(axes) or (1,)
+            layer = _numbers_in(LAYER, [name]) if self.stacked else []
+            shard = (
+                (*layer, *_numbers_in(EXPERT, [name])) or (0,),
+                self._sizes_of_leading_axes(axes) or (1,),
+            )
             place, grid = (".".join(map(str, each)) for each in shard)
             items[name] = f"{key}/shard_{place}_{grid}"
         return items
 
-    def _grid(self, axes: int) -> tuple[int, ...]:
-        """The sizes of a key's leading axes: the numbers of layers and of experts."""
+    def _sizes_of_leading_axes(self, axes: int) -> tuple[int, ...]:
         return self.sizes[:axes] if self.stacked else self.sizes[1 : 1 + axes]
 
     def _key(self, name: str, norms: bool = True) -> tuple[str, int]:
@@ -231,26 +235,28 @@ class KeysOfGpt:
             before = expert["before"].removesuffix("local_experts.")
             rest, axes = f"{before}experts{expert['rest']}", axes + 1
         for norm, plain in NORMS.items() if norms else ():
-            if not self._is_plain(plain, match["number"]):
+            if not self._is_separate(plain, match["number"]):
                 rest = rest.replace(f".{plain}", f".{norm}")
         stack = match["before"].removesuffix(".") if self.stacked else name[: match.end("number")]
         return f"{stack}{rest}", axes
 
-    def _is_plain(self, norm: str, layer: str) -> bool:
-        """Whether a norm of layer `layer` has a separate key, not fused with a linear module."""
+    def _is_separate(self, norm: str, layer: str) -> bool:
+        """Whether a norm of layer `layer` has a separate key, not the key of a linear module."""
         if self.latent and not (self.fused and norm.startswith("pre_mlp")):
             return True
         return self.fused and norm.startswith("pre_mlp") and layer in self.with_experts
 
 
 def layers_differ(args: Mapping[str, Any]) -> bool:
-    """Whether the run's arguments give each layer separate keys (TransformerBlock, 0.16.1)."""
+    """Whether a run with these arguments has separate keys for each layer.
+
+    Source: TransformerBlock of Megatron-Core 0.16.1.
+    """
     frequencies = [args.get(name) for name in FREQUENCIES]
     return any(isinstance(each, list) or (each or 1) != 1 for each in frequencies) or any(
         args.get(name) for name in MARKS_OF_LAYERS
     )
 
 
-def _numbers(pattern: re.Pattern[str], names: Sequence[str]) -> list[int]:
-    """The numbers of layers or of experts that `pattern` finds in names."""
+def _numbers_in(pattern: re.Pattern[str], names: Sequence[str]) -> list[int]:
     return [int(match["number"]) for name in names if (match := pattern.fullmatch(name))]

@@ -1,4 +1,4 @@
-"""The optimizers of the target's run, and their groups.
+"""The optimizers of the target's run, and their parameter groups.
 
     --ep 1      {"optimizer": {"param_groups": [...]}, ...}              one optimizer for all
     --ep 2..    {0: {... groups of other parameters}, 1: {... groups of experts}}
@@ -41,7 +41,7 @@ Group = dict[str, Any]
 
 
 def optimizers(source: Manifest, common: Mapping[Any, Any], options: Options) -> dict[Any, Any]:
-    """The optimizer state in the target's common state: one optimizer's, or two optimizers'.
+    """Makes the optimizer state in the target's common state, for one or two optimizers.
 
     Runs with the distributed optimizer can load it. A second optimizer updates experts that are
     spread over ranks. `common` is the source's common state. Without `--ep` the target has as many
@@ -59,12 +59,12 @@ def optimizers(source: Manifest, common: Mapping[Any, Any], options: Options) ->
             "groups-missing", "the source has no parameter groups", hint="add --weights-only"
         )
     if options[LIKE] is None:  # with --like, the values are in the groups already
-        groups = _with_given(groups, options)
+        groups = _with_group_defaults(groups, options)
     spread = [group for group in groups if group.get(SPREAD)]
     dense = [group for group in groups if not group.get(SPREAD)]
     first, *further = optimizers_of(dict(common))
     if ep is not None and ep > 1 and not spread:
-        spread = _spread(source, groups)
+        spread = _groups_of_experts(source, groups)
     elif ep == 1 and spread:
         dense, spread = _joined(dense, spread), []
     if not spread:
@@ -76,7 +76,7 @@ def optimizers(source: Manifest, common: Mapping[Any, Any], options: Options) ->
 def _optimizer(
     groups: Sequence[Group], saved: Mapping[str, Any], first: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The state of one optimizer of the target, with the given groups.
+    """Makes the state of one optimizer of the target, with the given groups.
 
     `saved` is this optimizer's state in the source: values that the program added to it are kept.
     The loss scale comes from `first`, the state of the source's first optimizer.
@@ -92,15 +92,15 @@ def _optimizer(
 
 
 def extra_states_in(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """The values in an optimizer's state that are not Megatron-Core's: the program added them."""
+    """Selects the values of an optimizer's state that the user's program added to it."""
     return {key: value for key, value in optimizer.items() if key not in OF_WRAPPER}
 
 
 def _step(source: Manifest) -> float | int | None:
-    """The one step of all parameters, as an integer if it is integral; None without a step.
+    """The one step of all parameters; None without a step.
 
-    torch's Adam accepts floats and integers. Raises InconsistentCheckpoint if parameters have
-    several steps.
+    A step without a fraction is returned as an integer: torch's Adam accepts both. Raises
+    InconsistentCheckpoint if parameters have several steps.
     """
     step = source.step
     if step is None and any(parameter.step is not None for parameter in source.parameters.values()):
@@ -113,8 +113,8 @@ def _step(source: Manifest) -> float | int | None:
     return int(step) if step is not None and step == int(step) else step
 
 
-def _with_given(groups: Sequence[Group], options: Options) -> list[Group]:
-    """The groups with the values of `--group-defaults` instead of the source's.
+def _with_group_defaults(groups: Sequence[Group], options: Options) -> list[Group]:
+    """Replaces values in groups by those of `--group-defaults`.
 
     Raises WrongOption for a key that no group has.
     """
@@ -129,8 +129,8 @@ def _with_given(groups: Sequence[Group], options: Options) -> list[Group]:
     return [{**group, **values} for group, values in zip(groups, given, strict=True)]
 
 
-def _spread(source: Manifest, groups: Sequence[Group]) -> list[Group]:
-    """Copies of the groups that contain experts, marked as groups of the experts' optimizer.
+def _groups_of_experts(source: Manifest, groups: Sequence[Group]) -> list[Group]:
+    """Copies the groups that contain experts, for the separate optimizer of the experts.
 
     Raises MissingData if the source has no experts, and UnsupportedCheckpoint if it is unknown
     which group has them.

@@ -79,7 +79,7 @@ VALUE = re.compile(r"(?P<key>.+)/shard_(?P<place>\d+(?:\.\d+)*)_(?P<grid>\d+(?:\
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
-    """The manifest of an iteration's directory, or of the run that contains it.
+    """Reads an iteration's directory, or the directory of the run that contains it.
 
     With `reading.weights_only` the optimizer's state is not read, whatever its type.
     `reading.tp_rules` apply to `mp_rank_*` directories only, and precede the rules of a GPTModel.
@@ -111,7 +111,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 class _Reader:
-    """Reads the keys of one torch_dist directory into a `Content`."""
+    """Reads the keys of one torch_dist directory, and collects the results in a `Content`."""
 
     def __init__(self, folder: str, reading: Reading) -> None:
         self.folder = folder
@@ -156,7 +156,7 @@ class _Reader:
             self._states(sharding == MODEL_SPACE)
         if self.pieces:  # a save of the optimizer alone has no keys of modules' own states
             content.keys = self.keys
-        content.objects = self._values(not self.weights_only and sharding not in FLAT)
+        content.objects = self._objects(not self.weights_only and sharding not in FLAT)
         own_paths, siblings = (
             [content.file.path, os.path.join(self.folder, MARKER)],
             beside(self.folder),
@@ -194,7 +194,7 @@ class _Reader:
                 self.key_of[name] = weight
 
     def _masters(self) -> dict[str, tuple[str, TensorItem]]:
-        """The fp32 masters by the keys of their weights, for a directory that has no weights.
+        """Finds the fp32 masters, by the keys of their weights, in a directory without weights.
 
         They are used as weights. Raises UnsupportedCheckpoint for flat buffers: without weights,
         zckpt cannot find the parameters in them (buffers/placing.py). Raises MissingData if there
@@ -269,17 +269,19 @@ class _Reader:
         ]
         tp = self._tensor_ranks(dense_names, "tensor_model_parallel_size")
         ranks = items.ranks(tp)
-        self._place(dense_names, ranks, tp)
+        self._find_in_flat_buffers(dense_names, ranks, tp)
         if experts:
             stages, ep = len(ranks) // tp, size_of(self.args, "expert_model_parallel_size")
             tp = self._tensor_ranks(list(experts), "expert_tensor_parallel_size")
             ranks = items.ranks(tp, stages, ep, max(experts.values()) + 1)
-            self._place(list(experts), ranks, tp)
+            self._find_in_flat_buffers(list(experts), ranks, tp)
 
-    def _place(self, names: Sequence[str], ranks: Sequence[ModelRank], tp: int) -> None:
+    def _find_in_flat_buffers(
+        self, names: Sequence[str], ranks: Sequence[ModelRank], tp: int
+    ) -> None:
         """Finds the parameters `names` in flat buffers of `ranks`; adds entries for their states.
 
-        Each of the `tp` tensor ranks has a slice of a parameter, or all of it.
+        Each of the `tp` tensor ranks has a slice of a parameter, or the full parameter.
         """
         cuts: dict[str, Sliced] = {}
         parts: list[dict[str, Local]] = [{} for _ in range(tp)]
@@ -303,7 +305,7 @@ class _Reader:
         self.content.join(states, cuts)
 
     def _tensor_ranks(self, names: Sequence[str], argument: str) -> int:
-        """The number of tensor ranks among which the parameters `names` are divided.
+        """The number of tensor ranks that share the parameters `names`.
 
         `argument` is the name of the run's argument that states the number. If the arguments lack
         it, the result is the largest number of shards of a weight.
@@ -314,7 +316,7 @@ class _Reader:
     def _parts(
         self, key: str, item: TensorItem, stacked: str, slot: str
     ) -> Iterator[tuple[str, Entry]]:
-        """Adds one entry for each layer, or each expert in a layer, of a key; yields (name, entry).
+        """Adds one entry for each layer and expert in a key's stacked tensor; yields (name, entry).
 
         `stacked` is the key of the weights. Raises InconsistentCheckpoint if the tensor has too few
         axes, or if layers or experts are missing.
@@ -384,11 +386,11 @@ class _Reader:
         self.entries[entry.key] = entry
         return entry
 
-    def _values(self, takes_optimizers: bool) -> dict[str, Any]:
-        """The objects of modules and ranks (`_extra_state`, `rng_state`), by key.
+    def _objects(self, takes_optimizers: bool) -> dict[str, Any]:
+        """Reads the pickled objects of modules and ranks (`_extra_state`, `rng_state`), by key.
 
-        With `takes_optimizers`, the objects of optimizers are included. Objects are pickles: zckpt
-        parses them, but runs no code from them.
+        With `takes_optimizers`, the objects of optimizers are included. zckpt parses the pickles,
+        but runs no code from them.
         """
         values: dict[str, Any] = {}
         for key, item in self.table.items.items():

@@ -50,7 +50,7 @@ OF_STATES = "F32"  # the type of masters and moments in Megatron-Core's files
 
 
 class RunTemplate(Template):
-    """The run of `--like` as a template into which the source's values are put.
+    """The Megatron run of `--like`, as a template that is filled with the source's values.
 
     Raises WrongOption and UnsupportedCheckpoint (unknown keys; a state of another type or shape
     than Megatron-Core's), MissingData (a parameter, a shape, a state or a hyper-parameter does not
@@ -83,7 +83,7 @@ class RunTemplate(Template):
         super().__init__(source, like, options, rows, with_plain_norms)
 
     def manifest(self) -> Manifest:
-        """The source with the run's keys, arguments, groups and order of parameters."""
+        """The source's manifest, with the run's keys, arguments, groups and order of parameters."""
         source, like = self.source, self.run
         entries = {
             entry.key: entry
@@ -106,7 +106,7 @@ class RunTemplate(Template):
         if full := [name for name, value in objects.items() if value not in ([None], None)]:
             message = f"the modules' extra states are copied from --like: {listed(full, 3)}"
             self.warnings.append(warning("value-assumed", message, subject=full[0]))
-        state["megatron"] = {**self.kept, "objects": objects, "common": self._common()}
+        state["megatron"] = {**self.kept, "objects": objects, "common": self._common_state()}
         # its content counts RUN's steps
         beside = [item for item in like.files.siblings if item.name != TRAIN_STATE]
         omitted = [
@@ -136,7 +136,7 @@ class RunTemplate(Template):
         )
 
     def _with_rows(self, entry: Entry) -> Entry:
-        """The entry with as many rows as its weight has in the run; added rows are zeros.
+        """Adds rows of zeros to a tensor if its weight has more rows in the run.
 
         Raises UnsupportedCheckpoint for a state with another shape than its weight.
         """
@@ -197,8 +197,7 @@ class RunTemplate(Template):
             )
             self.warnings.append(warning("masters-missing", message, subject=wide[0]))
 
-    def _groups(self) -> list[Group]:
-        """The run's groups with the source's hyper-parameters."""
+    def _groups_with_hyper_parameters(self) -> list[Group]:
         self._warn_of_another_adam()
         chosen = self.own_groups(lambda _: HYPER)
         for name, source_hyper in chosen.values():
@@ -223,9 +222,9 @@ class RunTemplate(Template):
         return result
 
     def _warn_of_another_adam(self) -> None:
-        """Warns if the source's Adam has other options than Megatron-Core's.
+        """Warns if the source's Adam has other settings than Megatron-Core's.
 
-        Megatron-Core's groups do not state these options.
+        Megatron-Core's groups do not state these settings.
         """
         for group in torch_groups(self.source, self.options)[0]:
             if group.get("weight_decay") and group.get("decoupled_weight_decay") is False:
@@ -246,13 +245,16 @@ class RunTemplate(Template):
 
     # -- the common state
 
-    def _common(self) -> dict[Any, Any]:
-        """The run's common state with the source's step, and counters that fit this step."""
+    def _common_state(self) -> dict[Any, Any]:
+        """The run's common state, with the source's step and fitting counters of samples."""
         common = dict(self.common)
         step = self.source.step
         if self.states:
             first = {k: v for k, v in optimizers_of(common)[0].items() if k in OF_WRAPPER}
-            common["optimizer"] = {**first, "optimizer": {"param_groups": self._groups()}}
+            common["optimizer"] = {
+                **first,
+                "optimizer": {"param_groups": self._groups_with_hyper_parameters()},
+            }
             if "grad_scaler" in first:
                 message = "the loss scale (grad_scaler) is copied from --like"
                 self.warnings.append(warning("value-assumed", message, subject="grad_scaler"))
@@ -261,19 +263,19 @@ class RunTemplate(Template):
         common["iteration"] = int(step)
         args, scheduler = arguments(common), common.get("opt_param_scheduler")
         if isinstance(scheduler, dict):
-            counts = self._counted(scheduler, "num_steps", int(step))
+            counts = self._samples_after(scheduler, "num_steps", int(step))
             common["opt_param_scheduler"] = {**scheduler, **counts}
-        changes = self._counted(args, "consumed_train_samples", int(step))
+        changes = self._samples_after(args, "consumed_train_samples", int(step))
         if isinstance(common.get("args"), Foreign):
             changes |= {"iteration": int(step)} if "iteration" in args else {}
             common["args"] = replace(common["args"], state={**args, **changes})
         return common
 
-    def _counted(self, values: Mapping[str, Any], key: str, step: int) -> dict[str, int]:
-        """{`key`: the number of samples after `step` steps}, for a counter of samples in `values`.
+    def _samples_after(self, values: Mapping[str, Any], key: str, step: int) -> dict[str, int]:
+        """Computes a counter of samples for `step` steps: returns {key: number}.
 
-        The number assumes as many samples per step as in the run; a warning says so. {} if `values`
-        has no such counter, or if the run's count is not a multiple of its steps.
+        As many samples per step as in the run are assumed; a warning says so. Returns {} if
+        `values` has no such counter, or if the run's count is not a multiple of its steps.
         """
         before, count = self.common.get("iteration"), values.get(key)
         if type(count) is not int:

@@ -49,7 +49,7 @@ def program_of(folder: str) -> str | None:
 
 
 def beside(folder: str) -> SiblingList:
-    """The program's own files: in the tensors' folder, or beside this folder for NeMo.
+    """Lists the program's own files: in the tensors' folder or, for NeMo, beside it.
 
     Raises OSError if a folder cannot be listed.
     """
@@ -62,7 +62,7 @@ def beside(folder: str) -> SiblingList:
 
 
 def small_file(path: str) -> bytes:
-    """The content of a file of at most MAX_TEXT bytes; empty for a larger or missing file."""
+    """Reads a file of at most MAX_TEXT bytes; returns b"" for a larger or missing file."""
     if not sources.is_file(path) or sources.size(path) > MAX_TEXT:
         return b""
     with sources.opened(path) as file:
@@ -70,7 +70,7 @@ def small_file(path: str) -> bytes:
 
 
 def arguments_of(folder: str) -> dict[str, Any]:
-    """The sizes that Megatron-Bridge's run_config.yaml states, by Megatron-LM's names for them."""
+    """The run's sizes in Megatron-Bridge's run_config.yaml, by Megatron-LM's names of arguments."""
     text = small_file(os.path.join(folder, CONFIG)).decode("utf-8", "replace")
     section = SECTION.search(text if text.endswith("\n") else f"{text}\n")
     if section is None:

@@ -61,7 +61,7 @@ def for_tensor_ranks(source: Manifest, options: Options) -> Manifest:
 def _rows(
     root: str, rows: int, kept: Mapping[str, Any], args: Mapping[str, Any], options: Options
 ) -> int:
-    """The number of vocabulary rows that the run has, with padding.
+    """The number of vocabulary rows in the run that loads the target, with padding.
 
     `rows` is the source's number; `kept` is the source's Megatron-Core state, `args` its arguments.
     """

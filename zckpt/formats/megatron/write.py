@@ -128,7 +128,7 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
 
 
 class TargetTensor(Struct, frozen=True):
-    """A tensor of the target in which the parameters of all layers and experts are stacked.
+    """A tensor of the target: the parameters of all layers and experts, stacked under one key.
 
     `names` maps each index (layer, expert) to the parameter's name.
     """
@@ -143,7 +143,8 @@ class TargetTensor(Struct, frozen=True):
 class MegatronWriter:
     """Writes one target; the constructor decides names, tensors and files.
 
-    `types` has the types of weights and buffers that differ from the source's, by name.
+    `types` maps weights and buffers to their types in the target where these differ from the
+    source's.
     """
 
     def __init__(self, source: Manifest, options: Options, types: Mapping[str, str]) -> None:
@@ -169,7 +170,7 @@ class MegatronWriter:
         self.tensors = self._tensors(keys)
         self.objects = self._objects(common)
         self.moved: dict[Key, Entry] = {}
-        self.common = self._moved(self._common(common), "megatron.common")
+        self.common = self._with_moved_tensors(self._common(common), "megatron.common")
         program = self.kept.get("program")
         self.program = program if program in LOADING else None
         self.folder = WEIGHTS if self.program == NEMO else self._folder(common)
@@ -224,7 +225,7 @@ class MegatronWriter:
     def _tensor(
         self, key: str, slot: str, names: Mapping[tuple[int, ...], str]
     ) -> TargetTensor | None:
-        """The stacked tensor to write under a key for one slot: weight, master or optimizer state.
+        """Makes the stacked tensor of a key for one slot: weight, master or optimizer state.
 
         `names` maps each index (layer, expert) to its parameter. None for optimizer states of
         frozen parameters. Raises UnsupportedCheckpoint if the parameters differ in shape or type,
@@ -282,12 +283,12 @@ class MegatronWriter:
     # -- what is not a tensor
 
     def _objects(self, common: dict[Any, Any]) -> dict[str, Any]:
-        """The objects of modules and ranks to write, by key.
+        """The pickled objects of modules and ranks to write, by key.
 
         Random states that a run of the target's sizes could not load are left out, with a note.
         """
         kept = self.kept.get("objects") or {}
-        grid = self._grid(arguments(common))
+        grid = self._loadable_sizes(arguments(common))
         objects, lost = {}, []
         for key, value in kept.items():
             match = OF_RANKS.fullmatch(key)
@@ -306,10 +307,10 @@ class MegatronWriter:
             self.omitted.append(note(code, f"{listed(lost)}: {reason}", subject=lost[0]))
         return objects
 
-    def _grid(self, args: Mapping[str, Any]) -> str:
-        """A regular expression for the sizes (pp.tp) in the keys of ranks' random states.
+    def _loadable_sizes(self, args: Mapping[str, Any]) -> str:
+        """A regular expression for the sizes pp.tp in keys such as `rng_state/shard_0.1_1.2`.
 
-        A run of the target's sizes can load the states whose keys match it.
+        A run of the target's sizes can load the random states whose keys match it.
         """
         if self.options[EP] is not None:
             # if experts are spread, a trainer may add an axis for dp: then only the same dp loads
@@ -321,7 +322,7 @@ class MegatronWriter:
         return re.escape(".".join(map(str, sizes)))
 
     def _common(self, common: Mapping[Any, Any]) -> dict[Any, Any]:
-        """The common state of the target, as runs with the distributed optimizer load it."""
+        """The common state of the target, in the form for runs with the distributed optimizer."""
         result = dict(common)
         if result.pop(RERUN, None) is not None:
             message = f"{RERUN}: it has states of single ranks"
@@ -358,8 +359,8 @@ class MegatronWriter:
             result["args"] = replace(args, state={**args.state, **changes})
         return result
 
-    def _moved(self, value: Any, path: str) -> Any:
-        """A value of the common state, with its tensors renamed after `path`, its new path.
+    def _with_moved_tensors(self, value: Any, path: str) -> Any:
+        """Renames the tensors in a value of the common state after `path`, the value's new path.
 
         The entries of these tensors are added to `moved` under their new names.
         """
@@ -367,7 +368,9 @@ class MegatronWriter:
             entry = self.source.entries[value.name, "state"]
             self.moved[path, "state"] = replace(entry, parameter=path)
             return TensorName(path)
-        return map_values(value, lambda item, key: self._moved(item, inside(path, key)))
+        return map_values(
+            value, lambda item, key: self._with_moved_tensors(item, inside(path, key))
+        )
 
     def _folder(self, common: Mapping[Any, Any]) -> str:
         """The name of the target's iteration folder: the source's, or made from its iteration.
@@ -385,7 +388,7 @@ class MegatronWriter:
     # -- files
 
     def loading(self, path: str) -> str:
-        """The options, or the line of code, with which the program resumes from `path`."""
+        """The options, or the line of code, with which the user's program resumes from `path`."""
         name = literal(path)[1:-1]
         if self.program is not None:
             return LOADING[self.program].format(name) + WITHOUT_RANDOM * (
@@ -428,7 +431,7 @@ class MegatronWriter:
             )
 
     def _describe(self, saved: list[SavedItem]) -> Foreign:
-        """The content of `.metadata`: the shards of each key, and the files that have them.
+        """Makes the content of `.metadata`: the shards of each key, and the files that have them.
 
         `saved` lists the saved items with their locations.
         """

@@ -43,9 +43,10 @@ ROLES = (
 class CheckpointFiles(Struct, frozen=True):
     """The files of one checkpoint, each with its rank.
 
-    `name` is the checkpoint's name in messages. `ranks` is the number of ranks that the files
-    state. `parsed` are the contents of HDF5 files, which are opened because only their contents
-    state the ranks. `parsed` is empty for files of torch.save.
+    name      the checkpoint's name in messages
+    files     pairs of a rank and a path
+    ranks     the number of ranks that the files state
+    parsed    the contents of HDF5 files, which must be opened to find their ranks; else empty
     """
 
     name: str
@@ -55,7 +56,7 @@ class CheckpointFiles(Struct, frozen=True):
 
 
 def detect(path: str) -> list[str]:
-    """[""] (a checkpoint without tags) if `path` has a checkpoint; else an empty list.
+    """[""] (a checkpoint without tags) if `path` has a checkpoint; else [].
 
     If a folder has several checkpoints, the result is [""] too; `locate` then tells them apart. Of
     many files with the same ending, only the first and last ones are opened.
@@ -84,7 +85,7 @@ def _hold_one(folder: str, names: Iterable[str]) -> bool:
 
 
 def _some_of_each_kind(names: Sequence[str]) -> Iterator[str]:
-    """Yields the names of the files that `detect` opens.
+    """Selects the names of the files that `detect` opens.
 
     These are all files with a rare ending, and the first and last files with each frequent ending.
     """
@@ -98,9 +99,9 @@ def _some_of_each_kind(names: Sequence[str]) -> Iterator[str]:
 
 
 def _may_be_hdf5(path: str) -> bool:
-    """Whether a file is one of ONNX Runtime's HDF5 files; False if that cannot be determined.
+    """Whether a file is one of ONNX Runtime's HDF5 files.
 
-    It cannot be determined if the user may not read the file, or if h5py is not installed.
+    False also if the user may not read the file, or if h5py is not installed.
     """
     try:
         return hdf5.is_one(path)
@@ -109,7 +110,7 @@ def _may_be_hdf5(path: str) -> bool:
 
 
 def _candidates(folder: str) -> list[str]:
-    """Names of the files in a folder, without those with endings of other programs' files."""
+    """The names of the files in a folder that may belong to a checkpoint, by their endings."""
     return sorted(name for name in sources.names(folder) if not name.endswith(OTHER_FILES))
 
 
@@ -121,13 +122,13 @@ def locate(path: str) -> CheckpointFiles:
     of one rank) and MissingExtra (h5py).
     """
     if sources.is_folder(path):
-        checkpoints = _all(path, _candidates(path))
+        checkpoints = _checkpoints_in(path, _candidates(path))
     else:
         folder, name = os.path.dirname(path) or ".", os.path.basename(path)
         alone = parse_name((legacy.OF_RANK,), name) is None
         if hdf5.is_one(path):
             alone = not hdf5.open_file(path).is_partition
-        every = _all(folder, [name] if alone else {name, *_candidates(folder)}, alone)
+        every = _checkpoints_in(folder, [name] if alone else {name, *_candidates(folder)}, alone)
         full_path = os.path.join(folder, name)
         checkpoints = [each for each in every if full_path in dict(each.files).values()][:1]
     if not checkpoints:
@@ -143,14 +144,16 @@ def locate(path: str) -> CheckpointFiles:
             hint=f"give one file of a checkpoint, such as {by_name[names[-1]].files[0][1]}",
             file=path,
         )
-    return _complete(path, checkpoints[0])
+    return _require_one_file_per_rank(path, checkpoints[0])
 
 
-def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[CheckpointFiles]:
-    """All checkpoints in a folder, incomplete ones included.
+def _checkpoints_in(
+    folder: str, names: Iterable[str], of_any_name: bool = False
+) -> list[CheckpointFiles]:
+    """Groups files into checkpoints, incomplete ones included.
 
-    `names` are the files to consider. With `of_any_name`, every file that is not HDF5 counts as a
-    file of torch.save, whatever its name.
+    `names` are the files in `folder` to consider. With `of_any_name`, every file that is not HDF5
+    counts as a file of torch.save, whatever its name.
     """
     checkpoints: list[CheckpointFiles] = []
     sharded: dict[tuple[str, int], list[tuple[int, str]]] = {}
@@ -182,8 +185,8 @@ def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[C
     return checkpoints
 
 
-def _complete(path: str, checkpoint: CheckpointFiles) -> CheckpointFiles:
-    """Returns `checkpoint` if each rank has exactly one file; raises otherwise.
+def _require_one_file_per_rank(path: str, checkpoint: CheckpointFiles) -> CheckpointFiles:
+    """Returns `checkpoint` unchanged if each of its ranks has exactly one file.
 
     Raises InconsistentCheckpoint for two files of a rank, and IncompleteCheckpoint for a missing
     one.

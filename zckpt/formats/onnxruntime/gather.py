@@ -30,18 +30,18 @@ Shape = tuple[int, ...]
 
 
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
-    """Every tensor of every weight: the fp32 weight, its 16-bit copy, its moments.
+    """Returns every tensor of every weight: the fp32 weight, its 16-bit copy, its moments.
 
     Raises InconsistentCheckpoint if the ranks' slices have more or fewer elements than the weight.
     Raises UnsupportedCheckpoint if the engine itself could not determine which values are current.
     """
     save = _opened(path)
     names = {name for rank in save.ranks for name in (*rank.weights, *rank.pieces, *rank.halves)}
-    return [part for name in sorted(names) for part in _weight(save, name)]
+    return [part for name in sorted(names) for part in _tensors_of(save, name)]
 
 
 def _opened(path: str) -> Save:
-    """Reads the ranks' files in the order of the ranks.
+    """Reads the files of all ranks, in the order of the ranks.
 
     The ranks are in the names of torch.save files, and in the `trainer_options` of HDF5 files.
     """
@@ -49,16 +49,16 @@ def _opened(path: str) -> Save:
     if checkpoint.parsed:
         files = sorted(checkpoint.parsed, key=lambda file: file.options.world_rank)
         return hdf5.opened(path, files)
-    return legacy.opened(path, sorted((file for _, file in checkpoint.files), key=_number))
+    return legacy.opened(path, sorted((file for _, file in checkpoint.files), key=_rank_in_name))
 
 
-def _number(path: str) -> int:
-    """The rank R in the name `PREFIX.ZeRO.R.L.ort.pt`; 0 for other names (of single files)."""
+def _rank_in_name(path: str) -> int:
+    """The rank R in the name `PREFIX.ZeRO.R.L.ort.pt`; 0 for the other names, of single files."""
     recognized = parse_name((OF_RANK,), path)
     return recognized.numbers[0] if recognized else 0
 
 
-def _weight(save: Save, name: str) -> Iterator[Partition]:
+def _tensors_of(save: Save, name: str) -> Iterator[Partition]:
     """Yields the tensors of one weight: its fp32 values, its 16-bit copy and its moments."""
     whole = [rank.weights[name] for rank in save.ranks if name in rank.weights]
     halves = [rank.halves[name] for rank in save.ranks if name in rank.halves]
@@ -72,7 +72,7 @@ def _weight(save: Save, name: str) -> Iterator[Partition]:
     elif not _is_apart(save, name):
         yield from _joined((name, "param"), shape, whole[:1])
     elif owners:
-        yield from _joined((name, "master"), shape, _current(name, owners))
+        yield from _joined((name, "master"), shape, _current_slices(name, owners))
     else:
         if len({tensor.crc for tensor in whole}) > 1 or (len(whole) > 1 and whole[0].crc is None):
             raise UnsupportedCheckpoint(
@@ -89,7 +89,7 @@ def _weight(save: Save, name: str) -> Iterator[Partition]:
 
 
 def _is_apart(save: Save, name: str) -> bool:
-    """Whether only the owners store the fp32 values of a weight (a mixed-precision master)."""
+    """Whether only the owners of a weight store its fp32 values, as in mixed-precision runs."""
     if save.dialect == "hdf5" and save.dp == 1:  # there are no 16-bit copies, and nothing is cut
         trained = save.ranks[0].moments
         return save.mixed is not None and (name in trained or not trained)
@@ -98,8 +98,8 @@ def _is_apart(save: Save, name: str) -> bool:
     return not all(name in rank.weights for rank in save.ranks)
 
 
-def _current(name: str, owners: Sequence[RankStates]) -> list[RankTensor]:
-    """The slice of each owner's full weight that is current, for files before 1.7.
+def _current_slices(name: str, owners: Sequence[RankStates]) -> list[RankTensor]:
+    """Selects from each owner's full weight the slice that is current, for files before 1.7.
 
     Each owner stores the full weight, but updates only its slice. The slice has as many elements as
     the owner's slice of the first moment, and begins where the previous owner's slice ends.
@@ -115,7 +115,7 @@ def _current(name: str, owners: Sequence[RankStates]) -> list[RankTensor]:
 
 
 def _joined(key: Key, shape: Shape, pieces: Sequence[RankTensor]) -> Iterator[Partition]:
-    """Yields one tensor: the ranks' slices, joined in the order of the ranks."""
+    """Joins the ranks' slices of one tensor, in the order of the ranks; yields the one result."""
     numel = sum(piece.numel for piece in pieces)
     if numel != prod(shape):
         raise InconsistentCheckpoint(

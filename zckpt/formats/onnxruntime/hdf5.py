@@ -42,7 +42,7 @@ Ranks = Annotated[int, Meta(ge=0, le=MAX_DP)]
 
 
 class TrainerOptions(Struct, frozen=True):
-    """The trainer_options (ORTTrainer, 1.7 to 1.16); only `world_rank` differs between ranks."""
+    """The trainer_options in a rank's file; only `world_rank` differs (ORTTrainer 1.7 to 1.16)."""
 
     world_rank: Ranks = 0
     world_size: Ranks = 1
@@ -65,9 +65,11 @@ def is_one(path: str) -> bool:
 
 
 class RankFile(Struct, frozen=True):
-    """One rank's file: `tensors`, and `values` (numbers, lists, text), by their paths in the file.
+    """The contents of one rank's HDF5 file.
 
-    `orphans` are byte ranges that are not zero but belong to no dataset.
+    tensors    tensors by their paths in the file
+    values     numbers, lists and texts by their paths
+    orphans    byte ranges that are not zero, but belong to no dataset
     """
 
     path: str
@@ -76,7 +78,7 @@ class RankFile(Struct, frozen=True):
     orphans: Sequence[Extent] = ()
 
     def under(self, group: str) -> dict[str, Any]:
-        """The values directly in an HDF5 group, by name, without the group's own name."""
+        """The values directly in an HDF5 group, by their names within the group."""
         prefix = f"{group}/"
         return {
             name.removeprefix(prefix): value
@@ -96,7 +98,7 @@ class RankFile(Struct, frozen=True):
 
     @property
     def is_partition(self) -> bool:
-        """Whether the file has only one rank's partition, so that other ranks' files are needed."""
+        """Whether the file has only one rank's partition, so other ranks' files are needed."""
         return self.options.zero_stage > 0 and self.options.world_size > 1
 
 
@@ -125,14 +127,14 @@ def _is_tensor(name: str) -> bool:
 
 
 def opened(root: str, files: Sequence[RankFile]) -> Save:
-    """The contents of one checkpoint's files, which are given in rank order.
+    """Converts the contents of one checkpoint's files, which are given in rank order, to a `Save`.
 
     Raises InconsistentCheckpoint if ranks state different options or shapes, and
     UnsupportedCheckpoint for horizontal parallelism and unknown optimizers.
     """
     first = files[0]
     for file in files:
-        _check_kind(file)
+        _refuse_unsupported(file)
         for name in OPTIONS:
             own_value, other = getattr(file.options, name), getattr(first.options, name)
             if own_value != other and name != "world_rank":
@@ -159,7 +161,7 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
         # ORTTrainer's mixed precision is always fp16; the files state only that it is mixed
         "F16" if first.options.mixed_precision else None,
         SHORT_NAMES.get(str(first.options.optimizer_name)),
-        _shapes(files),
+        _shapes_of_split_weights(files),
         {key: value for key, value in state.items() if value},
         records=[
             Record(tensor.extent, None)
@@ -204,7 +206,7 @@ def _is_known(name: str) -> bool:
     return name.startswith((FULL, "optimizer/"))
 
 
-def _check_kind(file: RankFile) -> None:
+def _refuse_unsupported(file: RankFile) -> None:
     """Raises UnsupportedCheckpoint for horizontal parallelism and for unknown optimizers."""
     horizontal = file.options.horizontal_parallel_size
     cut = any(
@@ -228,8 +230,8 @@ def _check_kind(file: RankFile) -> None:
         )
 
 
-def _shapes(files: Sequence[RankFile]) -> dict[str, tuple[int, ...]]:
-    """The shapes of weights that are split over ranks, by name; each owner states the shape.
+def _shapes_of_split_weights(files: Sequence[RankFile]) -> dict[str, tuple[int, ...]]:
+    """The full shapes of weights that are split over ranks, by name; each owner states them.
 
     Raises InconsistentCheckpoint if owners state different shapes.
     """
@@ -248,7 +250,7 @@ def _shapes(files: Sequence[RankFile]) -> dict[str, tuple[int, ...]]:
 
 
 def _split_weights(file: RankFile) -> dict[str, tuple[int, ...]]:
-    """The full shapes of the weights of which this rank has only a slice, by name."""
+    """Maps each weight of which this rank has only a slice to its full shape."""
     end, prefix = "/original_dim", "partition_info/"
     shapes = {}
     for name, value in file.values.items():

@@ -70,7 +70,7 @@ def is_one(path: str) -> bool:
 
 
 def opened(root: str, paths: Sequence[str]) -> Save:
-    """The contents of one checkpoint's files, which are given in rank order.
+    """Converts the contents of one checkpoint's files, given in rank order, to a `Save`.
 
     Raises CorruptCheckpoint for a damaged file. Raises InconsistentCheckpoint if a file was saved
     under another rank's name, or if there are 16-bit copies of two types.
@@ -93,8 +93,10 @@ def opened(root: str, paths: Sequence[str]) -> Save:
             file=root,
         )
     suffix = mixed.pop() if mixed else ""
-    weight_names = _weights(models, suffix)
-    ranks = [_rank(*pair, suffix, weight_names) for pair in zip(files, models, strict=True)]
+    weight_names = _weight_names(models, suffix)
+    ranks = [
+        _states_of_rank(*pair, suffix, weight_names) for pair in zip(files, models, strict=True)
+    ]
     state, kept, copies, omitted = _client_state(files)
     # before 1.7 the owners of a shared weight store it completely
     shared = any(re.fullmatch(VIEW, key) for model in models for key in model)
@@ -141,11 +143,11 @@ def _is_half(key: str, tensor: Tensor, suffix: str) -> bool:
     return bool(suffix) and key.endswith(suffix) and tensor.dtype == HALVES[suffix]
 
 
-def _weights(models: Sequence[Mapping[str, Tensor]], suffix: str) -> set[str]:
+def _weight_names(models: Sequence[Mapping[str, Tensor]], suffix: str) -> set[str]:
     """The names of all weights in the files.
 
-    These are the keys of which a 16-bit copy exists, and all keys that are neither a 16-bit copy,
-    nor a slice of a weight, nor an optimizer state. `suffix` ends the keys of 16-bit copies.
+    These are the keys that have a 16-bit copy, and all keys that are neither a 16-bit copy, nor a
+    slice of a weight, nor an optimizer state. `suffix` ends the keys of 16-bit copies.
     """
     every = [(model, key, tensor) for model in models for key, tensor in model.items()]
     copied = {key.removesuffix(suffix) for _, key, each in every if _is_half(key, each, suffix)}
@@ -173,7 +175,7 @@ def _is_state(model: Mapping[str, Tensor], key: str, tensor: Tensor) -> bool:
     )
 
 
-def _rank(
+def _states_of_rank(
     file: TorchFile, model: Mapping[str, Tensor], suffix: str, weight_names: set[str]
 ) -> RankStates:
     """Sorts the tensors and counters of one rank's file by the weight to which they belong."""
@@ -273,7 +275,7 @@ def _client_state(
 ) -> tuple[dict[str, Any], dict[Key, Entry], list[Entry], list[Notice]]:
     """The user's values in rank 0's file, and the tensors in them.
 
-    Also returns the replicas of these tensors on other ranks, and a note for each value in which
+    Returns also the replicas of these tensors on other ranks, and a note for each value in which
     another rank differs from rank 0.
     """
     kept: dict[Key, Entry] = {}

@@ -24,7 +24,7 @@ ALIGNMENT = 32  # elements per rank
 
 
 class Share(Struct, frozen=True):
-    """The elements [start, stop) of a weight, which `rank` owns.
+    """The elements [start, stop) of a weight that one rank owns.
 
     `view` is the K in the name `_view_K` of a stored slice: 0 for a weight's first slice, 1 for all
     later ones. None if the weight has one owner.
@@ -37,7 +37,7 @@ class Share(Struct, frozen=True):
 
 
 def by_name(names: Iterable[str]) -> list[str]:
-    """The names in ONNX Runtime's order, as bytes: `Emb` < `head` and `layer.10` < `layer.2`."""
+    """Sorts names as ONNX Runtime does, as bytes: `Emb` < `head` and `layer.10` < `layer.2`."""
     return sorted(names, key=lambda name: name.encode("utf-8", "surrogatepass"))
 
 
@@ -52,7 +52,7 @@ def per_rank(total: int, dp: int) -> int:
 
 
 def shares(numels: Mapping[str, int], dp: int) -> dict[str, list[Share]]:
-    """The elements of each trainable weight that every rank owns, by the partition rule.
+    """Computes which elements of each trainable weight every rank owns, by the partition rule.
 
     `numels` has the number of elements of each weight.
     """
@@ -153,13 +153,13 @@ def owners_of(save: Save, shapes: Shapes, apart: Collection[str]) -> tuple[Owned
     # without moments, nothing states which weights are frozen; the ranks' pieces show it
     for guess in (set(apart), set(shapes)):
         owned = shares({name: numels[name] for name in guess}, save.dp)
-        if all(_fits(save, name, owned[name]) for name in apart):
+        if all(_has_slices_of(save, name, owned[name]) for name in apart):
             return owned, set(shapes)
     _refuse_torch_names(save)
     return shares({name: numels[name] for name in apart}, save.dp), set(shapes)
 
 
-def _fits(save: Save, name: str, owned: Sequence[Share]) -> bool:
+def _has_slices_of(save: Save, name: str, owned: Sequence[Share]) -> bool:
     """Whether the ranks' files have exactly the slices of a weight that `owned` assigns to them."""
     ranks = {share.rank for share in owned}
     pieces = {place for place, rank in enumerate(save.ranks) if name in rank.pieces}
@@ -214,7 +214,7 @@ def _check_moments(save: Save, owned: Owned) -> None:
 
 
 def _refuse_torch_names(save: Save) -> None:
-    """Raises MissingData if a mixed-precision run was saved with torch's names of weights only.
+    """Raises MissingData for a mixed-precision run that was saved only under torch's names.
 
     Such files lack the weights that several ranks share, so these weights cannot be restored. Does
     nothing for HDF5 files and for files with 16-bit copies.

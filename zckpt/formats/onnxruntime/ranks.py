@@ -17,7 +17,7 @@ SHORT_NAMES = {"AdamOptimizer": "Adam", "LambOptimizer": "Lamb", "SGDOptimizer":
 
 
 class RankTensor(Struct, frozen=True):
-    """One tensor of a rank's file: type, shape, byte range.
+    """One tensor in a rank's file: its type, shape and byte range.
 
     `crc` is the CRC-32 of exactly these bytes, if the file states it.
     """
@@ -33,12 +33,16 @@ class RankTensor(Struct, frozen=True):
 
 
 class RankStates(Struct, eq=False):
-    """One rank's file: tensors and counters, by the weight to which they belong.
+    """The tensors and counters in one rank's file, by the weight to which they belong.
 
-    `weights` are full weights; `pieces` are flat slices of weights. `halves` are the 16-bit copies
-    of mixed-precision runs. `moments` maps a weight to its tensors by optimizer state. `counts`
-    (Adam's, per weight) and `shared` (Lamb's, one for all weights) are the counters as stored: one
-    more than the completed updates.
+        weights    full weights
+        pieces     flat slices of weights
+        halves     the 16-bit copies of weights, in mixed-precision runs
+        moments    {weight: {"exp_avg": tensor, ...}}
+        counts     Adam's counter for each weight
+        shared     Lamb's one counter for all weights
+
+    Counters are as stored: one more than the number of completed updates.
     """
 
     path: str
@@ -51,13 +55,15 @@ class RankStates(Struct, eq=False):
 
 
 class Save(Struct, eq=False):
-    """One checkpoint: its ranks in order, and the facts that all of them state.
+    """One checkpoint: its ranks in order, and the facts that all ranks state.
 
-    `mixed` is the type of the 16-bit copies, None in an fp32 run. `optimizer` is the optimizer that
-    the files state. `shapes` are the shapes of weights of which no full tensor is stored. `state`
-    are the values that do not belong to a weight; `kept` are the tensors in these values, and
-    `copies` are the other ranks' replicas of the tensors. `omitted`, `warnings` and `notes` go into
-    the manifest.
+    mixed        the type of the 16-bit copies; None in an fp32 run
+    optimizer    the optimizer that the files state
+    shapes       the shapes of weights of which no full tensor is stored
+    state        the values that do not belong to a weight
+    kept         the tensors in these values
+    copies       the other ranks' replicas of these tensors
+    omitted      notices for the manifest, as are `warnings` and `notes`
     """
 
     root: str

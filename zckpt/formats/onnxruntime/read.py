@@ -40,7 +40,7 @@ from .ranks import COUNT, SHARED, SLOTS, RankStates, RankTensor, Save
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
-    """The manifest of a directory of ranks' files, or of one file; there are no tags.
+    """Reads a directory of ranks' files, or one file; there are no tags.
 
     Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank's file is missing, or a
     file lacks a slice that the rank owned), InconsistentCheckpoint (ranks contradict each other or
@@ -54,7 +54,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def copies(manifest: Manifest, replicas: str | None) -> list[Replicas]:
-    """The comparisons of ranks' replicas that `read` could not make by checksums.
+    """Lists the comparisons of ranks' replicas that `read` could not make by checksums.
 
     A conversion makes these comparisons; `inspect` does not, because it reads no tensor. If
     replicas differ, the comparison raises InconsistentCheckpoint, or CorruptCheckpoint if a damaged
@@ -130,7 +130,7 @@ def manifest(save: Save, step_policy: str | None) -> Manifest:
 
 
 def _shapes(save: Save) -> Shapes:
-    """Every weight's shape; raises InconsistentCheckpoint if files state different shapes."""
+    """Maps weights to shapes; raises InconsistentCheckpoint if files state different shapes."""
     shapes: Shapes = dict(save.shapes)
     for rank in save.ranks:
         for tensors in (rank.weights, rank.halves):
@@ -176,7 +176,7 @@ class _Entries:
         """Adds a mixed-precision weight: its owners have the master, all ranks a 16-bit copy.
 
         If an owner has no slice of the weight, the weight's name is added to `lost` instead. Raises
-        InconsistentCheckpoint if a slice has another length than by the partition rule.
+        InconsistentCheckpoint if a slice's length contradicts the partition rule.
         """
         fragments = []
         is_cut = any(name in rank.pieces for rank in self.save.ranks)
@@ -208,7 +208,7 @@ class _Entries:
         self._add_moments(name)
 
     def add_whole(self, name: str) -> None:
-        """Adds a weight that every rank stores completely: frozen, or trained in fp32.
+        """Adds a weight that every rank stores completely: a frozen one, or any in an fp32 run.
 
         Raises IncompleteCheckpoint if a rank lacks it.
         """
@@ -235,7 +235,7 @@ class _Entries:
         self._add_moments(name)
 
     def _add_copies(self, name: str, copies: Sequence[tuple[RankStates, RankTensor]]) -> None:
-        """Adds a weight that several ranks store: the first copy as an entry, others as replicas.
+        """Adds a weight that several ranks store: one copy as an entry, the others as replicas.
 
         Raises InconsistentCheckpoint if the checksums in the files differ.
         """
@@ -270,9 +270,9 @@ class _Entries:
         self.entries[entry.key] = entry
 
     def refuse_missing(self) -> None:
-        """Raises if an owner of a weight has stored no slice of it.
+        """Raises an error if an owner of a weight has stored no slice of it.
 
-        IncompleteCheckpoint is raised for HDF5 files. torch.save files raise MissingData, because a
+        It is IncompleteCheckpoint for HDF5 files. It is MissingData for torch.save files, because a
         program can save them without the weights that ranks share.
         """
         names = ", ".join(self.lost[:8]) + (" ..." if len(self.lost) > 8 else "")
@@ -291,7 +291,7 @@ class _Entries:
 
 
 def different_copies(name: str, first: str, other: str) -> InconsistentCheckpoint:
-    """The error for a tensor whose replicas differ in two files."""
+    """Makes the error for a tensor whose replicas differ in two files."""
     return InconsistentCheckpoint(
         "copies-differ",
         f"{os.path.basename(first)} and {os.path.basename(other)} hold different values of "
@@ -355,7 +355,7 @@ def _sightings(save: Save, owned: Owned) -> Iterator[tuple[str, str, Sighting]]:
 def _steps(
     sightings: Sequence[tuple[str, str, Sighting]], owned: Owned, policy: str | None
 ) -> dict[str, agreement.Step | None]:
-    """The number of completed updates of each weight.
+    """Maps each weight to its number of completed updates.
 
     The number is the same for all weights, unless `policy` is `keep`.
     """

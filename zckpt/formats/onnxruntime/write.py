@@ -92,9 +92,10 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
 class TargetWeight(Struct, frozen=True):
     """A weight of the target, and how ranks store it.
 
-    `owned` are the ranks' shares of the weight; empty if it is frozen. `apart` is true if only the
-    owners store the weight. `moments` are the types of its optimizer states, by moment. `updates`
-    is its number of completed updates; None if no optimizer state is written.
+    owned      the ranks' shares of the weight; empty if it is frozen
+    apart      only the owners store the weight
+    moments    the types of its optimizer states: {"exp_avg": "F32", ...}
+    updates    its number of completed updates; None if no optimizer state is written
     """
 
     name: str
@@ -107,7 +108,7 @@ class TargetWeight(Struct, frozen=True):
 
 
 class OnnxRuntimeWriter:
-    """Writes one target; the constructor decides weights, the ranks' shares and types."""
+    """Writes one target; the constructor decides weights, the ranks' shares of them, and types."""
 
     def __init__(self, source: Manifest, options: Options) -> None:
         self.source = source
@@ -117,7 +118,7 @@ class OnnxRuntimeWriter:
         self.dtype_before = source.run.engine.dtype if source.run.engine else None
         self.omitted = list(source.notices.omitted)
         self.warnings = list(source.notices.warnings)
-        self.half = self._half()
+        self.half = self._half_type()
         self.states = not options.weights_only and any(
             entry.slot in SLOTS.values() for entry in source.entries.values()
         )
@@ -129,8 +130,8 @@ class OnnxRuntimeWriter:
         owned = shares(numels, self.dp)
         self.weights = [
             *(self._trained(name, owned[name]) for name in by_name(trained)),
-            *(self._frozen(name) for name in by_name(set(source.parameters) - set(trained))),
-            *(self._frozen(name) for name in by_name(source.buffers)),
+            *(self._frozen_weight(name) for name in by_name(set(source.parameters) - set(trained))),
+            *(self._frozen_weight(name) for name in by_name(source.buffers)),
         ]
         self.updates = {each.updates for each in self.weights if each.updates is not None}
         self._check_steps()
@@ -139,8 +140,8 @@ class OnnxRuntimeWriter:
 
     # -- decisions
 
-    def _half(self) -> str | None:
-        """The type of the 16-bit copies; None for an fp32 run."""
+    def _half_type(self) -> str | None:
+        """The type of the 16-bit copies of weights; None for an fp32 run."""
         half = self.options.module_dtype or self.dtype_before
         if half is None:
             stored = {entry.dtype for entry in self.source.slots.get("param", ())}
@@ -189,8 +190,8 @@ class OnnxRuntimeWriter:
         updates = int(step) if self.states and step is not None else None
         return TargetWeight(name, "F32", parameter.shape, owned, apart, moments, updates)
 
-    def _frozen(self, name: str) -> TargetWeight:
-        """A frozen weight or buffer as the target stores it: fp32, and complete on every rank.
+    def _frozen_weight(self, name: str) -> TargetWeight:
+        """Describes a frozen weight or buffer in the target: fp32, and complete on every rank.
 
         Raises MissingData if the source lacks it.
         """
@@ -304,10 +305,10 @@ class OnnxRuntimeWriter:
         for rank in range(self.dp):
             yield make(rank)
 
-    def _held(
+    def _weights_of_rank(
         self, rank: int
     ) -> Iterator[tuple[TargetWeight, Share | None, tuple[int, ...] | None]]:
-        """Yields every weight with the rank's share of it, and the shape that the rank stores.
+        """Yields (weight, the rank's share of it, the shape that the rank stores) for every weight.
 
         The share is None if the rank owns no elements of the weight. The shape is None if the rank
         does not store the weight.
@@ -318,7 +319,7 @@ class OnnxRuntimeWriter:
             yield weight, share, own_shape if weight.apart else weight.shape
 
     @property
-    def _shared(self) -> Scalar | None:
+    def _counter_of_lamb(self) -> Scalar | None:
         """The counter that Lamb keeps for all weights together; None for Adam."""
         is_lamb = self.states and self.optimizer == "LambOptimizer"
         return COUNTED.number(max(self.updates)) if is_lamb else None
@@ -328,7 +329,7 @@ class OnnxRuntimeWriter:
     def _legacy(self, rank: int) -> Shell:
         storages = Storages()
         model: dict[str, Any] = {}
-        for weight, share, shape in self._held(rank):
+        for weight, share, shape in self._weights_of_rank(rank):
             view = "" if share is None or share.view is None else f"_view_{share.view}"
             if shape is not None:
                 name = weight.name + (view if weight.apart else "")
@@ -344,7 +345,7 @@ class OnnxRuntimeWriter:
             if weight.updates is not None and self.optimizer == "AdamOptimizer":
                 name = f"{COUNT}_{weight.name}{view}"
                 model[name] = storages.scalar(COUNTED.number(weight.updates))
-        if shared := self._shared:
+        if shared := self._counter_of_lamb:
             model[SHARED] = storages.scalar(shared)
         part = f".ZeRO.{rank}.{self.dp - 1}" if self.dp > 1 else ""
         user = {
@@ -360,7 +361,7 @@ class OnnxRuntimeWriter:
         model: dict[str, Any] = {}
         states: dict[str, Any] = {}
         split: dict[str, Any] = {}
-        for weight, share, shape in self._held(rank):
+        for weight, share, shape in self._weights_of_rank(rank):
             if shape is not None:
                 model[weight.name] = hdf5shell.EmptyDataset(weight.dtype, shape)
             if share is None:
@@ -378,7 +379,7 @@ class OnnxRuntimeWriter:
                 optimizer[COUNT] = [COUNTED.number(weight.updates).value]
             if optimizer:
                 states[weight.name] = optimizer
-        if shared := self._shared:
+        if shared := self._counter_of_lamb:
             states["shared_optimizer_state"] = {SHARED: [shared.value]}
         tree: dict[str, Any] = {"model": {"full_precision": model}}
         if self.states:
@@ -416,5 +417,5 @@ class OnnxRuntimeWriter:
 
 
 def _shape(weight: TargetWeight, share: Share) -> tuple[int, ...]:
-    """The shape in which an owner stores a weight or moment: flat if ranks share it."""
+    """The shape in which an owner stores a weight or moment: flat if several ranks share it."""
     return weight.shape if share.view is None else (share.stop - share.start,)

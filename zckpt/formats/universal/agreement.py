@@ -21,7 +21,7 @@ from ...errors import brief, listed
 def checksum(document: Mapping[str, Any]) -> str:
     """The CRC-32 of a manifest's contents, without its key `crc32`, as eight hex digits.
 
-    It is computed from the JSON with sorted keys, without spaces, in ASCII, so every program can
+    It is computed from the JSON with sorted keys, without spaces, in ASCII. So every program can
     compute it from the parsed document.
     """
     return f"{crc32(canonical(document)):08x}"

@@ -42,7 +42,7 @@ KEYS = (b'"zckpt"', b'"source"', b'"step"', b'"optimizer"')
 
 
 def detect(path: str) -> list[str]:
-    """[""] (a checkpoint without tags) if `path` is a universal checkpoint; else an empty list.
+    """[""] (a checkpoint without tags) if `path` is a universal checkpoint; else [].
 
     It is one if it has a manifest that zckpt wrote, or files whose manifest was lost.
     """

@@ -32,10 +32,10 @@ Bit = tuple[int, int]
 
 
 def flipped(text: bytes, limit: int = LIMIT) -> list[Bit]:
-    """The bits of a damaged manifest such that flipping one of them gives the stated CRC-32.
+    """Finds bits of a damaged manifest.json of which one flip restores the stated CRC-32.
 
-    Empty if no such bit is found: trying all bits would take too long. All tries together parse at
-    most `limit` bytes.
+    Each is a pair: byte offset, bit. Empty if no such bit is found: trying all bits would take too
+    long. All tries together parse at most `limit` bytes.
     """
     left = limit
     found: list[Bit] = []
@@ -74,8 +74,8 @@ def _candidates(text: bytes) -> Iterator[Bit]:
     for match in re.finditer(rb'"crc32": ?"?([0-9a-z]{8})', text[-64:]):
         start = max(0, len(text) - 64) + match.start()
         yield from _bits(text, start, start + len(match[0]))
-    yield from _in_contents(text, document)
-    yield from _in_names(text)
+    yield from _bits_by_checksum(text, document)
+    yield from _bits_of_rare_words(text)
 
 
 def _bits(text: bytes, start: int, stop: int) -> Iterator[Bit]:
@@ -84,8 +84,8 @@ def _bits(text: bytes, start: int, stop: int) -> Iterator[Bit]:
             yield place, bit
 
 
-def _in_contents(text: bytes, document: dict[str, Any]) -> Iterator[Bit]:
-    """Yields the bits of the text whose flip may explain the wrong CRC-32.
+def _bits_by_checksum(text: bytes, document: dict[str, Any]) -> Iterator[Bit]:
+    """Yields bits of the text whose flip explains the wrong CRC-32.
 
     The stated and the computed CRC-32 together show which bit of the canonical contents was flipped
     (the sorted JSON from which the CRC-32 is computed). The text may list its keys in another order
@@ -105,8 +105,8 @@ def _in_contents(text: bytes, document: dict[str, Any]) -> Iterator[Bit]:
             yield match.start() + place - start - begin, bit
 
 
-def _in_names(text: bytes) -> Iterator[Bit]:
-    """Yields bits whose flip turns a word that occurs once into another word of the text.
+def _bits_of_rare_words(text: bytes) -> Iterator[Bit]:
+    """Yields bits of words that occur once, if a flip makes them another word of the text.
 
     After these, yields all bits of the JSON keys that occur once.
     """

@@ -9,7 +9,7 @@ from .write import lay_out, seal, with_mended
 
 
 def obstacles(_source: Manifest, _options: Options) -> list[Notice]:
-    """The reason why no run can load the files unchanged: no engine loads this format."""
+    """Returns the reason why no run can load the files unchanged: no engine loads this format."""
     return [problem("format-differs", "zckpt's universal format, which no engine can load")]
 
 

@@ -59,11 +59,11 @@ ENDING = ".safetensors"
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
-    """The manifest of a universal checkpoint.
+    """Reads a universal checkpoint; `reading.weights_only` is the only option that matters.
 
-    Of `reading`, only `weights_only` matters: with it, files of the optimizer may be missing or
-    damaged. Raises IncompleteCheckpoint (no manifest), UnsupportedCheckpoint (a newer version) and
-    CorruptCheckpoint (a manifest that is damaged or contradicts itself).
+    With it, files of the optimizer may be missing or damaged. Raises IncompleteCheckpoint (no
+    manifest), UnsupportedCheckpoint (a newer version) and CorruptCheckpoint (a manifest that is
+    damaged or contradicts itself).
     """
     name = os.path.join(path, MANIFEST)
     if not sources.is_file(name):
@@ -90,10 +90,10 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def _read(path: str, name: str, kept: Container[str] | None = None) -> Manifest:
-    """The manifest in the file `name`; `kept` restricts it to these kinds of tensors.
+    """Reads the manifest in the file `name`; `kept` restricts it to some kinds of tensors.
 
     The kinds are `param`, `master` and `state`. Raises CorruptCheckpoint if a weight has no tensor
-    of these kinds, and UnsupportedCheckpoint for another version of the format.
+    of the kinds in `kept`, and UnsupportedCheckpoint for another version of the format.
     """
     document = json.loads(_text_of(name))
     version = document["zckpt"]
@@ -110,18 +110,17 @@ def _read(path: str, name: str, kept: Container[str] | None = None) -> Manifest:
 
 
 def _is_of_optimizer(file: str) -> bool:
-    """Whether a file has only masters or an optimizer state, by its name."""
     return file.endswith(ENDING) and _slot_of(file) not in ("param", "state")
 
 
 def _slot_of(file: str) -> str:
-    """The kind of tensors in a safetensors file, by its name: `param`, `master`, `exp_avg`, ..."""
+    """The kind of tensors in a safetensors file: `param` for model.safetensors, else its stem."""
     stem = os.path.basename(file).removesuffix(ENDING).split("-")[0]
     return "param" if stem == "model" else stem
 
 
 def shells_of(path: str, chosen: Manifest) -> Manifest:
-    """The manifest of files that were just laid out for `chosen`, before their tensors are filled.
+    """Reads files that zckpt has just laid out for `chosen`, before their tensors are filled.
 
     The files' headers state each tensor's byte range. Everything else is taken from `chosen`, of
     which manifest.json has a copy. Raises CorruptCheckpoint for facts that a manifest may not
@@ -147,7 +146,9 @@ def shells_of(path: str, chosen: Manifest) -> Manifest:
         chosen.optimizer,
         chosen.states,
         chosen.state,
-        files=Files((os.path.join(path, MANIFEST), *files), siblings=_laid_out(path, chosen)),
+        files=Files(
+            (os.path.join(path, MANIFEST), *files), siblings=_changed_siblings(path, chosen)
+        ),
         notices=Notices(
             told.warnings, omitted=told.omitted, inferred=told.inferred, mended=told.mended
         ),
@@ -156,8 +157,8 @@ def shells_of(path: str, chosen: Manifest) -> Manifest:
     return shells
 
 
-def _laid_out(path: str, chosen: Manifest) -> tuple[Sibling, ...]:
-    """The trainer's files whose content in the target differs from the source's."""
+def _changed_siblings(path: str, chosen: Manifest) -> tuple[Sibling, ...]:
+    """The trainer's files that zckpt has laid out because their content is not the source's."""
     changed = [item.name for item in chosen.files.siblings if item.content is not None]
     paths = {name: os.path.join(path, SIBLINGS, name) for name in changed}
     return tuple(Sibling(name, file, sources.size(file)) for name, file in paths.items())
@@ -203,7 +204,7 @@ def _manifest(path: str, document: Mapping[str, Any], kept: Container[str] | Non
     values = [facts.state, *(row.value for row in facts.states)]
     if lost := [name for name in tensors_in(values) if (name, "state") not in entries]:
         raise ValueError(f"its `state` names tensors that `entries` lacks: {listed(lost, 4)}")
-    siblings, around = _siblings(path), _below(path, AROUND)
+    siblings, around = _siblings(path), _files_in(path, AROUND)
     parameters, numbers = parameters_from_json(document["parameters"])
     facts = facts._replace(states=States((*numbers, *facts.states)))
     return Manifest(
@@ -236,8 +237,8 @@ def _manifest(path: str, document: Mapping[str, Any], kept: Container[str] | Non
     ).replace(**facts._asdict())
 
 
-class _Stated(Struct, frozen=True):
-    """What a manifest states about one notice, except its text."""
+class _FactsOfNotice(Struct, frozen=True):
+    """The facts about one notice in a manifest, except its text."""
 
     code: Annotated[str, Meta(pattern=r"\A[a-z]+(-[a-z]+)*\Z", max_length=40)]
     severity: Literal["warning", "note"]
@@ -246,18 +247,18 @@ class _Stated(Struct, frozen=True):
 
 
 def _notices(document: Mapping[str, Any], key: str) -> tuple[Notice, ...]:
-    """The notices whose texts the manifest lists under a key, with their codes.
+    """Reads the notices under a key of the manifest: their texts, with their codes.
 
     If the codes are missing, or are not as many as the texts, all texts get the code
     `said-by-source`.
     """
     texts = texts_from_json(document.get(key, []))
     try:
-        facts_of_notices = convert(document["notices"][key], list[_Stated])
+        facts_of_notices = convert(document["notices"][key], list[_FactsOfNotice])
     except (LookupError, TypeError, ValueError):
         facts_of_notices = []
     if len(facts_of_notices) != len(texts):
-        unstated = _Stated("said-by-source", "note" if key == "left_out" else "warning")
+        unstated = _FactsOfNotice("said-by-source", "note" if key == "left_out" else "warning")
         facts_of_notices = [unstated] * len(texts)
     pairs = zip(facts_of_notices, texts, strict=True)
     return tuple(Notice(**asdict(about), message=text) for about, text in pairs)
@@ -285,7 +286,7 @@ def _check_checksum(path: str, document: Mapping[str, Any]) -> list[Notice]:
 def _entries(
     path: str, listed: dict[str, Any], stored: Mapping[Key, safefile.SavedTensor]
 ) -> dict[Key, Entry]:
-    """The entries that the manifest lists, with the byte ranges of the `stored` tensors.
+    """Makes the entries that the manifest lists, with the byte ranges of the `stored` tensors.
 
     Removes the items from `listed` to reuse their memory for the entries.
     """
@@ -294,7 +295,7 @@ def _entries(
         item, key = listed.pop(name), key_of(name)
         if "fragments" in item:
             shape = sizes_from_json(item["shape"])
-            fragments: Fragments = _listed(path, name, item)
+            fragments: Fragments = _listed_ranges(path, name, item)
         else:
             tensor = _stored_as(path, key, item["dtype"], item["shape"], stored)
             shape, fragments = tensor.shape, solid(prod(tensor.shape), tensor.extent)
@@ -306,7 +307,7 @@ def _entries(
 def _stored_as(
     path: str, key: Key, dtype: Any, shape: Any, stored: Mapping[Key, safefile.SavedTensor]
 ) -> safefile.SavedTensor:
-    """The tensor `key` in a file; raises CorruptCheckpoint unless it has this type and shape."""
+    """Looks up the tensor `key`; raises CorruptCheckpoint unless it has this type and shape."""
     tensor = stored.get(key)
     if tensor is None:
         raise CorruptCheckpoint(
@@ -366,7 +367,7 @@ def _groups(document: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
 
 
 def _listed_files(entries: Mapping[Key, Entry]) -> set[str]:
-    """The files that the byte ranges in manifest.json (the key `fragments`) refer to."""
+    """The files in which the manifest's key `fragments` places bytes of tensors."""
     return {
         fragment.extent.file
         for entry in entries.values()
@@ -395,7 +396,7 @@ def _require_room(path: str, entries: Mapping[Key, Entry], files: Collection[str
 def _origin(
     path: str, source_facts: Any, groups: Sequence[Any] | None, members: Iterable[Any]
 ) -> Origin:
-    """The facts about the original checkpoint that manifest.json states as `source`.
+    """Reads the facts about the original checkpoint: the manifest's key `source`.
 
     Raises CorruptCheckpoint for values that are impossible as names of folders or numbers of ranks.
     """
@@ -431,7 +432,7 @@ def _origin(
 def _stored(
     path: str, listed: Collection[str]
 ) -> tuple[dict[Key, safefile.SavedTensor], list[str]]:
-    """The tensors of the listed safetensors files, and the files' paths.
+    """Reads the headers of the listed safetensors files: their tensors, and the files' paths.
 
     The tensors are mapped by parameter name and kind (`param`, `master`, `exp_avg`, ...). If
     `listed` is empty, as it is while files are being written, all safetensors files in the folder
@@ -450,7 +451,7 @@ def _stored(
     return tensors, files
 
 
-def _listed(path: str, name: str, entry: Mapping[str, Any]) -> Runs:
+def _listed_ranges(path: str, name: str, entry: Mapping[str, Any]) -> Runs:
     """The byte ranges that the manifest lists for a tensor.
 
     Raises CorruptCheckpoint unless they cover the tensor exactly once.
@@ -496,7 +497,7 @@ def check(manifest: Manifest) -> list[Notice]:
     return []
 
 
-def _below(path: str, folder: str) -> SiblingList:
+def _files_in(path: str, folder: str) -> SiblingList:
     """The files in a subfolder such as `siblings/`, which a conversion copies unchanged."""
     root = os.path.join(path, folder)
     files = SiblingList(path, OPEN_FOLDERS | OPEN_FILES)
@@ -509,7 +510,7 @@ def _below(path: str, folder: str) -> SiblingList:
 
 
 def _siblings(path: str) -> SiblingList:
-    siblings = _below(path, SIBLINGS)
+    siblings = _files_in(path, SIBLINGS)
     if not siblings.files:  # beside weights that were written alone
         for name in sorted(filter(LOADED.fullmatch, os.listdir(path))):
             siblings.add(name, os.path.join(path, name))

@@ -38,19 +38,19 @@ from .read import shells_of
 
 
 def select(source: Manifest, options: Options) -> Manifest:
-    """The manifest to write: the source's, with the tensors and types that the options choose.
+    """Selects what to write: the source's manifest with the tensors and types that options choose.
 
     Raises MissingData with `--weights-only` for a source without weights.
     """
     entries: dict[Key, Entry] = {}
     for key, entry in source.entries.items():
         if entry.slot == "param":
-            entries[key] = _weight(source, entry, options)
+            entries[key] = _with_dtype(source, entry, options)
         elif not options.weights_only:
             entries[key] = entry
         if entry.slot == "master" and (options.weights_only or options.module_dtype):
             weight = replace(entry, slot="param", digest=None)
-            entries.setdefault(weight.key, _weight(source, weight, options))
+            entries.setdefault(weight.key, _with_dtype(source, weight, options))
     if options.weights_only:
         if not entries:
             raise MissingData("weights-missing", f"{source.root} has no weights", file=source.root)
@@ -79,8 +79,8 @@ def select(source: Manifest, options: Options) -> Manifest:
     return source.replace(entries=entries, engine=engine, states=states)
 
 
-def _weight(source: Manifest, entry: Entry, options: Options) -> Entry:
-    """The entry with the type of `--dtype`, if it is a weight; buffers keep their type."""
+def _with_dtype(source: Manifest, entry: Entry, options: Options) -> Entry:
+    """Gives a weight's entry the type of `--dtype`; buffers keep their type."""
     is_weight = entry.parameter in source.parameters and entry.dtype in FLOATS
     if not options.module_dtype or not is_weight or entry.dtype == options.module_dtype:
         return entry
@@ -88,7 +88,7 @@ def _weight(source: Manifest, entry: Entry, options: Options) -> Entry:
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """Lays out the files, without tensors' bytes and digests; `seal` adds the digests."""
+    """Lays out the target's files; `seal` adds the tensors' checksums to manifest.json later."""
     chosen = with_defaults(select(source, options), options)
     siblings = [(f"{SIBLINGS}/{item.name}", item) for item in source.files.siblings]
     siblings += [(f"{AROUND}/{item.name}", item) for item in source.files.around]
@@ -133,7 +133,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 def with_defaults(source: Manifest, options: Options) -> Manifest:
-    """The source, with the values of `--group-defaults` if it stores no hyper-parameters.
+    """Adds the values of `--group-defaults` if the source stores no hyper-parameters.
 
     For example, DeepSpeed's elastic files store no hyper-parameters.
     """
@@ -180,8 +180,8 @@ def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
     if len({*weights.values()}) > 1:
         total = sum(entry.length for entry in chosen.slots["param"])
         index = {"metadata": {"total_size": total}, "weight_map": weights}
-        yield Shell.of("model.safetensors.index.json", _text(index))
-    text = _text(describe(chosen, lambda key: chosen.entries[key].digest))
+        yield Shell.of("model.safetensors.index.json", _formatted(index))
+    text = _formatted(describe(chosen, lambda key: chosen.entries[key].digest))
     size = len(text) + len(CHECKSUM)
     if size + room > MAX_MANIFEST:
         raise UnsupportedCheckpoint(
@@ -213,11 +213,11 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     }
     with root.opened(os.path.join(root.path, MANIFEST), os.O_RDWR) as file:
         os.ftruncate(file, 0)
-        write_all(file, memoryview(_text({**document, "crc32": checksum(document)})), 0)
+        write_all(file, memoryview(_formatted({**document, "crc32": checksum(document)})), 0)
 
 
 def describe(manifest: Manifest, digest_of: Callable[[Key], int | None]) -> dict[str, Any]:
-    """The contents of manifest.json, as a dictionary.
+    """Makes the contents of manifest.json, as a dictionary.
 
     `digest_of` returns the CRC-32 of an entry's tensor, or None if it is unknown.
     """
@@ -254,16 +254,19 @@ def describe(manifest: Manifest, digest_of: Callable[[Key], int | None]) -> dict
 
 
 def with_mended(path: str, mended: Sequence[Mended]) -> tuple[str, bytes]:
-    """The name and new bytes of manifest.json, with a list of what `zckpt mend` restored."""
+    """Makes new bytes of manifest.json with a list of what `zckpt mend` restored.
+
+    Returns the file's name and these bytes.
+    """
     with sources.opened(os.path.join(path, MANIFEST)) as file:
         document = json.loads(file.read())
     document.pop("crc32", None)
     document["mended"] = to_json(mended)
-    return MANIFEST, _text({**document, "crc32": checksum(document)})
+    return MANIFEST, _formatted({**document, "crc32": checksum(document)})
 
 
 def _without_text(notice: Notice) -> dict[str, Any]:
-    """A notice as JSON, without its text and without its path.
+    """Converts a notice to JSON, without its text (stored elsewhere) and without its path.
 
     The path is valid on this machine only.
     """
@@ -272,13 +275,13 @@ def _without_text(notice: Notice) -> dict[str, Any]:
 
 
 def _entry(entry: Entry, digest: int | None) -> dict[str, Any]:
-    """A tensor's entry as JSON; its CRC-32, `digest`, is included unless it is None (unknown)."""
+    """Converts a tensor's entry to JSON; `digest` is its CRC-32, or None if that is unknown."""
     described = {"dtype": entry.dtype, "shape": entry.shape}
     return described if digest is None else {**described, "crc32": f"{digest:08x}"}
 
 
-def _text(document: Mapping[str, Any]) -> bytes:
-    """The document as JSON, with a line for each key, and for each item of a dictionary in it.
+def _formatted(document: Mapping[str, Any]) -> bytes:
+    """Formats manifest.json: one line per key, and one per item of a dictionary under a key.
 
     So people can read it and `diff` can compare it; json's own indent would put every number of a
     shape on a separate line.
@@ -307,7 +310,7 @@ def _pieces(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _entry_line(entry: Mapping[str, Any]) -> str:
-    """An entry as one line of JSON: the same text as from `_line`, in a third of the time.
+    """Formats an entry as one line of JSON: the same text as from `_line`, in a third of the time.
 
     It works because entries have only ASCII texts and integers.
     """
@@ -315,7 +318,7 @@ def _entry_line(entry: Mapping[str, Any]) -> str:
 
 
 def _parameter_line(parameter: Mapping[str, Any]) -> str:
-    """A parameter as one line of JSON.
+    """Formats a parameter as one line of JSON.
 
     Most parameters are written by `_entry_line`. `_line` writes a parameter that has aliases,
     states of one number, or a step that is no integer.
