@@ -242,7 +242,7 @@ def find(
     tags_of = {item: tags for item in formats if (tags := item.detect(path))}
     if not tags_of:
         if name in (None, onnxruntime.FORMAT.name):
-            _need_h5py(path)
+            _require_h5py_for_hdf5(path)
         tags_of = _detect_weak(path, name)
     if len(tags_of) > 1:
         names = ", ".join(item.name for item in tags_of)
@@ -469,8 +469,7 @@ def _description_and_hint(path: str) -> tuple[str, str]:
     return f"it holds {listed(names)}", ""
 
 
-def _need_h5py(path: str) -> None:
-    """Raises MissingExtra if a folder contains HDF5 files and h5py is not installed."""
+def _require_h5py_for_hdf5(path: str) -> None:
     if not sources.is_folder(path) or sources.is_denied(path):
         return
     with os.scandir(path) as items:

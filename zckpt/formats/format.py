@@ -1,4 +1,4 @@
-"""The record of a format: one engine's layout of a checkpoint in files, and its functions.
+"""`Format`: the record that describes one checkpoint format, and the functions for its files.
 
 A format is a folder beside this file. Its `__init__.py` has a `Format`: everything that recognition
 and `--help` need. Its `functions.py` has the functions that work on its files, as `Functions`; it

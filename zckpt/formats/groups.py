@@ -1,7 +1,7 @@
 """Adapts a source's parameter groups to the groups that the target's optimizer expects.
 
     DeepSpeed       drops groups without a trainable parameter (0.19.8)
-    the Trainer     makes two: decayed weights, and the others; one may be empty (5.23)
+    the Trainer     makes two: with weight decay, and without; one may be empty (5.23)
 
 A scheduler's state has one item per group, so it changes with the groups. This includes the
 trainer's own scheduler file, and Lightning's list.
@@ -95,8 +95,8 @@ def _with_buffers(manifest: Manifest, patterns: Sequence[str]) -> Manifest:
 def without_empty_groups(manifest: Manifest) -> Manifest:
     """Removes groups without a trainable parameter, as DeepSpeed does (0.19.8).
 
-    With LoRA, for example, the Trainer's second group (not decayed) is empty, because all of an
-    adapter's weights are decayed.
+    With LoRA, for example, the Trainer's second group (without weight decay) is empty, because all
+    of an adapter's weights are in the first.
     """
     groups = manifest.groups
     if groups is None:
@@ -118,9 +118,9 @@ def without_empty_groups(manifest: Manifest) -> Manifest:
 def with_trainers_groups(manifest: Manifest, _options: Options) -> Manifest:
     """Restores the two groups of a Trainer's optimizer, if DeepSpeed stored only one.
 
-    transformers makes one group of decayed weights and one of all other weights (5.23). DeepSpeed
-    drops the second group if it is empty. If the ds_config defines the optimizer, all weights are
-    in one group.
+    transformers makes one group of weights with weight decay, and one of all other weights (5.23).
+    DeepSpeed drops the second group if it is empty. If the ds_config defines the optimizer, all
+    weights are in one group.
     """
     groups = manifest.groups
     of_trainer = program_of(manifest.files.siblings) == TRANSFORMERS

@@ -2,7 +2,7 @@
 
     global_step7/mp_rank_00_model_states/data.pkl     some programs unpack files of torch.save
     node0/global_step7, node1/global_step7            each node has saved on a disk of its own
-    checkpoint-500, tmp-checkpoint-500                where the Trainer's rename came too early
+    checkpoint-500, tmp-checkpoint-500                the Trainer renamed only one node's folder
 
 The result is only a hint: nothing is read from the file that is found.
 """

@@ -131,9 +131,9 @@ class Template:
 
     @property
     def own_states(self) -> States:
-        """The source's optimizer states; a state of one number gets the run's parameter name.
+        """The source's optimizer states; numbers per parameter are under the run's parameter names.
 
-        An example of a state of one number is NAdam's `mu_product`.
+        An example of such a number is NAdam's `mu_product`.
         """
         return self.source.states.with_numbers_of(
             {name: self.owners[name] for name in self.run.parameters}

@@ -284,7 +284,7 @@ def canonical(manifest: Manifest, among: Sequence[str] = ()) -> Manifest:
     have the prefix too.
     """
     every = (*_all_names(manifest), *among)
-    front, names = _front(without_words(every).values()), plain_names(every)
+    front, names = _longest_common_prefix(without_words(every).values()), plain_names(every)
     manifest = with_plain_modules(manifest)
     plain_by_name = {name: names[name] for name in _all_names(manifest)}
     return _with_names(manifest, lambda name: plain(name).removeprefix(front), plain_by_name)
@@ -317,12 +317,11 @@ def plain_names(names: Collection[str]) -> dict[str, str]:
     removed, because names of Hugging Face have it.
     """
     short = without_words(names)
-    front = _front(short.values())
+    front = _longest_common_prefix(short.values())
     return {name: new.removeprefix(front) for name, new in short.items()}
 
 
-def _front(names: Collection[str], prefixes: Sequence[str] = WRAPPERS) -> str:
-    """The longest combination of `prefixes` with which all names begin: `module.module.`."""
+def _longest_common_prefix(names: Collection[str], prefixes: Sequence[str] = WRAPPERS) -> str:
     return max(_prefixes(names, all, prefixes), key=len)
 
 
@@ -332,7 +331,7 @@ def without_front(manifest: Manifest) -> Manifest:
     Wrappers' words inside of names are not removed.
     """
     names = _all_names(manifest)
-    front = _front(names, (*WRAPPERS, *WORDS))
+    front = _longest_common_prefix(names, (*WRAPPERS, *WORDS))
 
     def rewrite(name: str) -> str:
         return name.removeprefix(front)
@@ -364,7 +363,7 @@ def about_other_words(first: Manifest, other: Manifest) -> list[Notice]:
     """
     ours, theirs = _all_names(first), _all_names(other)
     alone = {*ours} ^ {*theirs}
-    roots = {_front(without_words(names).values()) for names in (ours, theirs)}
+    roots = {_longest_common_prefix(without_words(names).values()) for names in (ours, theirs)}
     if len(roots) == 1 and not any(plain(name) != name for name in alone):
         return []
     names = plain_names(ours) | plain_names(theirs)

@@ -311,9 +311,9 @@ def _undecided(
     names = [f"{name} {list(_first(shapes))}" for name, shapes in undecided.items()]
     lines: dict[str, str] = {}
     for name, sliced in decided.items():
-        lines.setdefault(_pattern(name), sliced.placement.text)
+        lines.setdefault(_pattern_for_all_layers(name), sliced.placement.text)
     for name, shapes in undecided.items():
-        lines.setdefault(_pattern(name), f"?  # {list(_first(shapes))} on each rank")
+        lines.setdefault(_pattern_for_all_layers(name), f"?  # {list(_first(shapes))} on each rank")
     family = next((each for each in FAMILIES if _family_fits(rules_of(each), undecided)), None)
     by_family = "" if family is None else f"a family knows these names: --tp-rules {family}; else "
     text = "\n".join(f"  {pattern} = {rule}" for pattern, rule in lines.items())
@@ -337,7 +337,6 @@ def _first(shapes: Shapes) -> tuple[int, ...]:
     return next(shape for shape in shapes if shape is not None)
 
 
-def _pattern(name: str) -> str:
-    """A regular expression that matches a name and the same parameter in all other layers."""
+def _pattern_for_all_layers(name: str) -> str:
     parts = re.split(r"(?<![^.])(\d+)(?=\.)", name)
     return "".join(r"\d+" if place % 2 else re.escape(part) for place, part in enumerate(parts))

@@ -127,7 +127,7 @@ class StateDictFiles(Struct, eq=False):
         return has_model and _is_of_kind("optim", os.path.basename(path))
 
     def without_optimizers(self) -> StateDictFiles:
-        """These files without the optimizers' files."""
+        """The same files without those of optimizers."""
         whole = {key: path for key, path in self.whole.items() if not _is_of_kind("optim", key)}
         ranks = {key: paths for key, paths in self.ranks.items() if not _is_of_kind("optim", key)}
         return StateDictFiles(whole, ranks, self.world, self.items)

@@ -103,7 +103,6 @@ def _by_item(folder: str, names: Iterable[str], ending: str, of: str | None) -> 
 
 
 def _models_first(items: Items) -> list[str]:
-    """The items (`model` in `model_0.pt`), sorted by name; names with `model` come first."""
     return sorted(map(str, items), key=lambda item: ("model" not in item, item))
 
 
@@ -137,7 +136,6 @@ def _are_rows(paths: Mapping[int, str]) -> bool:
 
 
 def _shapes_in(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, tuple[int, ...]]]:
-    """Yields the path and the shape of every tensor in nested dictionaries."""
     if isinstance(tree, Tensor):
         yield path, tree.shape
     elif isinstance(tree, dict):

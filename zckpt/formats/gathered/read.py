@@ -368,7 +368,6 @@ class _TreeReader:
         return merged
 
     def _join_averages(self) -> None:
-        """Joins averages (EMA) that ranks saved as plain slices, or removes them (averages.py)."""
         ranks = [
             averages.RankFiles(() if key is None else (key,), by_rank)
             for key, paths in self.files.ranks.items()

@@ -316,7 +316,6 @@ def _read_mesh(record: Any, file: TorchFile) -> DeviceMesh:
 
 
 def _refuse_other_rank(rank: int, stated_rank: int | None, world: int, file: TorchFile) -> None:
-    """Raises InconsistentCheckpoint if a file states another rank than its name does."""
     if stated_rank not in (None, rank):
         raise InconsistentCheckpoint(
             "swapped-files",

@@ -404,7 +404,10 @@ def _put_at(tree: dict[Any, Any], path: TreePath, value: Any) -> Any:
 
 
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
-    """Writes the checksums of the zip members; safetensors files have none."""
+    """Writes the CRC-32 of every tensor's bytes into the zip directories of torch.save files.
+
+    Safetensors files have no checksums.
+    """
     zips = [
         item for item in manifest.files.records if not item.extent.file.endswith(".safetensors")
     ]

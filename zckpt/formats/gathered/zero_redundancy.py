@@ -40,7 +40,7 @@ def is_local(files: Mapping[int, TorchFile]) -> bool:
 
 
 def _is_sorted(state: Mapping[int, Any], group: Mapping[str, Any]) -> bool:
-    numels = [_numel(state.get(number, {})) or 0 for number in group["params"]]
+    numels = [_numel_by_states(state.get(number, {})) or 0 for number in group["params"]]
     return numels == sorted(numels, reverse=True)
 
 
@@ -122,7 +122,7 @@ def _owners_by_size(saved: SavedTree, files: Mapping[int, TorchFile]) -> list[li
 
 
 def _numel_of(file: TorchFile, number: int) -> int:
-    numel = _numel(file.value["state"].get(number, {}))
+    numel = _numel_by_states(file.value["state"].get(number, {}))
     if numel is None:
         raise MissingData(
             "names-needed",
@@ -135,8 +135,7 @@ def _numel_of(file: TorchFile, number: int) -> int:
     return numel
 
 
-def _numel(state: Mapping[str, Any]) -> int | None:
-    """The number of elements of a parameter, inferred from its states; None without states."""
+def _numel_by_states(state: Mapping[str, Any]) -> int | None:
     tensors = [t for key, t in state.items() if isinstance(t, Tensor) and key != "step"]
     return max((tensor.numel for tensor in tensors), default=None)
 

@@ -3,9 +3,10 @@
 A gated `linear_fc1` has the rows [gate; up]. With --use-torch-fsdp2 each data rank has a range of
 these rows: of 2 data ranks, the first has the gate, and the second has up. Megatron-Core 0.16.1
 saves the first half of each rank's rows as a part of the gate, and the second half as a part of up.
-So the files of 2 ranks have the halves in the order [gate 0, up 0, gate 1, up 1]. Compared: a run
-of 1 data rank and a run of 2 data ranks held the same weights, and so did a run of 2 tensor ranks
-with 2 data ranks each.
+So the files of 2 ranks have the halves in the order [gate 0, up 0, gate 1, up 1].
+
+Tested with runs that had the same weights: 1 data rank, 2 data ranks, 2 tensor ranks with 2 data
+ranks each.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
         )
         for name, shape in parameter_shapes.items()
     }
-    warnings = [*_other_iteration(content), *put_in_order(args)]
+    warnings = [*_warnings_of_other_iteration(content), *put_in_order(args)]
     if groups and not has_groups:
         message = (
             "no file lists the members of the parameter groups, and Megatron-Core's usual rule "
@@ -234,8 +234,7 @@ def is_stranger(notice: Notice) -> bool:
     return notice.code == "file-omitted" and notice.subject not in (None, FOLLOW)
 
 
-def _other_iteration(content: Content) -> list[Notice]:
-    """A warning if the folder's name and the common state name different iterations."""
+def _warnings_of_other_iteration(content: Content) -> list[Notice]:
     name, stated_iteration = basename(content.folder), content.common.get("iteration")
     number = name.removeprefix("iter_")
     if number == name or not is_iteration(name) or stated_iteration in (None, int(number)):

@@ -1,9 +1,9 @@
-"""Finds fp32 masters that do not round to their weights, and compares replicas.
+"""Finds wrong fp32 masters: rounded to the type of the weights, they do not give the weights.
 
 `fully_reshardable` files of several buckets have wrong masters and moments if a bucket has padding
 at its end: Megatron-Core 0.14 to 0.19.2 gathers without the padding, and then uses offsets that
-count it. The weights are right, so the masters do not round to them. Flat buffers are not affected:
-zckpt checks by rounding where their parameters are (buffers/placing.py).
+count it. The weights are right. Flat buffers need no such check: zckpt finds the parameters in them
+by comparing rounded masters with the weights (buffers/placing.py).
 """
 
 from __future__ import annotations

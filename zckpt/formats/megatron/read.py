@@ -1,11 +1,11 @@
-"""Builds the manifest of a Megatron-Core checkpoint, with each layer of a stacked key separate.
+"""Reads Megatron-Core checkpoints: a key stacks all layers, and the manifest has one tensor each.
 
     decoder.layers.mlp.linear_fc2.weight              the weight, as the module stores it
     optimizer.state.param.<key>                       the fp32 master (fully_reshardable)
     optimizer.state.fp32_param.<key>                  the same without the distributed optimizer
     optimizer.state.exp_avg.<key>, exp_avg_sq         moments
 
-If only the optimizer was saved, its masters have the keys of weights; zckpt uses them as weights.
+If only the optimizer was saved, zckpt uses its masters as weights.
 
 All tensors have the global shape of the key, so no size of tp, pp or ep matters. The rows of a
 gated `linear_fc1` are [gate; up] for any tp.
@@ -357,9 +357,9 @@ class _Reader:
     def _flat_parts(
         self, key: str, item: TensorItem, stacked: str, slot: str
     ) -> Iterator[tuple[str, Entry]]:
-        """Adds the states under a key that stores flattened slices; yields (name, entry).
+        """Adds one entry for each layer and expert of a state that is stored as flattened slices.
 
-        `stacked` is the key of the weights.
+        Yields (name, entry). `stacked` is the key of the weights.
         """
         fragments = flats.FlatFragments(self.table, self.files, key)
         for place in places(item.shape, axes_of(stacked)):

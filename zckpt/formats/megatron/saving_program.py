@@ -92,7 +92,7 @@ def placed(
 ) -> Iterator[tuple[str, Sibling]]:
     """Yields the program's files with the paths that they get in the target.
 
-    `iteration` is the target's folder with the tensors.
+    `iteration` is the target's folder of tensors, such as "iter_0000006".
     """
     for item in siblings:
         if program == BRIDGE and item.name.split("/")[0] in (CONFIG, TRAIN_STATE, TOKENIZER):

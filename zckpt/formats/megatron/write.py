@@ -94,9 +94,9 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 def lay_out_like(source: Manifest, run: Manifest, options: Options) -> Layout:
-    """Lays out the source with the keys and types of `run`, the run of `--like`.
+    """Lays out a source of another engine with the keys and types of `run`, the run of `--like`.
 
-    Also raises the errors of `RunTemplate`.
+    Raises the errors of `lay_out` and of `RunTemplate`.
     """
     types = {entry.parameter: entry.dtype for entry in run.slots.get("param", ())}
     return _lay_out(RunTemplate(source, run, options).manifest(), options, types)
@@ -264,10 +264,6 @@ class MegatronWriter:
         return TargetTensor(key, slot, dtype, (*sizes, *shapes.pop()), names)
 
     def _entry(self, name: str, slot: str) -> Entry:
-        """A parameter's weight, master or optimizer state in the source.
-
-        Raises MissingData if the source does not have it.
-        """
         if slot in ("param", "master"):
             weight = weight_of(self.source.entries, name)
             return weight.stored if slot == "param" else weight.trained

@@ -1,4 +1,4 @@
-"""Finds the files of one checkpoint: a directory of rank files, or one file."""
+"""Finds the files of one ONNX Runtime checkpoint: a directory of ranks' files, or one file."""
 
 from __future__ import annotations
 

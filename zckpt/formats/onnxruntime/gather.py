@@ -3,9 +3,9 @@
 They join the slices of a weight, and the slices of each moment, in the order of the ranks. The
 shape of the result comes from a full tensor of the weight (such as its 16-bit copy) or, in HDF5
 files, from partition_info. A weight that is not divided comes from the first rank. Before 1.7, each
-owner of a shared weight stores all of it; in such files, the lengths of the slices of the first
-moment show which slice of the owner's weight is current. This module does not use the partition
-rule, on which the reader relies: so `verify --gather` checks the reader.
+rank that owns a part of a weight stores the full weight, of which only this part is current. The
+lengths of the slices of the first moment show where each part is. This module does not use the
+partition rule, on which the reader relies: so `verify --gather` checks the reader.
 
 1.3 to 1.6: CombineZeroCheckpoint (checkpointing_utils.py); 1.7 to 1.16: training/checkpoint.py.
 """

@@ -169,7 +169,7 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
             for name, tensor in file.tensors.items()
             if _is_known(name)
         ],
-        omitted=_omitted(files),
+        omitted=_notes_on_omitted_values(files),
         warnings=[
             warning(
                 "bytes-unknown",
@@ -184,8 +184,7 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
     )
 
 
-def _omitted(files: Sequence[RankFile]) -> list[Notice]:
-    """Notes on values in the files that do not become part of the manifest."""
+def _notes_on_omitted_values(files: Sequence[RankFile]) -> list[Notice]:
     omitted = []
     for name, by_rank in (
         ("user_dict", [file.values.get("user_dict") for file in files]),

@@ -11,10 +11,9 @@
     Moment_1_w[_view_K]      and Moment_2_..., Update_Count_...: for the elements that a rank owns
     Step                     Lamb's counter
 
-Before 1.7 (L1), each owner of a shared weight in a mixed-precision run stores all of it, but only
-the owner's own slice is current. ONNX Runtime's old front end also saves, with stale values, every
-weight that its session lacks. So a weight in a rank's file may not be current: read.py reads a
-weight from its owners only.
+Before 1.7 (L1), each rank that owns a part of a weight in a mixed-precision run stores the full
+weight, of which only this part is current. ONNX Runtime's old front end also saves weights that its
+session lacks, with stale values. So read.py reads a weight only from the ranks that own it.
 
 A weight's own name may look like one of these keys (`x_view_1`, `Step_scale`). So a key is split
 into a weight's name and a suffix only if that weight is a key too.

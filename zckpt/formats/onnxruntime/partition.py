@@ -96,7 +96,7 @@ WRONG_FILE = (
 
 
 def weights_apart(save: Save) -> set[str]:
-    """The names of the weights whose fp32 values only their owners store.
+    """The names of the weights whose fp32 values are stored only by the ranks that own them.
 
     These are the trained weights of a mixed-precision run. If the run's 16-bit copies were not
     saved, sets `save.mixed`. Raises MissingData if slices of weights were saved without 16-bit
@@ -130,12 +130,12 @@ def weights_apart(save: Save) -> set[str]:
 
 
 def owners_of(save: Save, shapes: Shapes, apart: Collection[str]) -> tuple[Owned, set[str]]:
-    """The owners of each weight by the partition rule, and the names of the trained weights.
+    """Returns the ranks that own each weight, and the names of the trained weights.
 
-    `apart` are the weights whose fp32 values only their owners store. If the files have no moments,
-    the slices of weights show which weights are trained. Raises IncompleteCheckpoint if moments are
-    missing, InconsistentCheckpoint if moments contradict the rule, and MissingData if no file has
-    the slices of shared weights.
+    The owners follow from the partition rule. `apart` are the weights whose fp32 values are stored
+    only by their owners. If the files have no moments, the slices of weights show which weights are
+    trained. Raises IncompleteCheckpoint if moments are missing, InconsistentCheckpoint if moments
+    contradict the rule, and MissingData if no file has the slices of shared weights.
     """
     numels = {name: prod(shape) for name, shape in shapes.items()}
     trained = {name for rank in save.ranks for name in rank.moments}

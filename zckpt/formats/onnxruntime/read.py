@@ -1,4 +1,4 @@
-"""Builds the manifest of an ONNX Runtime checkpoint; every weight comes from its owners.
+"""Builds the manifest of an ONNX Runtime checkpoint, with every weight from the ranks that own it.
 
 Other ranks' copies of a weight are not used if they may be stale (see legacy.py). They must be
 equal if ONNX Runtime keeps them current on every rank: the weights of fp32 runs, frozen weights,

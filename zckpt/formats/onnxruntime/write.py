@@ -320,7 +320,6 @@ class OnnxRuntimeWriter:
 
     @property
     def _counter_of_lamb(self) -> Scalar | None:
-        """The counter that Lamb keeps for all weights together; None for Adam."""
         is_lamb = self.states and self.optimizer == "LambOptimizer"
         return COUNTED.number(max(self.updates)) if is_lamb else None
 

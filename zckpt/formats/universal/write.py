@@ -80,7 +80,6 @@ def select(source: Manifest, options: Options) -> Manifest:
 
 
 def _with_dtype(source: Manifest, entry: Entry, options: Options) -> Entry:
-    """Gives a weight's entry the type of `--dtype`; buffers keep their type."""
     is_weight = entry.parameter in source.parameters and entry.dtype in FLOATS
     if not options.module_dtype or not is_weight or entry.dtype == options.module_dtype:
         return entry
@@ -236,7 +235,8 @@ def describe(manifest: Manifest, digest_of: Callable[[Key], int | None]) -> dict
         "parameters": parameters_to_json(manifest.parameters, manifest.states),
         "buffers": list(manifest.buffers),
         "entries": {
-            name_of(key): _entry(entry, digest_of(key)) for key, entry in manifest.entries.items()
+            name_of(key): _entry_as_json(entry, digest_of(key))
+            for key, entry in manifest.entries.items()
         },
         "files": {},
         # the target has the trainer's files, whose counters are found there again
@@ -244,8 +244,8 @@ def describe(manifest: Manifest, digest_of: Callable[[Key], int | None]) -> dict
         "left_out": [notice.message for notice in manifest.notices.omitted],
         "warnings": [notice.message for notice in warnings],
         "notices": {
-            "left_out": list(map(_without_text, manifest.notices.omitted)),
-            "warnings": list(map(_without_text, warnings)),
+            "left_out": list(map(_notice_as_json, manifest.notices.omitted)),
+            "warnings": list(map(_notice_as_json, warnings)),
         },
         "inferred": list(manifest.notices.inferred),
         **({"mended": to_json(restored)} if restored else {}),
@@ -265,7 +265,7 @@ def with_mended(path: str, mended: Sequence[Mended]) -> tuple[str, bytes]:
     return MANIFEST, _formatted({**document, "crc32": checksum(document)})
 
 
-def _without_text(notice: Notice) -> dict[str, Any]:
+def _notice_as_json(notice: Notice) -> dict[str, Any]:
     """Converts a notice to JSON, without its text (stored elsewhere) and without its path.
 
     The path is valid on this machine only.
@@ -274,8 +274,7 @@ def _without_text(notice: Notice) -> dict[str, Any]:
     return {**fields, "hint": notice.hint}
 
 
-def _entry(entry: Entry, digest: int | None) -> dict[str, Any]:
-    """Converts a tensor's entry to JSON; `digest` is its CRC-32, or None if that is unknown."""
+def _entry_as_json(entry: Entry, digest: int | None) -> dict[str, Any]:
     described = {"dtype": entry.dtype, "shape": entry.shape}
     return described if digest is None else {**described, "crc32": f"{digest:08x}"}
 
