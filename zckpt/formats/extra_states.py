@@ -27,7 +27,7 @@ function adds to `tensors`.
 
 
 class ExtraState(Struct, frozen=True):
-    """A value of an optimizer's state dict that is not a parameter's usual state, such as a moment.
+    """A value in an optimizer's state dict beside the usual states of parameters, such as moments.
 
     `reason` is a text that says why zckpt does not use the value as a parameter's state.
     """

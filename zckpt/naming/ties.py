@@ -117,9 +117,10 @@ def of_root(pairs: Iterable[tuple[str, str]], root: str) -> list[tuple[str, str]
 
 
 def likely(manifest: Manifest) -> list[tuple[str, str]]:
-    """Guesses ties that the source may lack, for a warning: pairs (second name, first name).
+    """Lists ties that the source may lack, as pairs (second name, first name).
 
-    There is at most one pair for each model in the source.
+    The user is told of them; zckpt does not add them. There is at most one pair for each model in
+    the source.
     """
     fronts = [f"{root}." for root in manifest.roots] if len(manifest.roots) > 1 else [""]
     pairs = ((front, _likely_of_model(manifest, front)) for front in fronts)
@@ -127,10 +128,11 @@ def likely(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _likely_of_model(manifest: Manifest, before: str) -> tuple[str, str] | None:
-    """Guesses that a model's output layer is tied to its embedding: returns the names of both.
+    """The tie of a model's output layer with its embedding, which the source may lack; or None.
 
-    `before` is the prefix of the model's names. None if the model has an output layer, or if it is
-    unclear which weight is the embedding or what the output layer is called.
+    The result is (name of the output layer's weight, name of the embedding). `before` is the prefix
+    of the model's names. None if the model has an output layer, or if it is unclear which weight is
+    the embedding or what the output layer is called.
     """
     parameters, other_names = (
         [name.removeprefix(before) for name in names if name.startswith(before)]

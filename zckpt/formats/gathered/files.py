@@ -150,7 +150,7 @@ def detect(path: str) -> list[str]:
     """
     if sources.is_file(path):
         return [""] if _has_state_dicts(path) else []
-    names = _names_or_none(path)
+    names = _names_if_readable(path)
     whole = _complete_files(names)
     if "optim" in whole and "model" in whole:
         return [""]
@@ -170,7 +170,7 @@ def detect_weak(path: str) -> list[str]:
     """
     if sources.is_file(path):
         return [""] if path.endswith(".safetensors") else []
-    names = _names_or_none(path)
+    names = _names_if_readable(path)
     if "model" in _complete_files(names) or len(_safetensors(names)) == 1 or slices(path):
         return [""]
     single = _single_files(path, names)
@@ -198,7 +198,7 @@ def updates(path: str) -> float | None:
     """
     files = [path]
     if sources.is_folder(path):
-        whole = _complete_files(_names_or_none(path))
+        whole = _complete_files(_names_if_readable(path))
         kinds = [kind for kind in whole if "model" in whole and kind.startswith("optim")]
         files = [os.path.join(path, whole[kind]) for kind in kinds]
     numbers = (number for file in files if is_torch(file) for number in _steps_in_file(file))
@@ -241,7 +241,7 @@ def _names(folder: str) -> list[str]:
         )
 
 
-def _names_or_none(folder: str) -> list[str]:
+def _names_if_readable(folder: str) -> list[str]:
     """The names of the files in a folder; [] if the user may not list it, or if it is no folder.
 
     An example of a folder that may not be listed is `lost+found`.
@@ -365,7 +365,7 @@ def whole_of(path: str) -> str | None:
     if not sources.is_file(path):
         return None
     folder, name = os.path.split(path)
-    names = _names_or_none(folder or ".")
+    names = _names_if_readable(folder or ".")
     whole = _complete_files(names)
     kind = next((kind for kind, own in whole.items() if own == name), None)
     of_item = counted(name, ".pt") is not None and items.parts(folder or ".", names)
@@ -387,7 +387,7 @@ def slices(path: str) -> list[str]:
     if is_folder:
         return items.slices(path, names)
     folder = os.path.dirname(path)
-    return items.slices(folder, [*names, *_names_or_none(folder or ".")], names[0])
+    return items.slices(folder, [*names, *_names_if_readable(folder or ".")], names[0])
 
 
 def locate(path: str) -> StateDictFiles:
@@ -404,7 +404,9 @@ def locate(path: str) -> StateDictFiles:
             return _of_ranks(folder or ".", names, {})
         of_item = counted(name, ".pt") is not None
         paths = (
-            items.parts(folder, [name, *_names_or_none(folder or ".")], name) if of_item else None
+            items.parts(folder, [name, *_names_if_readable(folder or ".")], name)
+            if of_item
+            else None
         )
         return StateDictFiles(ranks=paths, items=True) if paths else StateDictFiles({None: path})
     names = _names(path)

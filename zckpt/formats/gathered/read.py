@@ -343,9 +343,9 @@ class _TreeReader:
         return merged.tree
 
     def rows_mesh(self, manifest: Manifest) -> tuple[str, str | None] | None:
-        """The mesh, if FSDP2 cut every parameter into rows; else None.
+        """The device mesh, if FSDP2 cut every parameter into rows; else None.
 
-        The mesh is a pair: the device type, and the name of its axis or None.
+        It is given as a pair: the device type, and the name of the mesh's one axis or None.
         """
         model = self.files.ranks.get("model")
         if model is None or self.files.world is None or self.files.whole:

@@ -52,8 +52,8 @@ def merge(
 ) -> dict[Any, Any]:
     """Joins the ranks' local states into one optimizer's state dict, with new parameter numbers.
 
-    If parameters of equal size cannot be told apart yet, `saved.orders` is set to lists of numbers;
-    the reader finds their names later. Raises InconsistentCheckpoint (ranks of different saves) and
+    Unless `param_names` lists all parameters, `saved.orders` is set to lists of these numbers, from
+    which names are found later. Raises InconsistentCheckpoint (ranks of different saves) and
     MissingData (no state shows the size of a parameter).
     """
     _check_alike(files, step_policy)

@@ -406,7 +406,7 @@ class FsdpReader:
         return entry
 
     def _pieces(self, key: str, rows: int = 0) -> list[TensorPiece]:
-        """The shards of a key's tensor, `rows` further down than their offsets state."""
+        """The shards of a key's tensor; `rows` is added to the row offset of each shard."""
         return [
             piece_of(file, file.value, (*(at + rows for at in box.offsets[:1]), *box.offsets[1:]))
             for box, file in self.files.boxes(self.table, key)

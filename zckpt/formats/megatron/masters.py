@@ -1,9 +1,9 @@
 """Finds wrong fp32 masters: rounded to the type of the weights, they do not give the weights.
 
-`fully_reshardable` files of several buckets have wrong masters and moments if a bucket has padding
-at its end: Megatron-Core 0.14 to 0.19.2 gathers without the padding, and then uses offsets that
-count it. The weights are right. Flat buffers need no such check: zckpt finds the parameters in them
-by comparing rounded masters with the weights (buffers/placing.py).
+Megatron-Core 0.14 to 0.19.2 writes wrong masters and moments into `fully_reshardable` files if the
+optimizer has several buckets and one has padding at its end: it gathers without the padding, and
+then uses offsets that count it. The weights are right. Flat buffers need no such check: zckpt finds
+the parameters in them by comparing rounded masters with the weights (buffers/placing.py).
 """
 
 from __future__ import annotations

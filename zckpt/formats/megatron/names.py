@@ -80,7 +80,9 @@ def with_plain_norms(name: str) -> str:
 
 
 def with_own_expert(name: str) -> str:
-    """Renames a parameter of grouped experts as in the local spec: each expert is a module.
+    """Renames a parameter of grouped experts as in the local spec of Megatron-Core.
+
+    There each expert is a module: `experts.local_experts.1.linear_fc1.weight`.
 
     Other names stay unchanged.
     """

@@ -246,7 +246,7 @@ class RunTemplate(Template):
     # -- the common state
 
     def _common_state(self) -> dict[Any, Any]:
-        """The run's common state, with the source's step and fitting counters of samples."""
+        """The run's common state, with the source's step and the number of samples at this step."""
         common = dict(self.common)
         step = self.source.step
         if self.states:

@@ -32,7 +32,7 @@ Bit = tuple[int, int]
 
 
 def flipped(text: bytes, limit: int = LIMIT) -> list[Bit]:
-    """Finds bits of a damaged manifest.json of which one flip restores the stated CRC-32.
+    """Finds the bits of a damaged manifest.json whose flip restores the stated CRC-32.
 
     Each is a pair: byte offset, bit. Empty if no such bit is found: trying all bits would take too
     long. All tries together parse at most `limit` bytes.
@@ -106,7 +106,7 @@ def _bits_by_checksum(text: bytes, document: dict[str, Any]) -> Iterator[Bit]:
 
 
 def _bits_of_rare_words(text: bytes) -> Iterator[Bit]:
-    """Yields bits of words that occur once, if a flip makes them another word of the text.
+    """Yields bits of words that occur once in the text, if a flip makes them another of its words.
 
     After these, yields all bits of the JSON keys that occur once.
     """

@@ -238,7 +238,7 @@ def _manifest(path: str, document: Mapping[str, Any], kept: Container[str] | Non
 
 
 class _FactsOfNotice(Struct, frozen=True):
-    """The facts about one notice in a manifest, except its text."""
+    """The facts about one notice in a manifest: all but its text, which is listed elsewhere."""
 
     code: Annotated[str, Meta(pattern=r"\A[a-z]+(-[a-z]+)*\Z", max_length=40)]
     severity: Literal["warning", "note"]
