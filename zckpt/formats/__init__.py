@@ -122,7 +122,7 @@ def trainers_counters(manifest: Manifest) -> list[Sighting]:
 def of(manifest: Manifest) -> Format | None:
     """Returns the format from which a manifest was read.
 
-    None for a proof file, which has the checksums of a checkpoint instead of its files.
+    None for the manifest of a proof file: such a file has only the checksums of a checkpoint.
     """
     return next((item for item in FORMATS if item.name == manifest.format), None)
 
@@ -517,7 +517,7 @@ def _path_in_hint(path: str, name: str) -> str:
 
 
 def _checkpoint_around(path: str, weak: bool = True) -> str | None:
-    """Finds the nearest folder above `path` that is a checkpoint with `path` as a part; else None.
+    """Finds the nearest folder above `path` that is a checkpoint and includes `path`; else None.
 
     With `weak`, the parent folder counts too if it has the weights of one model. A folder that
     merely lies beside tags does not count.

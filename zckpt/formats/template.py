@@ -50,7 +50,7 @@ class Template:
     def _owners(self, spelled: Callable[[str], str]) -> dict[str, str]:
         """Maps every weight and buffer of the run to its name in the source.
 
-        Raises MissingData if one of the two has a parameter that the other lacks, or in another
+        Raises MissingData if one of the two lacks a parameter of the other, or has it in another
         shape.
         """
         source, run = self.source, self.run
@@ -131,9 +131,9 @@ class Template:
 
     @property
     def own_states(self) -> States:
-        """The source's optimizer states; numbers per parameter are under the run's parameter names.
+        """The source's optimizer states, with parameters renamed as in the run.
 
-        An example of such a number is NAdam's `mu_product`.
+        This concerns states that are one number per parameter, such as NAdam's `mu_product`.
         """
         return self.source.states.with_numbers_of(
             {name: self.owners[name] for name in self.run.parameters}

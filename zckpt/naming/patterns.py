@@ -93,7 +93,10 @@ def fields_of(item: Any) -> Mapping[str, Any]:
     value = getattr(item, "state", item)
     if not isinstance(value, Mapping):
         raise InconsistentCheckpoint(
-            "tp-rule-wrong", f"parameter_with_sub_params has {brief(item)}"
+            "tp-rule-wrong",
+            f"universal_checkpoint_info: parameter_with_sub_params has {brief(item)}, but zckpt "
+            "expected a dictionary",
+            hint="give rules with --tp-rules FILE",
         )
     return value
 
@@ -109,7 +112,7 @@ def _all_patterns(info: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _has_patterns(key: str) -> bool:
-    return key.endswith("_all_patterns") or key == "parameter_with_2_sub_params_cat_dim_0"
+    return key.endswith("_patterns") or key == "parameter_with_2_sub_params_cat_dim_0"
 
 
 def _check_pattern(pattern: Any) -> None:

@@ -296,8 +296,8 @@ def _by_map(name: str, piece_map: Mapping[str, Any], shapes: Shapes, rows: int |
         if prod(stated_shape) != (0 if shape is None else prod(shape)):
             raise InconsistentCheckpoint(
                 "tp-rule-wrong",
-                f"{says} has the shape {list(stated_shape)} on tensor rank {rank}, and its file "
-                f"{None if shape is None else list(shape)}",
+                f"{says} states the shape {list(stated_shape)} on tensor rank {rank}, but this "
+                f"rank's file has {'no slice' if shape is None else f'the shape {list(shape)}'}",
             )
         slices.append(stated_shape)
         for piece in map_of_rank["pieces"]:

@@ -204,7 +204,7 @@ def shells(
     """
 
     def length(name: str) -> int:
-        """About as many bytes as each rank writes of a tensor."""
+        """The approximate number of bytes that each rank writes of a tensor."""
         return prod(tensors[name].shape) * SIZES[tensors[name].dtype] // world
 
     groups = [*portions(tensors, length, most)] or [[]]

@@ -275,7 +275,7 @@ class _TreeReader:
         return extra
 
     def _without_stated(self, file: TorchFile, model: TreePath) -> dict[Any, Any]:
-        """The values in a file without `zckpt`, the key of facts that zckpt added.
+        """Removes zckpt's own facts (the key `zckpt`) from a file's values, and returns the rest.
 
         These facts are moved to `saved.stated_of`, under the path of the model that they describe.
         `model` is this path if the facts do not state it.

@@ -367,7 +367,7 @@ def _groups(document: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
 
 
 def _listed_files(entries: Mapping[Key, Entry]) -> set[str]:
-    """The files in which the manifest's key `fragments` places bytes of tensors."""
+    """The files that contain bytes of tensors, by the manifest's key `fragments`."""
     return {
         fragment.extent.file
         for entry in entries.values()
