@@ -104,7 +104,7 @@ class StateDictFiles(Struct, eq=False):
 
     @property
     def missing(self) -> list[Notice]:
-        """Warnings about gaps in the numbers of Accelerate's files: `optimizer_2.bin` without 1."""
+        """Warnings about gaps in the numbers of Accelerate's files (`optimizer_1.bin` is lost)."""
         warnings: list[Notice] = []
         for kind in ("model", "optim"):
             paths = [path for key, path in self.whole.items() if key and key.startswith(kind)]

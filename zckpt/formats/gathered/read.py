@@ -142,9 +142,10 @@ def _slices(path: str, reading: Reading) -> list[str]:
 
 
 def _refuse_missing(manifest: Manifest, names: Sequence[str] | None) -> None:
-    """Raises IncompleteCheckpoint if weights have no state in any rank's local optimizer.
+    """Raises IncompleteCheckpoint if a weight has no optimizer state in any rank's file.
 
-    The last ranks' files may be missing; no file shows how many ranks there were.
+    In ZeroRedundancyOptimizer's local states, no file shows how many ranks there were, so the last
+    ranks' files may be missing.
     """
     trained = [name for name, parameter in manifest.parameters.items() if parameter.trainable]
     if names is not None and len(names) != len(trained):

@@ -94,7 +94,7 @@ def _is_decayed(name: str, shape: tuple[int, ...], args: Mapping[str, Any]) -> b
 def _is_decoupled(group: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
     """Whether a group has the learning rate of --decoupled-lr.
 
-    Since 0.16 the group does not state this. Then its `max_lr` is the value of the option.
+    Since 0.16 only the group's `max_lr` shows it: it equals the value of this option.
     """
     if group.get("is_decoupled_lr"):
         return True

@@ -82,9 +82,8 @@ def with_plain_norms(name: str) -> str:
 def with_own_expert(name: str) -> str:
     """Renames a parameter of grouped experts as in the local spec of Megatron-Core.
 
-    There each expert is a module: `experts.local_experts.1.linear_fc1.weight`.
-
-    Other names stay unchanged.
+    There each expert is a module: `experts.local_experts.1.linear_fc1.weight`. Other names stay
+    unchanged.
     """
     return GROUPED.sub(r"\g<experts>.local_experts.\g<number>.\g<linear>", name)
 
@@ -197,7 +196,7 @@ class KeysOfGpt:
         }
 
     def items(self) -> dict[str, str]:
-        """Maps the names of modules' extra states (`_extra_state`) to their torch_dist keys.
+        """Maps modules' extra states (`..._extra_state`, pickled objects) to their torch_dist keys.
 
         A run loads only if all of its modules have a state, even an empty one. If the names contain
         no such state, the linear modules of the local spec get one. With Transformer Engine's spec
@@ -243,7 +242,7 @@ class KeysOfGpt:
         return f"{stack}{rest}", axes
 
     def _is_separate(self, norm: str, layer: str) -> bool:
-        """Whether a norm of layer `layer` has a separate key, not the key of a linear module."""
+        """Whether a norm has its own torch_dist key, and is not stored with a linear module."""
         if self.latent and not (self.fused and norm.startswith("pre_mlp")):
             return True
         return self.fused and norm.startswith("pre_mlp") and layer in self.with_experts

@@ -1,4 +1,4 @@
-"""Reads Megatron-Core checkpoints: a key stacks all layers, and the manifest has one tensor each.
+"""Reads Megatron-Core checkpoints: a key stacks all layers, the manifest has a tensor per layer.
 
     decoder.layers.mlp.linear_fc2.weight              the weight, as the module stores it
     optimizer.state.param.<key>                       the fp32 master (fully_reshardable)
