@@ -130,9 +130,10 @@ class DcpWriter(Struct, eq=False, dict=True):
         if (ranks := options[DP]) is not None:
             self.siblings, lines = trainers.for_ranks(self.siblings, source.dp, ranks)
             self.omitted += lines
-            sp = source.run.origin.sequence_ranks(ranks)
             batch = batches.in_state_dicts(source)
-            self.warnings += batches.changes(batch, source, ranks, sp)
+            if batch.total is not None:
+                sp = source.run.origin.sequence_ranks(ranks)
+                self.warnings += batches.changes(batch, source, ranks, sp)
         self.omitted += [
             note(
                 "state-omitted",
