@@ -110,6 +110,13 @@ def has_models(source: Manifest, options: Options) -> bool:
     return dialect == "accelerate" or (dialect is None and any(map(PARTS.fullmatch, folders)))
 
 
+class CutTensor(Struct, frozen=True):
+    """A tensor that is cut into shards: its description, and each shard's rank, box and file."""
+
+    item: TensorItem
+    shards: tuple[tuple[int, ItemBox, Shell], ...]
+
+
 class DcpWriter(Struct, eq=False, dict=True):
     """Decides all keys, folders and files of the target before the first byte is written."""
 
@@ -148,15 +155,16 @@ class DcpWriter(Struct, eq=False, dict=True):
         if self.storage:
             self.omitted += self._values()
         self._files: dict[str, list[Shell]] = {}  # by folder
+        self._cuts: dict[BlankTensor, CutTensor] = {}
 
     def _of_ranks(self) -> list[Notice]:
         """Warnings about state with one key per rank, if `--dp` asks for another number of ranks.
 
-        Data loaders, for example, have such state.
+        It is among the program's own state: data loaders, for example, have it.
         """
         ranks = by_key(
             (path[:place], key)
-            for path, _ in self.dicts.items()
+            for path, _ in self.dicts.program_items()
             for place, key in enumerate(map(str, path))
             if "rank" in key and OF_RANK.fullmatch(key)
         )
@@ -345,42 +353,47 @@ class DcpWriter(Struct, eq=False, dict=True):
         return self._files[folder]
 
     def _item_files(self, values: Sequence[PathValue]) -> Iterator[Shell]:
-        saved: list[SavedItem] = []
+        named = [(dotted(path), path, value) for path, value in values]
         of_ranks: list[list[ItemShell]] = [[] for _ in range(self.world)]
-        # numbers first, so one file contains all steps, however many files rank 0 has
-        for path, value in sorted(values, key=lambda pair: self._is_cut(pair[1])):
-            for rank, item in self._items(dotted(path), value):
-                of_ranks[rank].append(item)
+        cut: list[tuple[int, ItemShell]] = []
+        for key, _, value in named:
+            if isinstance(value, Scalar) or (tensor := self._tensor_of(value)) is None:
+                of_ranks[0].append(self._item(key, value))
+            else:
+                shards = self._cut(tensor).shards
+                cut += [(rank, ItemShell(key, box, file)) for rank, box, file in shards]
+        # behind the numbers, so that one file contains all steps, however many files rank 0 has
+        for rank, item in cut:
+            of_ranks[rank].append(item)
+        saved: list[SavedItem] = []
         for rank, items_of_rank in enumerate(of_ranks):
             for number, items in enumerate(in_files(items_of_rank, self.options.file_size)):
                 file, placed = item_file(f"__{rank}_{number}.distcp", items)
                 saved += placed
                 yield file
-        text = dumps(self._describe(values, saved), lambda _: None)
+        text = dumps(self._describe(named, saved), lambda _: None)
         yield Shell.of(".metadata", sealed(text))
 
-    def _items(self, key: str, value: Any) -> Iterator[tuple[int, ItemShell]]:
-        """Yields the shards that store a value under a key, each with the rank that saves it.
-
-        A tensor is cut into blocks of rows, which ranks save; rank 0 saves every other value.
-        """
+    def _item(self, key: str, value: Any) -> ItemShell:
+        """The item of a value that is not cut, which rank 0 saves."""
         if isinstance(value, Scalar):
-            whole = ItemBox((0,) * len(value.shape), value.shape)
-            yield 0, ItemShell(key, whole, scalar_shell(value, repr(value)))
-        elif (tensor := self._tensor_of(value)) is not None:
-            for rank, box in self._boxes_of(tensor):
-                yield rank, ItemShell(key, box, tensor_shell(tensor.dtype, box.sizes))
-        else:
-            storages = Storages()
-            frozen = thawed(value, self.source.entries, storages)
-            yield 0, ItemShell(key, None, shell("archive", frozen, storages))
+            return ItemShell(key, _whole(value), scalar_shell(value, repr(value)))
+        storages = Storages()
+        frozen = thawed(value, self.source.entries, storages)
+        return ItemShell(key, None, shell("archive", frozen, storages))
 
-    def _boxes_of(self, tensor: BlankTensor) -> Iterator[tuple[int, ItemBox]]:
-        """Cuts a tensor into blocks of rows; yields each block's rank, offsets and sizes."""
-        rows, count = self._rows(tensor), tensor.shape[0] if tensor.shape else 1
-        rows_of_rank = max(1, -(-count // self.world))
-        for start in range(0, max(1, count), rows):
-            yield start // rows_of_rank, _box(tensor.shape, start, rows)
+    def _cut(self, tensor: BlankTensor) -> CutTensor:
+        """Cuts a tensor into blocks of rows for the ranks, once for all tensors like it."""
+        if tensor not in self._cuts:
+            rows, count = self._rows(tensor), tensor.shape[0] if tensor.shape else 1
+            rows_of_rank = max(1, -(-count // self.world))
+            starts = range(0, max(1, count), rows)
+            boxes = tuple(_box(tensor.shape, start, rows) for start in starts)
+            item = TensorItem(TORCH_NAMES[tensor.dtype], tensor.shape, boxes)
+            ranks = [start // rows_of_rank for start in starts]
+            files = [tensor_shell(tensor.dtype, box.sizes) for box in boxes]
+            self._cuts[tensor] = CutTensor(item, tuple(zip(ranks, boxes, files, strict=True)))
+        return self._cuts[tensor]
 
     def _box_of(self, tensor: BlankTensor, rank: int) -> ItemBox | None:
         """The block of rows that a rank saves of a tensor; None if the rank saves no rows.
@@ -392,10 +405,6 @@ class DcpWriter(Struct, eq=False, dict=True):
         if start % rows or (start >= count and rank):
             return None
         return _box(tensor.shape, start, rows)
-
-    def _is_cut(self, value: Any) -> bool:
-        """Whether a value is cut into rows for the ranks; rank 0 saves all other values."""
-        return not isinstance(value, Scalar) and self._tensor_of(value) is not None
 
     def _tensor_of(self, value: Any) -> BlankTensor | None:
         """The blank tensor of a value that is a tensor or names one; None for other values."""
@@ -417,17 +426,18 @@ class DcpWriter(Struct, eq=False, dict=True):
         length = prod(tensor.shape[1:]) * SIZES[tensor.dtype]
         return rows_of_rank * max(1, -(-SMALL // (rows_of_rank * length)))
 
-    def _describe(self, values: Sequence[PathValue], saved: Sequence[SavedItem]) -> Foreign:
+    def _describe(
+        self, values: Sequence[tuple[str, TreePath, Any]], saved: Sequence[SavedItem]
+    ) -> Foreign:
         """The content of `.metadata`: the path and the shards of each key, and zckpt's own facts.
 
-        `values` are the saved values by path; `saved` lists the saved shards with their locations.
+        `values` are all keys with their paths and values; `saved` lists the saved shards with their
+        locations.
         """
-        boxes = by_key((each.item.key, each.item.box) for each in saved if each.item.box)
         items: Items = {}
         paths: dict[str, TreePath] = {}
         names: dict[str, list[str]] = {}
-        for path, value in values:
-            key = dotted(path)
+        for key, path, value in values:
             if key in items:
                 raise UnsupportedState(
                     "name-unsupported",
@@ -436,10 +446,11 @@ class DcpWriter(Struct, eq=False, dict=True):
                     hint="choose --to gathered or --to universal, which keep all keys",
                 )
             paths[key], items[key] = path, None
-            if (tensor := self._tensor_of(value)) is not None:
-                dtype = TORCH_NAMES[tensor.dtype]
-                items[key] = TensorItem(dtype, tensor.shape, tuple(boxes[key]))
-            if inside := list(tensor_names(value)):
+            if isinstance(value, Scalar):
+                items[key] = TensorItem(TORCH_NAMES[value.dtype], value.shape, (_whole(value),))
+            elif (tensor := self._tensor_of(value)) is not None:
+                items[key] = self._cut(tensor).item
+            if not isinstance(value, BlankTensor) and (inside := list(tensor_names(value))):
                 names[key] = inside
         if self.rest and (inside := list(tensor_names(rest_values(self.source, self.dicts)))):
             names[self.rest] = inside
@@ -450,6 +461,11 @@ class DcpWriter(Struct, eq=False, dict=True):
         }
         locations = [(each.key, each.location) for each in saved]
         return metadata(items, paths, locations, zckpt=record)
+
+
+def _whole(number: Scalar) -> ItemBox:
+    """The only shard of a number: a 0-d tensor, or one of a single element."""
+    return ItemBox((0,) * len(number.shape), number.shape)
 
 
 def _box(shape: tuple[int, ...], start: int, rows: int) -> ItemBox:

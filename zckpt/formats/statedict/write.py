@@ -114,12 +114,17 @@ class StateDicts:
         state = self.source.state
         if state.get("lr_scheduler") is not None:
             yield from flattened((self.scheduler,), state["lr_scheduler"])
+        yield from self.program_items()
+
+    def program_items(self) -> Iterator[tuple[TreePath, Any]]:
+        """Yields the values of the program's own state that are saved, with their paths."""
         for path, value in self._client_items():
             if not self._is_taken(path):
                 yield path, value
 
     def _client_items(self) -> Iterator[tuple[TreePath, Any]]:
-        """Yields the values of the program's own state, with their paths."""
+        if self.options.weights_only:
+            return
         for key, value in (self.source.state.get("client_state") or {}).items():
             if key not in self._too_large:
                 yield from flattened((str(key),), value)
@@ -154,8 +159,6 @@ class StateDicts:
 
     def collisions(self) -> list[Notice]:
         """A note on the program's own values that are left out: state dicts need their keys."""
-        if self.options.weights_only:
-            return []
         lost = [dotted(path) for path, _ in self._client_items() if self._is_taken(path)]
         if not lost:
             return []
