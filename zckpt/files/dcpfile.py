@@ -118,17 +118,18 @@ def read_table(folder: str, is_laid: bool = False) -> ItemTable:
     """Reads the metadata of a folder: one `.metadata`, or those of all ranks combined.
 
     With `is_laid`, zckpt has just written the folder without its tensor data: the metadata is
-    trusted. Raises CorruptCheckpoint (values of wrong types, parts that contradict each other),
-    IncompleteCheckpoint (the metadata of the folder or of a rank is missing; an item has no
-    location), UnsupportedCheckpoint (items that are compressed or encrypted; more metadata than
-    there is memory for).
+    trusted, and its parts are not compared. Raises CorruptCheckpoint (values of wrong types, parts
+    that contradict each other), IncompleteCheckpoint (the metadata of the folder or of a rank is
+    missing; an item has no location), UnsupportedCheckpoint (items that are compressed or
+    encrypted; more metadata than there is memory for).
     """
     with os.scandir(folder) as entries:
         files = sorted(entry.path for entry in entries if entry.name.endswith(METADATA))
     name = os.path.join(folder, METADATA)
     if sources.is_file(name):
         table = _read_one(folder, tuple(files), name, is_laid)
-        need_agreement(table, name)
+        if not is_laid:
+            need_agreement(table, name)
         return table
     ranks = {
         own.numbers: path for path in files if (own := parse_name((OF_RANK,), path)) is not None
