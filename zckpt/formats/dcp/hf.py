@@ -73,7 +73,7 @@ def read(paths: Sequence[str], saved: SavedTree) -> dict[str, Leaf]:
     pieces: dict[str, list[tuple[SavedTensor, tuple[int, ...]]]] = {}
     for path in paths:
         tensors, metadata = read_with_metadata(path)
-        saved.records += [Record(stored.extent, None) for stored in tensors]
+        saved.files.records += [Record(stored.extent, None) for stored in tensors]
         info = json.loads(metadata.get(INFO, "{}"))
         for stored in tensors:
             offsets = info.get(stored.name, {}).get("saved_offsets")
@@ -90,7 +90,7 @@ def read(paths: Sequence[str], saved: SavedTree) -> dict[str, Leaf]:
         number = number_of(parts[0][0])
         cuts = frozenset(stored.shape for stored, _ in parts) if len(parts) > 1 else frozenset()
         tree[name] = Leaf(dtype, shape, fragments, number, sharded=len(parts) > 1, parts=cuts)
-    saved.files += paths
+    saved.files.paths += paths
     return tree
 
 

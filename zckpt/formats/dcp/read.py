@@ -117,7 +117,7 @@ def _read(path: str, root: str, parts: list[str], reading: Reading) -> Manifest:
     saved = SavedTree(root, Origin("dcp"), {})
     try:
         if parts and parts != [root]:
-            saved.folders = [os.path.basename(folder) for folder in parts]
+            saved.layout.folders = [os.path.basename(folder) for folder in parts]
             saved.warnings += missing(parts)
         for folder in parts:
             if has_items(folder):
@@ -126,27 +126,28 @@ def _read(path: str, root: str, parts: list[str], reading: Reading) -> Manifest:
                 _FolderReader(folder, saved, reading).read(is_one)
             else:
                 saved.tree[own_key(folder)] = _weights(folder, saved)
-        if saved.storage == RANKS:
+        if saved.layout.storage == RANKS:
             hf.require_last(parts[0], saved.tree[own_key(parts[0])], saved)
         models = [key for key in saved.tree if str(key).partition("_")[0] == "model"]
-        if saved.folders and len(models) > 1:
-            saved.models, saved.record = models, None  # each model has its own stated facts
+        if saved.layout.folders and len(models) > 1:
+            saved.layout.models = models
+            saved.facts.pop(None, None)  # each model has its own facts
         if shards:
-            saved.storage = RANKS
+            saved.layout.storage = RANKS
             weights = hf.read(shards, saved)
             hf.require_last(root, weights, saved)
             saved.tree |= hf.state_dicts(weights)
         rest = read_rest(root, saved) if root in parts else ()
         engine_files = [*parts, *shards, *own_files(root, parts), *rest]
         lists = [beside(root, engine_files, path)]
-        if is_pair(saved.folders):
+        if is_pair(saved.layout.folders):
             for folder in parts:
-                files = {*saved.files, *own_files(folder, [folder])}
+                files = {*saved.files.paths, *own_files(folder, [folder])}
                 lists.append(inside(root, os.path.basename(folder), files, path))
         for folder in dict.fromkeys((root, *parts)):
-            saved.omitted_files += once_more(folder, path)
+            saved.files.omitted_files += once_more(folder, path)
         for siblings, omitted in lists:
-            saved.siblings += siblings
+            saved.files.siblings += siblings
             saved.omitted += omitted
         return manifest(saved, reading)
     except MissingData as error:
@@ -165,12 +166,12 @@ def _weights(folder: str, saved: SavedTree) -> dict[str, Leaf]:
     adapter.
     """
     if shards := hf.files(folder):
-        saved.storage = RANKS
+        saved.layout.storage = RANKS
         return hf.read(shards, saved)
-    saved.storage = ADAPTER
+    saved.layout.storage = ADAPTER
     weights, records = weights_of(adapter_of(folder))
-    saved.records += records
-    saved.files.append(adapter_of(folder))
+    saved.files.records += records
+    saved.files.paths.append(adapter_of(folder))
     return weights
 
 
@@ -183,7 +184,7 @@ class _FolderReader:
         self.table: ItemTable = read_table(folder, reading.laid)
         self.files = ItemFiles(plans=not reading.opens_items, is_laid=reading.laid)
         if reading.laid:
-            saved.laid[folder] = self.table
+            saved.files.laid[folder] = self.table
         self.names: Mapping[str, list[str]] = {}
         self.items_in = {path: len(items) for path, items in self.table.by_file()}
 
@@ -205,10 +206,10 @@ class _FolderReader:
             )
         if not saved.origin.version:
             saved.origin = replace(saved.origin, version=table.others.get("version"))
-        saved.files += table.files
+        saved.files.paths += table.files
         record = checked(table.others.get("zckpt"), os.path.join(table.folder, METADATA))
         if record is not None:
-            saved.record = saved.stated_of[place_in(table.folder, (MODEL,))] = record
+            saved.facts[None] = saved.facts[place_in(table.folder, (MODEL,))] = record
             self.names = record["names"] if with_names else {}
         room = MAX_LIST
         front = self._key_of_folder()
@@ -220,8 +221,11 @@ class _FolderReader:
             value = self._value(key, item)
             path = (*front, *place_in(table.folder, paths.get(key) or (key,)))
             if leads_to_step(path):
-                saved.steps += self._steps_in_files(key, path, value)
-            if is_pair(saved.folders) and (earlier_value := nested(saved.tree, *path)) is not None:
+                saved.ranks.steps += self._steps_in_files(key, path, value)
+            if (
+                is_pair(saved.layout.folders)
+                and (earlier_value := nested(saved.tree, *path)) is not None
+            ):
                 if not _are_equal(value, earlier_value):
                     name = os.path.relpath(table.folder, saved.root)
                     message = f"{name}: {dotted(path)}, because {MODEL}/ has another value for it"
@@ -231,8 +235,8 @@ class _FolderReader:
             if self.table.copies and item is not None:
                 self._compare_copies(key, item, path)
         if self._is_mixed():  # mixed saves: an error, unless --step-policy accepts it
-            saved.different.clear()
-        saved.files += sorted(self.files.sizes)
+            saved.ranks.different.clear()
+        saved.files.paths += sorted(self.files.sizes)
         self._add_warnings()
 
     def _key_of_folder(self) -> TreePath:
@@ -243,7 +247,7 @@ class _FolderReader:
         keys are `state` and `param_groups`. Any other folder has state dicts under a program's
         keys.
         """
-        if not is_pair(self.saved.folders):
+        if not is_pair(self.saved.layout.folders):
             return ()
         folder, items = self.table.folder, self.table.items
         paths = {key: self.table.paths.get(key) or (key,) for key in items}
@@ -276,7 +280,7 @@ class _FolderReader:
             message = f"{name} has the version {version[:80]!r}, but zckpt knows only {VERSION}"
             saved.warnings.append(warning("version-unsupported", message, file=name))
         unused = self.files.unused(table)
-        saved.unused += unused
+        saved.files.unused += unused
         saved.omitted += [
             note(
                 "bytes-unknown",
@@ -292,7 +296,7 @@ class _FolderReader:
         if item is not None:
             return self._tensor(key, item, names)
         file = self.files.torch_file(self.table.location(key))
-        self.saved.records += file.records.values()
+        self.saved.files.records += file.records.values()
         return leaves(file, file.value, names)
 
     def _steps_in_files(self, key: str, path: TreePath, value: Any) -> Iterator[StepStatement]:
@@ -316,13 +320,13 @@ class _FolderReader:
     def _is_mixed(self) -> bool:
         """Whether files of several saves are mixed: they state different steps under one key."""
         steps_by_path: dict[TreePath, set[Any]] = {}
-        for item in self.saved.steps if self.saved.different else ():
+        for item in self.saved.ranks.steps if self.saved.ranks.different else ():
             number = item.value.number() if isinstance(item.value, Leaf) else item.value
             steps_by_path.setdefault(item.path, set()).add(step_of(number))
         return any(len(steps - {None}) > 1 for steps in steps_by_path.values())
 
     def _compare_copies(self, key: str, item: TensorItem, path: TreePath) -> None:
-        """Compares replicas of a tensor that ranks saved; adds a difference to `saved.different`.
+        """Compares the replicas of a tensor that ranks saved, and records a difference.
 
         With `use_collectives=False`, ranks save without coordination, and every rank writes its
         replica of a tensor. The bytes of safetensors files are read, because these files have no
@@ -333,10 +337,10 @@ class _FolderReader:
             for copy in copies:
                 first = self.table.location(key, box)
                 equal, shapes = self._are_equal(key, first, copy)
-                self.saved.uncompared += equal is None
+                self.saved.ranks.uncompared += equal is None
                 if equal is False:
                     files = (first.file, copy.file)
-                    self.saved.different.append(Difference(path, files, shapes))
+                    self.saved.ranks.different.append(Difference(path, files, shapes))
                     return
 
     def _are_equal(
@@ -397,26 +401,26 @@ class _FolderReader:
                 continue
             record = self.files.planned(location, key, dtype, box.sizes)
             if record is not None:
-                self.saved.records.append(record)
+                self.saved.files.records.append(record)
                 pieces.append(whole_piece(record.extent, box.sizes, box.offsets))
                 parts.append(partial(_planned_part, self.files, dtype, (box, record)))
                 continue
             stored = self.files.stored(location, key)
             if stored is not None:
                 require_same(location, key, (stored.dtype, stored.shape), (dtype, box.sizes))
-                self.saved.records.append(Record(stored.extent, None))
+                self.saved.files.records.append(Record(stored.extent, None))
                 pieces.append(solid_piece(stored, box.offsets))
                 number = number_of(stored)
                 continue
             file = self.files.tensor_file(location, key, dtype, box.sizes)
             tensor = file.value
             if own_class := class_of(tensor):  # an object with inner tensors
-                self.saved.records += file.records.values()
+                self.saved.files.records += file.records.values()
                 kind = own_class
                 inner.append((box.offsets, leaves(file, tensor, names)))
                 continue
             require_same(location, key, described(file), (dtype, box.sizes))
-            self.saved.records += file.records.values()
+            self.saved.files.records += file.records.values()
             pieces.append(piece_of(file, tensor, box.offsets))
             parts.append(partial(_part, box.offsets, tensor, file))
         if inner:
@@ -446,7 +450,7 @@ class _FolderReader:
         record = self.files.planned(location, key, dtype, shape)
         if record is None:
             return None
-        self.saved.records.append(record)
+        self.saved.files.records.append(record)
         numel, part = prod(shape), partial(_planned_part, self.files, dtype, (box, record))
         number = partial(_number, part)
         return Leaf(
@@ -467,7 +471,7 @@ class _FolderReader:
         `planned` has these byte ranges.
         """
         dtype, shape = item.dtype, item.shape
-        self.saved.records.join(planned.records)
+        self.saved.files.records.join(planned.records)
         fragments: Fragments | None = assembled_rows(shape, planned.boxes, planned.extents)
         if fragments is None:
             pieces = Made(_whole_piece, planned)

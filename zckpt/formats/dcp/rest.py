@@ -39,7 +39,8 @@ def read_rest(folder: str, saved: SavedTree) -> list[str]:
     if file is None or not isinstance(file.value, dict):
         return []
     name = os.path.basename(file.path)
-    values = leaves(file, file.value, iter((saved.record or {}).get("names", {}).get(name, ())))
+    names = saved.facts.get(None, {}).get("names", {})
+    values = leaves(file, file.value, iter(names.get(name, ())))
     saved.omitted += [
         note(
             "state-omitted",
@@ -51,9 +52,9 @@ def read_rest(folder: str, saved: SavedTree) -> list[str]:
         if key in saved.tree
     ]
     saved.tree = {**values, **saved.tree}
-    saved.records += file.records.values()
-    saved.files.append(file.path)
-    saved.file = name
+    saved.files.records += file.records.values()
+    saved.files.paths.append(file.path)
+    saved.layout.file = name
     return [file.path]
 
 

@@ -194,7 +194,8 @@ class _TreeReader:
         self.by_checksums = reading.by_checksums
         self.weights_only = reading.weights_only
         self.parsed = Parsed()
-        self.saved = SavedTree(path, Origin("gathered", dp=files.world), {}, models=files.models)
+        self.saved = SavedTree(path, Origin("gathered", dp=files.world), {})
+        self.saved.layout.models = files.models
         self.saved.warnings += files.missing
         self.names: dict[str, list[str]] = {}
         self.is_one = reading.root is not None or not files.models
@@ -209,7 +210,7 @@ class _TreeReader:
         extra = {key: self._extra(path) for key, path in files.whole.items() if is_extra(key)}
         trees = {key: self._whole(name) for key, name in files.whole.items() if key not in extra}
         if None in files.whole:
-            self.saved.file = os.path.basename(files.whole[None])
+            self.saved.layout.file = os.path.basename(files.whole[None])
         trees |= {key: value for key, value in extra.items() if value is not None}
         self.saved.tree = dict(trees)  # local states are matched with these weights
         trees |= {key: self._ranks(key, paths) for key, paths in files.ranks.items()}
@@ -218,9 +219,9 @@ class _TreeReader:
             self._join_averages()
         weights = os.path.basename(files.whole.get("model") or files.whole.get(None, ""))
         self.dialect = _dialect_of(weights)
-        self.saved.in_order = self.dialect != "safetensors"
+        self.saved.layout.in_order = self.dialect != "safetensors"
         if sources.is_folder(path):
-            known_files = set(self.saved.files)
+            known_files = set(self.saved.files.paths)
             if files.items and sources.is_file(of_ranks := os.path.join(path, METADATA)):
                 known_files.add(of_ranks)
                 message = f"{METADATA}: the offsets of the source's shards"
@@ -230,7 +231,7 @@ class _TreeReader:
                 message = f"{CONFIG}: the number of the source's ranks"
                 self.saved.omitted.append(note("file-omitted", message, subject=CONFIG))
             siblings, omitted = beside(path, known_files)
-            self.saved.siblings += siblings
+            self.saved.files.siblings += siblings
             self.saved.omitted += omitted
 
     def _tree(self, trees: dict[str | None, Any]) -> dict[Any, Any]:
@@ -250,22 +251,22 @@ class _TreeReader:
                 file=self.path,
             )
         tree = {**extra, **alone, **trees}
-        for path, record in [*self.saved.stated_of.items()]:
-            model = nested(tree, *path)
+        for path, record in [*self.saved.facts.items()]:
+            model = None if path is None else nested(tree, *path)
             if not isinstance(model, dict):
                 continue
             for alias, owner in record["aliases"].items():  # safetensors store tied weights once
                 if alias not in model and owner in model:
                     model[alias] = model[owner]
             if not model.keys() >= {*record["aliases"], *record["buffers"], *record["frozen"]}:
-                del self.saved.stated_of[path]  # another program saved the model again
+                del self.saved.facts[path]  # another program saved the model again
         return tree
 
     def _extra(self, path: str) -> dict[Any, Any] | None:
         """Reads extra.pt, zckpt's file for everything except model and optimizer.
 
         None if the program itself wrote a file of this name. zckpt's own facts in the file are
-        moved to `saved.stated_of`.
+        moved to `saved.facts`.
         """
         file = self.opened[path]
         if not isinstance(file.value, dict):  # the program's own file, which is copied unread
@@ -278,13 +279,13 @@ class _TreeReader:
     def _without_stated(self, file: TorchFile, model: TreePath) -> dict[Any, Any]:
         """Removes zckpt's own facts (the key `zckpt`) from a file's values, and returns the rest.
 
-        These facts are moved to `saved.stated_of`, under the path of the model that they describe.
+        These facts are moved to `saved.facts`, under the path of the model that they describe.
         `model` is this path if the facts do not state it.
         """
         value = dict(file.value)
         record = checked(value.pop(STATED, None), file.path)
         if record is not None:
-            self.saved.stated_of[tuple(record.get("model", model))] = record
+            self.saved.facts[tuple(record.get("model", model))] = record
             if self.is_one:  # the names belong to one model
                 self.names |= record["names"]
         return value
@@ -299,17 +300,17 @@ class _TreeReader:
         return file
 
     def _add(self, file: TorchFile) -> None:
-        self.saved.files.append(file.path)
-        self.saved.records += file.records.values()
+        self.saved.files.paths.append(file.path)
+        self.saved.files.records += file.records.values()
 
     def _whole(self, path: str) -> Any:
         if path.endswith(".json"):
-            self.saved.files.append(path)
+            self.saved.files.paths.append(path)
             return tensors_of_index(path, self._whole)
         if path.endswith(".safetensors"):
-            self.saved.files.append(path)
+            self.saved.files.paths.append(path)
             tensors, records = weights_of(path)
-            self.saved.records += records
+            self.saved.files.records += records
             self.saved.warnings += zero_scalars(path, tensors)
             return tensors
         file = self._open(path)
@@ -339,7 +340,7 @@ class _TreeReader:
             self.has_local_states = len(files) > 1
             return zero_redundancy.merge(self.saved, files, self.step_policy, self.param_names)
         merged = self._merge(files, () if key is None else (key,))
-        self.saved.steps += merged.steps
+        self.saved.ranks.steps += merged.steps
         self.copies += merged.copies
         return merged.tree
 
@@ -363,9 +364,9 @@ class _TreeReader:
 
     def _merge(self, files: dict[int, TorchFile], place: TreePath = ()) -> rank_trees.MergedRanks:
         merged = rank_trees.merge(files, self.step_policy, place, self.by_checksums)
-        self.saved.different += merged.different
-        self.saved.uncompared += merged.uncompared
-        self.saved.of_ranks |= merged.of_ranks
+        self.saved.ranks.different += merged.different
+        self.saved.ranks.uncompared += merged.uncompared
+        self.saved.ranks.of_ranks |= merged.of_ranks
         return merged
 
     def _join_averages(self) -> None:
@@ -374,10 +375,12 @@ class _TreeReader:
             for key, paths in self.files.ranks.items()
             if (by_rank := {rank: self.opened[path] for rank, path in sorted(paths.items())})
         ]
-        tree, lines, settled = averages.joined(self.saved.tree, ranks, self.saved.different)
+        tree, lines, settled = averages.joined(self.saved.tree, ranks, self.saved.ranks.different)
         self.saved.tree = tree
         self.saved.warnings += lines
-        self.saved.different = [item for item in self.saved.different if not settled(item.path)]
+        self.saved.ranks.different = [
+            item for item in self.saved.ranks.different if not settled(item.path)
+        ]
 
 
 def is_extra(key: str | None) -> bool:

@@ -11,7 +11,7 @@ from ...naming import peft
 from ...training.trainers import beside
 from ..reading import USUAL, Reading
 from ..statedict.read import manifest
-from ..statedict.tree import SavedTree
+from ..statedict.tree import ReadFiles, SavedTree
 from ..statedict.weights import files_of_index, weights_of
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -30,9 +30,9 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         path,
         Origin("gathered"),
         {"model": {name: leaf for file in files for name, leaf in weights_of(file)[0].items()}},
-        files=[weights, *files] if weights.endswith(INDEX) else files,
+        ReadFiles(paths=[weights, *files] if weights.endswith(INDEX) else files),
     )
-    siblings, omitted = beside(path, set(saved.files))
-    saved.siblings += siblings
+    siblings, omitted = beside(path, set(saved.files.paths))
+    saved.files.siblings += siblings
     saved.omitted += omitted
     return manifest(saved)

@@ -92,7 +92,7 @@ class ManifestBuilder:
         self._add_trained()
         self._add_others(trained)
         self._add_aliases()
-        groups = self._groups() if self.optimizers and saved.keeps_groups else None
+        groups = self._groups() if self.optimizers and saved.layout.keeps_groups else None
         in_pieces = (
             ExtraState(
                 key,
@@ -126,13 +126,13 @@ class ManifestBuilder:
                 steps=tuple(self.sightings),
             ),
             files=Files(
-                records=saved.records,
-                paths=tuple(saved.files),
-                siblings=tuple(saved.siblings),
-                omitted_files=tuple(saved.omitted_files),
-                of_ranks=saved.of_ranks,
-                unused=tuple(saved.unused),
-                laid=saved.laid,
+                records=saved.files.records,
+                paths=tuple(saved.files.paths),
+                siblings=tuple(saved.files.siblings),
+                omitted_files=tuple(saved.files.omitted_files),
+                of_ranks=saved.ranks.of_ranks,
+                unused=tuple(saved.files.unused),
+                laid=saved.files.laid,
             ),
             notices=Notices(
                 likely=tuple(saved.likely),
@@ -140,7 +140,7 @@ class ManifestBuilder:
                 warnings=tuple(self.warnings),
                 inferred=tuple(saved.inferred),
                 buffers_named=saved.buffers_named,
-                uncompared=saved.uncompared,
+                uncompared=saved.ranks.uncompared,
                 share=saved.share,
                 is_numbered=saved.is_numbered,
             ),
@@ -163,7 +163,7 @@ class ManifestBuilder:
         """
         record = self.saved.record
         aliases = self._same_content(trained) if record is None else dict(record["aliases"])
-        config = config_of(self.saved.siblings, ties.CONFIG)
+        config = config_of(self.saved.files.siblings, ties.CONFIG)
         return aliases | ties.stated_ties(config, [*self.model, *aliases])
 
     def _same_content(self, trained: Sequence[str]) -> dict[str, str]:
@@ -200,7 +200,7 @@ class ManifestBuilder:
         stepped = self._steps()
         scalars = self._scalar_keys()
         for group, members in enumerate(self.optimizer.members):
-            own_group = group if self.saved.keeps_groups else None
+            own_group = group if self.saved.layout.keeps_groups else None
             for name in members:
                 shape = self.model[name].shape
                 self._add_weight(name, Parameter(shape, group=own_group, step=stepped.get(name)))
@@ -343,7 +343,7 @@ class ManifestBuilder:
         begin = {"state": "state.", "group": "param_groups."}[where]
         for optimizer in self.optimizers:
             by_path: dict[TreePath, list[tuple[StepStatement, agreement.Step]]] = {}
-            for item in self.saved.steps:
+            for item in self.saved.ranks.steps:
                 front, rest = item.path[: len(optimizer)], item.path[len(optimizer) :]
                 step = steps.step_of(_step(item.value)[0])
                 if front == optimizer and dotted(rest).startswith(begin) and step is not None:
@@ -407,7 +407,7 @@ class ManifestBuilder:
             rest = {key: value for key, value in rest.items() if not is_extra(key)}
         scheduler = next((key for key in KEYS if isinstance(rest.get(key), dict)), None)
         dtypes = Counter(self.entries[name, "param"].dtype for name in self.parameters)
-        folders = None if self._are_several() else self.saved.folders
+        folders = None if self._are_several() else self.saved.layout.folders
         optimizers = list(self.optimizers) or self.ignored
         optimizers = [() if path == (self.saved.beside,) else path for path in optimizers]
         engine = StateDictEngine(
@@ -420,9 +420,9 @@ class ManifestBuilder:
             None if folders is None else tuple(folders),
             self.saved.record is None,
             self.saved.adapter,
-            storage=None if self._are_several() else self.saved.storage,
+            storage=None if self._are_several() else self.saved.layout.storage,
             bare=self.saved.bare,
-            file=None if self._are_several() else self.saved.file,
+            file=None if self._are_several() else self.saved.layout.file,
         )
         state: dict[str, Any] = {
             "module": list(dict.fromkeys((*self.model, *self.aliases, *extra))),

@@ -42,7 +42,7 @@ def names_of(
         return {name: name for name in trained}
     bare = {peft.bare_name(name): name for name in model} if saved.adapter else {}
     if all(name in bare for name in trained):
-        saved.bare = saved.storage is not None
+        saved.bare = saved.layout.storage is not None
         return {name: bare[name] for name in trained}
     return dict(matched(trained, [name for name in model if isinstance(model[name], Leaf)]))
 
@@ -87,7 +87,7 @@ def _names_of_numbers(
     names, inferred = match(
         [[shapes[number] for number in order] for order in orders],
         [(name, model[name].shape) for name in _candidates(model, optimizer, param_names)],
-        saved.in_order and keeps_order([str(name) for name in model]),
+        saved.layout.in_order and keeps_order([str(name) for name in model]),
         param_names,
     )
     saved.inferred += [name for name in inferred if name not in saved.inferred]

@@ -63,7 +63,7 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     roots.py), WrongOption (`reading.root` names no model), InconsistentCheckpoint.
     """
     refuse_tree(saved.tree, saved.root)
-    different = saved.different
+    different = saved.ranks.different
     _separate(saved)
     optimizers = {
         path: read_optimizer(value_at(saved.tree, path)) for path in find_optimizers(saved.tree)
@@ -111,9 +111,8 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     model: dict[str, Any] = {}
     named: dict[TreePath, OptimizerState] = {}
     records: dict[str, dict[str, Any] | None] = {}
-    of_any = saved.record
     for root in roots:
-        saved.record = records[root.prefix] = saved.stated_of.get(root.model, of_any)
+        saved.record = records[root.prefix] = saved.facts_of(root.model)
         root_model, states = _named(saved, root, models[root.model], optimizers, reading)
         model |= root_model
         named |= states
@@ -160,13 +159,13 @@ def _separate(saved: SavedTree) -> None:
     while saved.beside in rest:
         saved.beside += "_"
     saved.tree = {**rest, saved.beside: optimizer}
-    saved.steps = [
+    saved.ranks.steps = [
         replace(item, path=(saved.beside, *item.path)) if is_optimizers_key(item.path[0]) else item
-        for item in saved.steps
+        for item in saved.ranks.steps
     ]
-    saved.different = [
+    saved.ranks.different = [
         replace(item, path=(saved.beside, *item.path)) if is_optimizers_key(item.path[0]) else item
-        for item in saved.different
+        for item in saved.ranks.different
     ]
 
 
@@ -198,8 +197,8 @@ def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
         )
         saved.warnings.append(warning("program-must-set", message, subject=lost[0]))
     saved.omitted += roots.omitted(chosen)
-    if saved.models:
-        saved.siblings, sibling_names = of_model(saved.siblings, number_of(chosen.name))
+    if saved.layout.models:
+        saved.files.siblings, sibling_names = of_model(saved.files.siblings, number_of(chosen.name))
         message = f"{listed(sibling_names)}: --root selects {chosen.name}"
         saved.omitted += (
             [note("weights-omitted", message, subject=sibling_names[0])] if sibling_names else []
@@ -327,6 +326,6 @@ def _with_names_of_adapters(
         ]
         known_names += [str(name) for members in optimizer.members for name in members]
     names = [str(name) for name in model]
-    changed = peft.module_names(names, known_names, config_of(saved.siblings, peft.CONFIG))
+    changed = peft.module_names(names, known_names, config_of(saved.files.siblings, peft.CONFIG))
     saved.adapter = bool(changed)
     return {changed.get(name, name): leaf for name, leaf in model.items()} if changed else model

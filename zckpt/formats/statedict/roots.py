@@ -196,7 +196,7 @@ def roots_of(
         fitting = [path for path in fitting if _has_shapes(models[path], optimizer)] or fitting
         chosen = fitting if len(fitting) == 1 else _by_words(place, fitting)
         # FSDP's optimizers use names, and Accelerate gives each one the number of its model
-        is_sure = bool(saved.models) and not optimizer.is_numbered and len(chosen) == 1
+        is_sure = bool(saved.layout.models) and not optimizer.is_numbered and len(chosen) == 1
         every[place] = chosen if is_sure else fitting
         if len(chosen) != 1:
             continue

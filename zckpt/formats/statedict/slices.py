@@ -63,7 +63,7 @@ def refuse_weights(
     """
     differing = {
         names[item.path[-1]]: item
-        for item in saved.different
+        for item in saved.ranks.different
         if item.path[:-1] == place and item.path[-1] in names
         if isinstance(model.get(names[item.path[-1]]), Leaf)
     }
@@ -95,7 +95,7 @@ def refuse_states(
     The error names one of the states. `place` is the optimizer's path in the tree. `names` maps its
     parameters to the model's names, as far as files show them.
     """
-    inside = [item for item in saved.different if item.path[: len(place)] == place]
+    inside = [item for item in saved.ranks.different if item.path[: len(place)] == place]
     for item in inside:
         if item.path[len(place) :][:1] == ("param_groups",) and "params" in item.path:
             raise InconsistentCheckpoint(
@@ -257,7 +257,7 @@ def omit_parts(
     kept = [*models, *optimizers]
     entries = dict.fromkeys(
         entry_of(place, kept)
-        for item in saved.different
+        for item in saved.ranks.different
         if (place := item.path[:-1]) and not any(place[: len(path)] == path for path in kept)
         for called in _spellings(item.path[-1])
         if called in shapes and not {*(item.shapes or ())} <= {*shapes[called]}

@@ -216,8 +216,8 @@ def choose_models(
             hint="give the folder that contains both: zckpt needs the model's names and weights",
             file=saved.root,
         )
-    if saved.models:
-        return [(key,) for key in saved.models]
+    if saved.layout.models:
+        return [(key,) for key in saved.layout.models]
     if LIGHTNING in saved.tree and WHOLE.model in models:
         chosen = (asked,) if asked == TRAINED else WHOLE.model
         return [chosen if chosen in models else WHOLE.model]

@@ -165,74 +165,108 @@ def leads_to_step(path: TreePath) -> bool:
     return bool(path) and str(path[-1]).rpartition(".")[2] == "step"
 
 
-class SavedTree(Struct, eq=False):
-    """All state dicts of a checkpoint as one tree, with facts about the files they came from.
+class ReadFiles(Struct, eq=False):
+    """The files of a checkpoint, as in the manifest's `Files`.
 
-    `root` is the path of the checkpoint, `origin` becomes the manifest's `source`.
-    `files` are the paths of its files, `records` the byte ranges with the files' checksums.
-    `siblings` are other files in the directory. `omitted_files` are such files that no target gets.
-    `omitted` and `warnings` are notices for the manifest.
-    `orders` is for an optimizer that numbers parameters: lists of numbers, each in the order of the
-    model's parameters; by default one list per group.
-    `models` are the keys of several models, if separate files show that these are models.
-    `beside` is the key that zckpt gave to an optimizer whose keys were mixed with the model's.
-    `record` are the facts that zckpt wrote beside the state dicts (own_facts.py); `stated_of` has
-    these facts for each model, by the model's path in the tree.
-    `folders` are the folders of model and optimizer, if these are separate.
-    `in_order` states whether the model's names are in the program's order (safetensors sorts them).
-    `unused` are byte ranges of the files that belong to no value.
-    `inferred` are names of parameters that no file states.
-    `adapter` states whether the model's state has PEFT's names (see peft.py).
-    `steps` are all steps that the ranks' files state; steps at the same path may differ.
-    `storage`, `bare` and `file` are as in `StateDictEngine`: how weights are stored outside of the
-    state dict, whether the optimizer's names lack PEFT's prefixes, and the file with everything.
-    `extra_states` are the optimizers' values beside the states of parameters.
-    `likely` are optimizers that fit the only model that is read.
-    `different` are values that differ between ranks. `of_ranks` are other ranks' values, by file.
-    `uncompared` counts tensors that were not compared.
-    `buffers_named` states whether `--buffers` matched some of the model's tensors.
-    `share` is the reason why an optimizer seems to be only one rank's share.
-    `is_numbered` states whether an optimizer numbers its parameters.
-    `laid` are the `.metadata` tables, by folder, of folders that zckpt has just laid out.
+    paths          the files that were read
+    records        their byte ranges with the checksums that the files state
+    siblings       other files of the directory, which a target gets too
+    omitted_files  other files of the directory, which no target gets
+    unused         byte ranges of the files that belong to no value
+    laid           the `.metadata` table of each folder that zckpt has just laid out, by folder
     """
 
-    root: str
-    origin: Origin
-    tree: dict[Any, Any]
+    paths: list[str] = field(default_factory=list)
     records: Joined[Record] = field(default_factory=Joined)
-    files: list[str] = field(default_factory=list)
     siblings: list[Sibling] = field(default_factory=list)
     omitted_files: list[Sibling] = field(default_factory=list)
-    likely: list[str] = field(default_factory=list)
-    omitted: list[Notice] = field(default_factory=list)
-    extra_states: list[ExtraState] = field(default_factory=list)
-    of_ranks: dict[str, Any] = field(default_factory=dict)
-    warnings: list[Notice] = field(default_factory=list)
-    orders: list[list[int]] | None = None
-    models: list[str] = field(default_factory=list)
-    beside: str = ""
-    record: dict[str, Any] | None = None
-    stated_of: dict[TreePath, dict[str, Any]] = field(default_factory=dict)
-    folders: list[str] | None = None
-    in_order: bool = True
     unused: list[Extent] = field(default_factory=list)
-    inferred: list[str] = field(default_factory=list)
-    adapter: bool = False
-    steps: list[StepStatement] = field(default_factory=list)
-    different: list[Difference] = field(default_factory=list)
-    buffers_named: bool = False
-    uncompared: int = 0
-    share: str = ""
-    is_numbered: bool = False
-    storage: str | None = None
-    bare: bool = False
-    file: str | None = None
     laid: dict[str, Any] = field(default_factory=dict)
+
+
+class FileLayout(Struct, eq=False):
+    """How the program distributed its state dicts over files.
+
+    folders   the names of the model's and the optimizer's folder; None if there is one folder
+    models    the keys of several models, if separate files show that these are models
+    file      the name of the single file, as in `StateDictEngine.file`; None for several files
+    storage   how weights are stored outside of the state dict: `ranks`, `adapter` or None, as in
+              `StateDictEngine.storage`
+    in_order  whether the model's names are in the program's order; safetensors files sort them
+    """
+
+    folders: list[str] | None = None
+    models: list[str] = field(default_factory=list)
+    file: str | None = None
+    storage: str | None = None
+    in_order: bool = True
 
     @property
     def keeps_groups(self) -> bool:
         """Whether the files can contain parameter groups; safetensors files alone cannot."""
         return self.storage is None or self.folders is not None
+
+
+class RankComparison(Struct, eq=False):
+    """What a comparison of the ranks' files showed. The tree has rank 0's values.
+
+    steps       every step that a rank's file states; equal paths may have different steps
+    different   the values that differ between two ranks
+    of_ranks    the differing values of other ranks, by file name, then by path
+    uncompared  the number of tensors that were not compared: that would need reading their bytes
+    """
+
+    steps: list[StepStatement] = field(default_factory=list)
+    different: list[Difference] = field(default_factory=list)
+    of_ranks: dict[str, Any] = field(default_factory=dict)
+    uncompared: int = 0
+
+
+class SavedTree(Struct, eq=False):
+    """All state dicts of a checkpoint as one tree, and what a format's reader learned about them.
+
+    A reader of files fills it in; then `read.manifest` makes the manifest from it.
+
+    root      the path of the checkpoint
+    origin    the format, the version and the number of ranks: the manifest's `run.origin`
+    tree      the state dicts, with a `Leaf` instead of each tensor
+    files     the files that were read, and files beside them
+    layout    how the program distributed its state dicts over files
+    ranks     what a comparison of the ranks' files showed
+    facts     the facts that zckpt wrote beside the state dicts (own_facts.py), by the path of the
+              model that they describe; the path None stands for every other model
+    orders    for an optimizer that numbers its parameters: lists of numbers, each in the order of
+              the model's parameters; None if each group is such a list
+    omitted   notices about contents that no target gets
+    warnings  warnings for the user
+
+    The other fields are results of `read.manifest`.
+    """
+
+    root: str
+    origin: Origin
+    tree: dict[Any, Any]
+    files: ReadFiles = field(default_factory=ReadFiles)
+    layout: FileLayout = field(default_factory=FileLayout)
+    ranks: RankComparison = field(default_factory=RankComparison)
+    facts: dict[TreePath | None, dict[str, Any]] = field(default_factory=dict)
+    orders: list[list[int]] | None = None
+    omitted: list[Notice] = field(default_factory=list)
+    warnings: list[Notice] = field(default_factory=list)
+    record: dict[str, Any] | None = None
+    extra_states: list[ExtraState] = field(default_factory=list)
+    inferred: list[str] = field(default_factory=list)
+    likely: list[str] = field(default_factory=list)
+    beside: str = ""
+    adapter: bool = False
+    bare: bool = False
+    buffers_named: bool = False
+    share: str = ""
+    is_numbered: bool = False
+
+    def facts_of(self, model: TreePath) -> dict[str, Any] | None:
+        """The facts that zckpt wrote beside a model; None if it wrote none."""
+        return self.facts.get(model, self.facts.get(None))
 
 
 class InPieces(Struct, frozen=True):
