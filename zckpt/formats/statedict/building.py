@@ -6,7 +6,7 @@ In these checkpoints the optimizer updates the module's own weights; there are n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -37,9 +37,10 @@ from ..extra_states import ExtraState, sorted_out
 from ..reading import Reading
 from ..schedulers import KEYS, LISTED
 from .equal_tensors import second_names
+from .own_facts import joined
 from .roots import Root
 from .state_dict_search import (
-    OptimizerState,
+    NamedModel,
     is_buffer,
     is_extra,
     matches_any,
@@ -57,18 +58,23 @@ class ManifestBuilder:
         self,
         saved: SavedTree,
         roots: Sequence[Root],
-        model: Mapping[str, Any],
-        optimizers: Mapping[TreePath, OptimizerState],
+        models: Sequence[NamedModel],
         reading: Reading,
     ) -> None:
         self.saved = saved
         self.roots = roots
-        self.model = {name: leaf for name, leaf in model.items() if isinstance(leaf, Leaf)}
-        for name, value in model.items():
+        self.models = models
+        values = {name: value for model in models for name, value in model.weights.items()}
+        self.model = {name: leaf for name, leaf in values.items() if isinstance(leaf, Leaf)}
+        for name, value in values.items():
             if isinstance(value, InPieces):
                 raise value.refused(name)
-        self.optimizers = optimizers
-        self.optimizer = merged(list(optimizers.values()))
+        facts = {model.prefix: model.facts for model in models}
+        self.facts = joined(facts) if len(facts) > 1 else models[0].facts
+        self.optimizers = {
+            path: each for model in models for path, each in model.optimizers.items()
+        }
+        self.optimizer = merged(list(self.optimizers.values()))
         optimizer_paths = [path for root in roots for path in root.optimizers]
         self.ignored = optimizer_paths if reading.weights_only else []
         self.step_policy = reading.step_policy
@@ -83,7 +89,8 @@ class ManifestBuilder:
         self.sightings: list[Sighting] = []
         self.step_place: StepPlace | None = None
         self.aliases: dict[str, str] = {}
-        self.warnings = list(saved.warnings)
+        self.buffers_named = False
+        self.warnings = [*saved.warnings, *(line for model in models for line in model.warnings)]
 
     def build(self) -> Manifest:
         optimizer, saved = self.optimizer, self.saved
@@ -102,7 +109,8 @@ class ManifestBuilder:
             )
             for (key, kind), pieces in self.in_pieces.items()
         )
-        extra_states = sorted_out([*saved.extra_states, *in_pieces], self._kept)
+        of_optimizers = (each for model in self.models for each in model.extra_states)
+        extra_states = sorted_out([*of_optimizers, *in_pieces], self._kept)
         state, engine = self._state()
         other_rows = of_parameters("other", self._kept(self.other, OF_OTHERS))
         return Manifest(
@@ -135,14 +143,12 @@ class ManifestBuilder:
                 laid=saved.files.laid,
             ),
             notices=Notices(
-                likely=tuple(saved.likely),
+                likely=tuple(key for root in self.roots for key in root.likely),
                 omitted=tuple(saved.omitted),
                 warnings=tuple(self.warnings),
-                inferred=tuple(saved.inferred),
-                buffers_named=saved.buffers_named,
+                inferred=tuple(name for model in self.models for name in model.inferred),
+                buffers_named=self.buffers_named,
                 uncompared=saved.ranks.uncompared,
-                share=saved.share,
-                is_numbered=saved.is_numbered,
             ),
         )
 
@@ -161,8 +167,8 @@ class ManifestBuilder:
         If zckpt wrote these names beside the state dicts, they are used; otherwise they are found
         by equal contents of tensors. Second names that a config.json states are added.
         """
-        record = self.saved.record
-        aliases = self._same_content(trained) if record is None else dict(record["aliases"])
+        facts = self.facts
+        aliases = self._same_content(trained) if facts is None else dict(facts["aliases"])
         config = config_of(self.saved.files.siblings, ties.CONFIG)
         return aliases | ties.stated_ties(config, [*self.model, *aliases])
 
@@ -208,30 +214,30 @@ class ManifestBuilder:
 
     def _add_others(self, trained: Sequence[str]) -> None:
         """Adds the weights that are in no optimizer, as frozen weights, and then the buffers."""
-        record, owned = self.saved.record, set(trained)
+        facts, owned = self.facts, set(trained)
         untrained_names = [
             name for name in self.model if name not in owned and name not in self.aliases
         ]
-        if record is None:
+        if facts is None:
             sharded = any(self.model[name].sharded for name in trained)
             self.buffers = [
                 name for name in untrained_names if is_buffer(name, self.model[name], sharded)
             ]
         else:
-            of_module = {*record["buffers"]}
+            of_module = {*facts["buffers"]}
             self.buffers = [name for name in untrained_names if name in of_module]
         if said := {name for name in untrained_names if matches_any(name, self.globs)}:
             buffers = {*self.buffers, *said}
             self.buffers = [name for name in untrained_names if name in buffers]
-            self.saved.buffers_named = True
+            self.buffers_named = True
         # without an optimizer nothing shows which weights are frozen
         shown = {root.prefix for root in self.roots if {*root.optimizers} & {*self.optimizers}}
         of_model = self._by_root(untrained_names)
         untrained = {name for prefix in shown for name in of_model.get(prefix, ())}
-        buffers, stated_frozen = {*self.buffers}, {*(record or {}).get("frozen", ())}
+        buffers, stated_frozen = {*self.buffers}, {*(facts or {}).get("frozen", ())}
         for name in untrained_names:
             if name not in buffers:
-                frozen = name in (untrained if record is None else stated_frozen)
+                frozen = name in (untrained if facts is None else stated_frozen)
                 self._add_weight(name, Parameter(self.model[name].shape, trainable=not frozen))
         for name in self.buffers:
             self._add_entry(name, "param", self.model[name])
@@ -325,7 +331,7 @@ class ManifestBuilder:
             for name in members:
                 in_groups.add(name, *_step(group.get("step")))
         believed = steps.believed(in_states, in_groups)
-        named = (self.saved.record or {}).get("optimizer")
+        named = (self.facts or {}).get("optimizer")
         self.step_place = steps.place_of(believed, in_groups, named)
         self._need_one_save(believed.where)
         for statement in (in_states, in_groups):
@@ -409,7 +415,6 @@ class ManifestBuilder:
         dtypes = Counter(self.entries[name, "param"].dtype for name in self.parameters)
         folders = None if self._are_several() else self.saved.layout.folders
         optimizers = list(self.optimizers) or self.ignored
-        optimizers = [() if path == (self.saved.beside,) else path for path in optimizers]
         engine = StateDictEngine(
             "torch",
             max(dtypes, key=dtypes.__getitem__, default="F32"),
@@ -418,10 +423,10 @@ class ManifestBuilder:
             self.optimizer.layout or None,
             scheduler,
             None if folders is None else tuple(folders),
-            self.saved.record is None,
-            self.saved.adapter,
+            self.facts is None,
+            self.models[-1].has_adapter,
             storage=None if self._are_several() else self.saved.layout.storage,
-            bare=self.saved.bare,
+            bare=any(model.bare for model in self.models),
             file=None if self._are_several() else self.saved.layout.file,
         )
         state: dict[str, Any] = {

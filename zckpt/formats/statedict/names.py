@@ -12,7 +12,7 @@ from ...naming import peft
 from ...naming.names import matched
 from .equal_tensors import is_complex, is_float
 from .matching import keeps_order, match
-from .state_dict_search import OptimizerState
+from .state_dict_search import NamedModel, OptimizerState
 from .tree import Leaf, SavedTree
 
 ELEMENTWISE = frozenset(
@@ -26,25 +26,26 @@ As of torch 2.13.
 
 def names_of(
     saved: SavedTree,
-    model: Mapping[str, Any],
+    model: NamedModel,
     optimizer: OptimizerState,
     param_names: Sequence[str] | None,
 ) -> dict[Any, str]:
     """Maps the names or numbers in an optimizer's groups to the model's parameter names.
 
-    Adds inferred names to `saved`, with a warning. Raises MissingData and WrongOption like
+    Adds inferred names to `model`, with a warning. Raises MissingData and WrongOption like
     `matching.match`, and InconsistentCheckpoint if states have the shapes of other weights.
     """
     if optimizer.is_numbered:
         return _names_of_numbers(saved, model, optimizer, param_names)
     trained = [name for members in optimizer.members for name in members]
-    if all(name in model for name in trained):
+    if all(name in model.weights for name in trained):
         return {name: name for name in trained}
-    bare = {peft.bare_name(name): name for name in model} if saved.adapter else {}
+    bare = {peft.bare_name(name): name for name in model.weights} if model.has_adapter else {}
     if all(name in bare for name in trained):
-        saved.bare = saved.layout.storage is not None
+        model.bare = saved.layout.storage is not None
         return {name: bare[name] for name in trained}
-    return dict(matched(trained, [name for name in model if isinstance(model[name], Leaf)]))
+    weights = [name for name, leaf in model.weights.items() if isinstance(leaf, Leaf)]
+    return dict(matched(trained, weights))
 
 
 def refuse_twice(saved: SavedTree, members: Sequence[str]) -> None:
@@ -61,7 +62,7 @@ def refuse_twice(saved: SavedTree, members: Sequence[str]) -> None:
 
 def _names_of_numbers(
     saved: SavedTree,
-    model: Mapping[str, Any],
+    model: NamedModel,
     optimizer: OptimizerState,
     param_names: Sequence[str] | None,
 ) -> dict[int, str]:
@@ -71,35 +72,36 @@ def _names_of_numbers(
     wrote beside the state dicts, or in `param_names` of the groups (torch 2.6).
     """
     numbers = [number for members in optimizer.members for number in members]
-    if saved.record is not None and len(saved.record.get("numbers", ())) == len(numbers):
-        return dict(zip(numbers, saved.record["numbers"], strict=True))
+    if model.facts is not None and len(model.facts.get("numbers", ())) == len(numbers):
+        return dict(zip(numbers, model.facts["numbers"], strict=True))
+    weights = model.weights
     in_groups = [name for group in optimizer.groups for name in group.get("param_names") or ()]
-    if len(in_groups) == len(numbers) and not set(in_groups) <= model.keys():
-        in_groups = without_wrappers(in_groups, model) or []
+    if len(in_groups) == len(numbers) and not set(in_groups) <= weights.keys():
+        in_groups = without_wrappers(in_groups, weights) or []
     if len(in_groups) == len(numbers):
         shapes_of_states = [shape_of(optimizer.state.get(number, {})) for number in numbers]
-        _refuse_mixed(saved, shapes_of_states, in_groups, model)
+        _refuse_mixed(saved, shapes_of_states, in_groups, weights)
         return dict(zip(numbers, in_groups, strict=True))
-    if param_names is not None and not set(param_names) <= model.keys():
-        param_names = list(matched(param_names, list(model)).values())
+    if param_names is not None and not set(param_names) <= weights.keys():
+        param_names = list(matched(param_names, list(weights)).values())
     orders = saved.orders or optimizer.members
     shapes = {number: shape_of(optimizer.state.get(number, {})) for number in numbers}
     names, inferred = match(
         [[shapes[number] for number in order] for order in orders],
-        [(name, model[name].shape) for name in _candidates(model, optimizer, param_names)],
-        saved.layout.in_order and keeps_order([str(name) for name in model]),
+        [(name, weights[name].shape) for name in _candidates(weights, optimizer, param_names)],
+        saved.layout.in_order and keeps_order([str(name) for name in weights]),
         param_names,
     )
-    saved.inferred += [name for name in inferred if name not in saved.inferred]
+    model.inferred += [name for name in inferred if name not in model.inferred]
     if param_names is not None:
         message = "the optimizer lists its parameters by number: --param-names gave their names"
-        saved.warnings.append(warning("names-inferred", message, subject="--param-names"))
+        model.warnings.append(warning("names-inferred", message, subject="--param-names"))
     elif inferred:
         message = (
             "the optimizer lists its parameters by number, not by name: the names "
             f"{listed(inferred, 4)} are inferred from the order of the model's state dict"
         )
-        saved.warnings.append(warning("names-inferred", message, subject=inferred[0]))
+        model.warnings.append(warning("names-inferred", message, subject=inferred[0]))
     return {
         number: name
         for order, names_of_order in zip(orders, names, strict=True)

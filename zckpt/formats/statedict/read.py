@@ -18,9 +18,8 @@ from ...training.trainers import config_of, of_model
 from ..extra_states import NO_NAMES, ExtraState
 from ..reading import USUAL, Reading
 from .building import ManifestBuilder
-from .keys import is_optimizers_key
+from .keys import is_optimizers_key, keys_of
 from .names import names_of, refuse_twice
-from .own_facts import joined
 from .refusals import refuse_flat_states, refuse_parts, refuse_tree, refuse_unnamed_parts
 from .roots import SOLE, Root, Roots, roots_of
 from .slices import (
@@ -31,6 +30,7 @@ from .slices import (
     taken_of_rank_0,
 )
 from .state_dict_search import (
+    NamedModel,
     OptimizerState,
     beside,
     choose_models,
@@ -64,7 +64,7 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     """
     refuse_tree(saved.tree, saved.root)
     different = saved.ranks.different
-    _separate(saved)
+    key_beside = _separate(saved)
     optimizers = {
         path: read_optimizer(value_at(saved.tree, path)) for path in find_optimizers(saved.tree)
     }
@@ -94,7 +94,7 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
                 f"does, add --root {name}={key}",
                 subject=key,
             )
-            for key in saved.likely
+            for key in roots[0].likely
         ]
     if reading.weights_only:
         left = [dotted(path) for path in other_models if path not in models]
@@ -108,19 +108,19 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
         ]
     if name in (roots[0].name, dotted(roots[0].model)) and name:
         saved.origin = replace(saved.origin, root=name)
-    model: dict[str, Any] = {}
-    named: dict[TreePath, OptimizerState] = {}
-    records: dict[str, dict[str, Any] | None] = {}
-    for root in roots:
-        saved.record = records[root.prefix] = saved.facts_of(root.model)
-        root_model, states = _named(saved, root, models[root.model], optimizers, reading)
-        model |= root_model
-        named |= states
-    if len(records) > 1:
-        saved.record = joined(records)
-    result = ManifestBuilder(saved, roots, model, named, reading).build()
+    named = [_named(saved, root, models[root.model], optimizers, reading) for root in roots]
+    result = ManifestBuilder(saved, roots, named, reading).build()
+    engine = keys_of(result.run.engine)
+    if key_beside and engine.optimizer == (key_beside,):
+        engine = replace(engine, optimizer=())
+    pairs = [(root.prefix, optimizers[path]) for root in roots for path in root.optimizers]
     unused = not optimizers and reading.param_names is not None
-    return result.replace(notes=(NO_OPTIMIZER,)) if unused else result
+    return result.replace(
+        engine=engine,
+        share=_share(saved, pairs, reading),
+        is_numbered=any(optimizer.is_numbered for _, optimizer in pairs),
+        notes=(NO_OPTIMIZER,) if unused else (),
+    )
 
 
 def _settle_averages(saved: SavedTree, model: TreePath) -> None:
@@ -146,27 +146,31 @@ def _settle_averages(saved: SavedTree, model: TreePath) -> None:
     saved.omitted.append(note("weights-omitted", message, subject=averages[0]))
 
 
-def _separate(saved: SavedTree) -> None:
-    """Moves an optimizer's keys out of a dictionary `{**model, **optimizer}`, below a new key."""
+def _separate(saved: SavedTree) -> str:
+    """Moves an optimizer's keys out of a dictionary `{**model, **optimizer}`, below a new key.
+
+    Returns the new key; "" for any other dictionary, which is not changed.
+    """
     tree = saved.tree
     if not is_optimizer(tree):
-        return
+        return ""
     optimizer = {key: value for key, value in tree.items() if is_optimizers_key(key)}
     rest = {key: value for key, value in tree.items() if key not in optimizer}
     if not any(isinstance(value, Leaf) for value in rest.values()):
-        return
-    saved.beside = "optim"
-    while saved.beside in rest:
-        saved.beside += "_"
-    saved.tree = {**rest, saved.beside: optimizer}
+        return ""
+    new_key = "optim"
+    while new_key in rest:
+        new_key += "_"
+    saved.tree = {**rest, new_key: optimizer}
     saved.ranks.steps = [
-        replace(item, path=(saved.beside, *item.path)) if is_optimizers_key(item.path[0]) else item
+        replace(item, path=(new_key, *item.path)) if is_optimizers_key(item.path[0]) else item
         for item in saved.ranks.steps
     ]
     saved.ranks.different = [
-        replace(item, path=(saved.beside, *item.path)) if is_optimizers_key(item.path[0]) else item
+        replace(item, path=(new_key, *item.path)) if is_optimizers_key(item.path[0]) else item
         for item in saved.ranks.different
     ]
+    return new_key
 
 
 def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
@@ -187,7 +191,6 @@ def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
         saved.warnings += roots.doubts
         return list(roots.roots)
     chosen = roots.asked(reading.root, reading.weights_only)
-    saved.likely = [] if reading.weights_only else roots.likely(chosen)
     every = [path for root in roots.roots for path in root.optimizers]
     lost = [dotted(path) for path in every if path not in chosen.optimizers]
     if lightning.LIGHTNING in saved.tree and chosen.optimizers and lost:
@@ -219,29 +222,28 @@ def _named(
     state_dict: Mapping[Any, Any],
     optimizers: Mapping[TreePath, OptimizerState],
     reading: Reading,
-) -> tuple[dict[str, Any], dict[TreePath, OptimizerState]]:
-    """One model's state dict, and its optimizers' states under the model's parameter names.
+) -> NamedModel:
+    """One model (`root`) and its optimizers, under the model's parameter names.
 
-    `root` is the model with its optimizers, `state_dict` its tensors by key.
+    `state_dict` has the model's tensors by key; `optimizers` are those of all models.
     """
     optimizers_of_root = {path: optimizers[path] for path in root.optimizers}
-    inferred, warnings = len(saved.inferred), len(saved.warnings)
-    saved.inferred += (saved.record or {}).get("inferred", ())
     param_names = names_in(reading.param_names, root.prefix)
-    model = _with_names_of_adapters(saved, state_dict, optimizers_of_root.values(), param_names)
+    facts = saved.facts_of(root.model)
+    changed = _names_with_adapter(
+        saved, facts, state_dict, optimizers_of_root.values(), param_names
+    )
+    weights = {changed.get(name, name): leaf for name, leaf in state_dict.items()}
+    model = NamedModel(weights, facts, bool(changed), root.prefix)
+    model.inferred += (facts or {}).get("inferred", ())
     is_one = not root.prefix and len(optimizers_of_root) == 1
-    names = dict(zip(map(str, state_dict), model, strict=True))
+    names = dict(zip(map(str, state_dict), weights, strict=True))
 
     def refuse_slices(listed: Collection[str] | None) -> None:
-        refuse_weights(saved, root.model, names, model, optimizers_of_root, listed, reading.buffers)
+        refuse_weights(
+            saved, root.model, names, weights, optimizers_of_root, listed, reading.buffers
+        )
 
-    # Lightning numbers frozen weights too, and saves no share. A user who names what the optimizer
-    # lists has stated that this is all. Shapes show nothing: a share's shapes fit the numbers as
-    # well
-    if lightning.LIGHTNING not in saved.tree and param_names is None:
-        saved.share = saved.share or next(filter(None, map(_gaps, optimizers_of_root.values())), "")
-    saved.is_numbered |= any(optimizer.is_numbered for optimizer in optimizers_of_root.values())
-    named: dict[TreePath, OptimizerState] = {}
     names_by_path: dict[TreePath, Mapping[Any, str]] = {path: {} for path in optimizers_of_root}
     trained: list[str] = []
     for path, optimizer in optimizers_of_root.items():
@@ -254,7 +256,7 @@ def _named(
             refuse_slices(None)
             if not reading.weights_only:
                 refuse_states(saved, path, optimizer, {})
-            refuse_unnamed_parts(saved, model, optimizer, reading.weights_only)
+            refuse_unnamed_parts(saved, weights, optimizer, reading.weights_only)
             may_lack = reading.weights_only or (reading.nameless and param_names is None)
             if is_one and not (may_lack and isinstance(error, MissingData)):
                 raise
@@ -262,11 +264,11 @@ def _named(
                 way = "; to read it, add --param-names FILE with its names" if is_one else ""
                 key = dotted(path) or "the optimizer"
                 message = f"{key} is kept as the program's own state: {error}{way}"
-                saved.warnings.append(warning(error.code, message, subject=key))
+                model.warnings.append(warning(error.code, message, subject=key))
             continue
         names_by_path[path] = name_of
         whole = value_at(saved.tree, path) if path else {}  # or the optimizer is the full tree
-        saved.extra_states += [
+        model.extra_states += [
             ExtraState(key, value, NO_NAMES, (root.prefix + name_of[key],))
             for key, value in optimizer.other_values.items()
             if key in name_of
@@ -277,23 +279,42 @@ def _named(
             (whole, is_optimizers_key, BESIDE_STATE),
         ):
             extra_states = [key for key in values if not is_known(key)]
-            saved.extra_states += [ExtraState(key, values[key], reason) for key in extra_states]
+            model.extra_states += [ExtraState(key, values[key], reason) for key in extra_states]
         trained += members
-        named[path] = optimizer.renamed({m: root.prefix + name for m, name in name_of.items()})
-    refuse_slices(trained if optimizers_of_root and len(named) == len(optimizers_of_root) else None)
+        prefixed = {member: root.prefix + name for member, name in name_of.items()}
+        model.optimizers[path] = optimizer.renamed(prefixed)
+    all_named = optimizers_of_root and len(model.optimizers) == len(optimizers_of_root)
+    refuse_slices(trained if all_named else None)
     for path, optimizer in optimizers_of_root.items():
-        if path in named:
+        if path in model.optimizers:
             states = optimizer.renamed(names_by_path[path])
-            refuse_parts(saved, model, states, reading.weights_only)
+            refuse_parts(saved, weights, states, reading.weights_only)
         if not reading.weights_only:
             refuse_states(saved, path, optimizer, names_by_path[path])
-    if root.prefix:
-        saved.inferred[inferred:] = [root.prefix + name for name in saved.inferred[inferred:]]
-        saved.warnings[warnings:] = [
-            replace(line, message=f"{root.name}: {line.message}")
-            for line in saved.warnings[warnings:]
-        ]
-    return {root.prefix + name: value for name, value in model.items()}, named
+    if not root.prefix:
+        return model
+    return replace(
+        model,
+        weights={root.prefix + name: leaf for name, leaf in weights.items()},
+        inferred=[root.prefix + name for name in model.inferred],
+        warnings=[replace(line, message=f"{root.name}: {line.message}") for line in model.warnings],
+    )
+
+
+def _share(
+    saved: SavedTree, optimizers: Sequence[tuple[str, OptimizerState]], reading: Reading
+) -> str:
+    """The evidence that an optimizer is only one rank's share, as a clause; "" without any.
+
+    `optimizers` are pairs of the model's prefix and the optimizer.
+    """
+    # Lightning numbers frozen weights too, and saves no share. A user who names what the optimizer
+    # lists has stated that this is all. Shapes show nothing: a share's shapes fit the numbers as
+    # well
+    if lightning.LIGHTNING in saved.tree:
+        return ""
+    unnamed = (o for prefix, o in optimizers if names_in(reading.param_names, prefix) is None)
+    return next(filter(None, map(_gaps, unnamed)), "")
 
 
 def _gaps(optimizer: OptimizerState) -> str:
@@ -308,24 +329,23 @@ def _gaps(optimizer: OptimizerState) -> str:
     return f"its groups lack the parameter numbers {listed(missing, 8)}" if missing else ""
 
 
-def _with_names_of_adapters(
+def _names_with_adapter(
     saved: SavedTree,
+    facts: Mapping[str, Any] | None,
     model: Mapping[Any, Any],
     optimizers: Iterable[OptimizerState],
     param_names: Sequence[str] | None,
-) -> Mapping[Any, Any]:
-    """The model's state dict with the module's names, which contain the adapter's name.
+) -> Mapping[str, str]:
+    """Maps names in a state dict to the module's names, where PEFT left out the adapter's name.
 
-    PEFT omits this name in files: `lora_A.weight` stands for `lora_A.default.weight`. The
-    optimizers' names, PEFT's configuration and `param_names` show it.
+    For example, `lora_A.weight` stands for `lora_A.default.weight`. The optimizers' names, PEFT's
+    configuration, `param_names` and zckpt's own `facts` show the adapter's name.
     """
-    known_names = [*(param_names or ()), *(saved.record or {}).get("numbers", ())]
+    known_names = [*(param_names or ()), *(facts or {}).get("numbers", ())]
     for optimizer in optimizers:
         known_names += [
             name for group in optimizer.groups for name in group.get("param_names") or ()
         ]
         known_names += [str(name) for members in optimizer.members for name in members]
     names = [str(name) for name in model]
-    changed = peft.module_names(names, known_names, config_of(saved.files.siblings, peft.CONFIG))
-    saved.adapter = bool(changed)
-    return {changed.get(name, name): leaf for name, leaf in model.items()} if changed else model
+    return peft.module_names(names, known_names, config_of(saved.files.siblings, peft.CONFIG))

@@ -42,7 +42,8 @@ class Root(Struct, frozen=True):
     """A model, and the optimizers that train it.
 
     `prefix` precedes the model's parameter names if several models are read. `by_words` is true if
-    only the words of the keys pair the optimizer with the model.
+    only the words of the keys pair the optimizer with the model. For a model without an optimizer,
+    `likely` are the dotted paths of optimizers that would fit it.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Root(Struct, frozen=True):
     optimizers: tuple[TreePath, ...] = ()
     prefix: str = ""
     by_words: bool = False
+    likely: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         own = ", ".join(map(dotted, self.optimizers))
@@ -91,14 +93,6 @@ class Roots(Struct, frozen=True):
         """The optimizers that could not be assigned to a model, with the models that fit each."""
         owned = {path for root in self.roots for path in root.optimizers}
         return {path: models for path, models in self.fitting.items() if path not in owned}
-
-    def likely(self, root: Root) -> list[str]:
-        """For a model without an optimizer: the optimizers that would fit it, as dotted paths.
-
-        Empty for a model with optimizers.
-        """
-        places = (place for place, models in self.fitting.items() if root.model in models)
-        return [] if root.optimizers else [dotted(place) for place in places]
 
     @property
     def doubts(self) -> list[Notice]:
@@ -159,7 +153,10 @@ class Roots(Struct, frozen=True):
                 file=self.path,
             )
         by_words = root.by_words and not wanted and bool(own_optimizers)
-        return Root(root.name, root.model, tuple(own_optimizers), by_words=by_words)
+        places = (place for place, models in self.fitting.items() if root.model in models)
+        would_fit = () if weights_only or own_optimizers else tuple(map(dotted, places))
+        optimizers = tuple(own_optimizers)
+        return Root(root.name, root.model, optimizers, by_words=by_words, likely=would_fit)
 
     def omitted(self, chosen: Root) -> list[Notice]:
         """A note that lists the state dicts which `--root` leaves out.

@@ -25,8 +25,9 @@ from msgspec.structs import replace
 
 from ...core.checkpoint.dtypes import FLOATS
 from ...core.checkpoint.inert import PLAIN, map_values, to_json, types_in
-from ...errors import MissingData
+from ...errors import MissingData, Notice
 from ...training.lightning import LIGHTNING, TRAINED, WHOLE
+from ..extra_states import ExtraState
 from .equal_tensors import is_float
 from .tree import Leaf, SavedTree, TreePath, dotted
 
@@ -61,6 +62,31 @@ class OptimizerState(Struct, frozen=True):
             state={names[key]: state for key, state in self.state.items() if key in names},
             members=[[names[member] for member in members] for members in self.members],
         )
+
+
+class NamedModel(Struct, eq=False):
+    """A model and its optimizers, whose parameters have the names that the manifest uses.
+
+    weights       the model's tensors by name
+    facts         the facts that zckpt wrote beside the model (own_facts.py); None if it wrote none
+    has_adapter   whether the files' names lack the name of PEFT's adapter, which `weights` has
+    prefix        the text before all names if several models are read: the model's key and "."
+    optimizers    the states of the model's optimizers, by the optimizer's path in the tree
+    extra_states  the optimizers' values that are not a parameter's state
+    inferred      names of parameters that no file states
+    bare          whether an optimizer's names lack PEFT's prefixes, as in `StateDictEngine.bare`
+    warnings      warnings about the names
+    """
+
+    weights: Mapping[str, Any]
+    facts: dict[str, Any] | None
+    has_adapter: bool
+    prefix: str
+    optimizers: dict[TreePath, OptimizerState] = field(default_factory=dict)
+    extra_states: list[ExtraState] = field(default_factory=list)
+    inferred: list[str] = field(default_factory=list)
+    bare: bool = False
+    warnings: list[Notice] = field(default_factory=list)
 
 
 def merged(optimizers: Sequence[OptimizerState]) -> OptimizerState:

@@ -47,7 +47,6 @@ from ...errors import (
 from ...files.dcptable import METADATA, ItemBox
 from ...files.safefile import SavedTensor
 from ...files.torchfile import Tensor, TorchFile
-from ..extra_states import ExtraState
 
 MAX_CUT = 8  # axes
 MAX_LIST = 1_000_000  # elements of all lists of a tree
@@ -239,8 +238,6 @@ class SavedTree(Struct, eq=False):
               the model's parameters; None if each group is such a list
     omitted   notices about contents that no target gets
     warnings  warnings for the user
-
-    The other fields are results of `read.manifest`.
     """
 
     root: str
@@ -253,16 +250,6 @@ class SavedTree(Struct, eq=False):
     orders: list[list[int]] | None = None
     omitted: list[Notice] = field(default_factory=list)
     warnings: list[Notice] = field(default_factory=list)
-    record: dict[str, Any] | None = None
-    extra_states: list[ExtraState] = field(default_factory=list)
-    inferred: list[str] = field(default_factory=list)
-    likely: list[str] = field(default_factory=list)
-    beside: str = ""
-    adapter: bool = False
-    bare: bool = False
-    buffers_named: bool = False
-    share: str = ""
-    is_numbered: bool = False
 
     def facts_of(self, model: TreePath) -> dict[str, Any] | None:
         """The facts that zckpt wrote beside a model; None if it wrote none."""
