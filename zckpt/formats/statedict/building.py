@@ -1,6 +1,7 @@
-"""Builds the manifest of models and optimizers whose parameters have names.
+"""Builds the manifest of a checkpoint: zckpt's table of its tensors, parameters and groups.
 
-In these checkpoints the optimizer updates the module's own weights; there are no fp32 masters.
+The input are state dicts in which every parameter already has a name. In these checkpoints the
+optimizer updates the module's own weights; there are no fp32 masters.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ from .tree import InPieces, Leaf, SavedTree, StepStatement, TreePath, dotted, mi
 
 
 class ManifestBuilder:
-    """Builds the manifest step by step: weights, optimizer states, steps, and other values."""
+    """Builds the manifest of a checkpoint from named state dicts of models and optimizers.
+
+    `build` adds, in this order: weights, optimizer states, steps, and all values that are no
+    tensors.
+    """
 
     def __init__(
         self,
@@ -110,9 +115,9 @@ class ManifestBuilder:
             for (key, kind), pieces in self.in_pieces.items()
         )
         of_optimizers = (each for model in self.models for each in model.extra_states)
-        extra_states = sorted_out([*of_optimizers, *in_pieces], self._kept)
+        extra_states = sorted_out([*of_optimizers, *in_pieces], self._without_tensors)
         state, engine = self._state()
-        other_rows = of_parameters("other", self._kept(self.other, OF_OTHERS))
+        other_rows = of_parameters("other", self._without_tensors(self.other, OF_OTHERS))
         return Manifest(
             root=saved.root,
             format=str(saved.origin.format),
@@ -155,7 +160,7 @@ class ManifestBuilder:
     def _are_several(self) -> bool:
         """Whether the checkpoint has several models or several optimizers.
 
-        No target but the universal format can store these.
+        Of all formats that zckpt writes, only the universal format can store these.
         """
         return len(self.roots) > 1 or len(self.roots[0].optimizers) > 1
 
@@ -164,18 +169,20 @@ class ManifestBuilder:
     def _all_aliases(self, trained: Sequence[str]) -> dict[str, str]:
         """Maps each second name of a tied weight to the weight's first name.
 
-        If zckpt wrote these names beside the state dicts, they are used; otherwise they are found
-        by equal contents of tensors. Second names that a config.json states are added.
+        For example `{"lm_head.weight": "embed.weight"}`. If zckpt itself wrote the files, it also
+        wrote this dictionary into them. Otherwise tensors with equal contents are tied weights.
+        Ties that a config.json states are added.
         """
         facts = self.facts
-        aliases = self._same_content(trained) if facts is None else dict(facts["aliases"])
+        aliases = self._aliases_by_content(trained) if facts is None else dict(facts["aliases"])
         config = config_of(self.saved.files.siblings, ties.CONFIG)
         return aliases | ties.stated_ties(config, [*self.model, *aliases])
 
-    def _same_content(self, trained: Sequence[str]) -> dict[str, str]:
+    def _aliases_by_content(self, trained: Sequence[str]) -> dict[str, str]:
         """Maps each second name of a tied weight to its first name, found by equal contents.
 
-        Warns about names that may be frozen copies instead.
+        An equal tensor may also be a frozen copy of a weight. If this cannot be excluded, a warning
+        is added.
         """
         aliases: dict[str, str] = {}
         doubtful: list[str] = []
@@ -195,14 +202,13 @@ class ManifestBuilder:
         return aliases
 
     def _by_root(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Sorts parameter names by their model's prefix: a dictionary from prefix to names."""
+        """Maps each model's prefix, such as "generator.", to the names that begin with it."""
         prefixes = {root.prefix for root in self.roots}
         lengths = {len(prefix) for prefix in prefixes}  # there are few lengths
         pairs = ((name[:length], name) for name in names for length in lengths)
         return by_key((prefix, name) for prefix, name in pairs if prefix in prefixes)
 
     def _add_trained(self) -> None:
-        """Adds the optimizer's parameters with their states, group by group."""
         stepped = self._steps()
         scalars = self._scalar_keys()
         for group, members in enumerate(self.optimizer.members):
@@ -213,7 +219,7 @@ class ManifestBuilder:
                 self._add_states(name, scalars)
 
     def _add_others(self, trained: Sequence[str]) -> None:
-        """Adds the weights that are in no optimizer, as frozen weights, and then the buffers."""
+        """Adds the tensors that no optimizer lists: frozen weights first, then buffers."""
         facts, owned = self.facts, set(trained)
         untrained_names = [
             name for name in self.model if name not in owned and name not in self.aliases
@@ -284,10 +290,10 @@ class ManifestBuilder:
     # -- states of the optimizer
 
     def _scalar_keys(self) -> set[str]:
-        """Keys of optimizer states that are a single number, such as NAdam's `mu_product`.
+        """Finds optimizer states that are one number per parameter, such as NAdam's `mu_product`.
 
-        The value is a Python number, or a tensor of one element. Such a key means a number for all
-        parameters, even for one that itself has a single element.
+        The number may be stored as a Python number or as a tensor of one element. One parameter
+        with such a number is enough: then the key means a number for all parameters.
         """
         return {
             key
@@ -318,9 +324,9 @@ class ManifestBuilder:
     # -- steps
 
     def _steps(self) -> dict[str, agreement.Step]:
-        """The number of completed updates of each parameter, by name.
+        """Maps each parameter's name to its step, the number of completed optimizer updates.
 
-        Also records every place that states a step (in `sightings`), and adds warnings.
+        Also lists every place in the files that states a step (in `sightings`), and adds warnings.
         """
         if not self.optimizers:
             return {}
@@ -341,10 +347,10 @@ class ManifestBuilder:
         return believed.settled(self.step_policy)
 
     def _need_one_save(self, where: str) -> None:
-        """Raises InconsistentCheckpoint if the ranks' files state different steps (mixed saves).
+        """Raises InconsistentCheckpoint if ranks' files state different steps: they mix saves.
 
-        `where` says which steps are compared, those in states or those in groups: `state` or
-        `group`.
+        `where` tells which steps are compared: those in optimizer states ("state") or those in
+        parameter groups ("group").
         """
         begin = {"state": "state.", "group": "param_groups."}[where]
         for optimizer in self.optimizers:
@@ -374,20 +380,20 @@ class ManifestBuilder:
         )
 
     def _hyper(self, value: Any, path: str) -> Any:
-        """A hyper-parameter of a group; a tensor of one element (Prodigy) becomes a number.
+        """Converts a hyper-parameter of a group, such as `lr`, for the manifest.
 
-        `path` is the hyper-parameter's path in the manifest's state. Returns None if the file with
-        the tensor is lost.
+        A tensor of one element (Prodigy has one) becomes a number. `path` is the value's dotted
+        path, such as "param_groups.0.lr". Returns None if the tensor's file is lost.
         """
         if _is_missing(value):
             return None
         by_value = isinstance(value, Leaf) and is_number(value, Leaf)
-        return _number(value) if by_value else self._kept(value, path)
+        return _number(value) if by_value else self._without_tensors(value, path)
 
     def _optimizer(self, groups: Sequence[dict[str, Any]] | None) -> str | None:
-        """The classes of the optimizers, inferred from the keys of states and groups.
+        """Infers the class names of the optimizers from the keys of their states and groups.
 
-        None if the files keep no groups.
+        Returns None if the files have no parameter groups.
         """
         states = self.optimizer.state
         keys = [
@@ -397,14 +403,17 @@ class ManifestBuilder:
         return None if groups is None else name_of_groups(keys, groups)
 
     def _state(self) -> tuple[dict[str, Any], StateDictEngine]:
-        """The manifest's state, and the facts about the program's keys and files.
+        """Collects everything but the tensors of model and optimizer, such as the LR scheduler.
 
-        The writer needs both to make the same state dicts again.
+        Also returns the keys and file names that the program uses, so that zckpt can write them
+        again.
         """
         models = {root.model for root in self.roots}
         rest = without(self.saved.tree, models | {*self.optimizers, *self.ignored})
         extra = {
-            root.prefix + key: self._kept(value, inside("module_extra", root.prefix + key))
+            root.prefix + key: self._without_tensors(
+                value, inside("module_extra", root.prefix + key)
+            )
             for root in self.roots
             for key, value in value_at(self.saved.tree, root.model).items()
             if not isinstance(value, Leaf) and (root.model or is_extra(key))
@@ -434,10 +443,10 @@ class ManifestBuilder:
             "module_extra": extra,
         }
         if scheduler is not None:
-            state["lr_scheduler"] = self._kept(rest.pop(scheduler), "lr_scheduler")
+            state["lr_scheduler"] = self._without_tensors(rest.pop(scheduler), "lr_scheduler")
             self._sight_scheduler("lr_scheduler", state["lr_scheduler"])
         if rest:
-            state["client_state"] = self._kept(rest, "client_state")
+            state["client_state"] = self._without_tensors(rest, "client_state")
             schedulers = state["client_state"].get(LISTED)
             for place, scheduler_state in enumerate(
                 schedulers if isinstance(schedulers, list) else ()
@@ -450,11 +459,13 @@ class ManifestBuilder:
             counters = steps.SCHEDULER_COUNTERS
             self.sightings += steps.counter_sightings(where, scheduler, counters)
 
-    def _kept(self, value: Any, path: str, entries: dict[Key, Entry] | None = None) -> Any:
-        """A value for the manifest's state; 0-d tensors become numbers, other tensors become names.
+    def _without_tensors(
+        self, value: Any, path: str, entries: dict[Key, Entry] | None = None
+    ) -> Any:
+        """Converts any value of a state dict for the manifest, which contains no tensors.
 
-        Each named tensor is added to `entries` with the slot `state`. `path` is the value's path in
-        the state.
+        A 0-d tensor becomes a number. Any other tensor is replaced by its name, and its byte ranges
+        are added to `entries`. `path` is the value's dotted path, which becomes the name.
         """
         entries = self.entries if entries is None else entries
         if isinstance(value, Leaf):
@@ -467,7 +478,9 @@ class ManifestBuilder:
             raise value.refused(path)
         if isinstance(value, InPieces):  # a state that is only compared
             value = list(value.pieces)
-        return map_values(value, lambda item, key: self._kept(item, inside(path, key), entries))
+        return map_values(
+            value, lambda item, key: self._without_tensors(item, inside(path, key), entries)
+        )
 
 
 def _is_missing(value: Any) -> bool:
@@ -482,15 +495,18 @@ def _number(value: Any) -> Scalar:
 
 
 def _is_step(value: Any) -> bool:
-    """Whether a value under the key `step` is a number of updates.
+    """Whether the value under an optimizer state's key `step` is a number of updates.
 
-    If not, it is read as any other optimizer state.
+    Some optimizers store something else there, which is then read as any other state.
     """
     return steps.step_of(_step(value)[0]) is not None
 
 
 def _step(state: Any) -> tuple[Any, tuple[int, ...]]:
-    """The number in a stored step, and its shape; the number is None for several elements."""
+    """The number in a stored step, and its shape.
+
+    The number is None for a tensor of several elements. The shape is () for a plain number.
+    """
     if isinstance(state, Leaf):
         return (state.number() if state.numel == 1 else None), state.shape
     return state, ()

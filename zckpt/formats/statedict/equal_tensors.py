@@ -17,8 +17,8 @@ def is_float(value: Any) -> bool:
 def is_updated(state: Mapping[str, Any]) -> bool:
     """Whether a parameter's optimizer states show that it was updated.
 
-    A state shows this if it is a tensor with different elements. A step alone does not, because
-    torch's helpers count a step that never happened.
+    A tensor with different elements shows this, such as a moment that is not all zero. A step count
+    alone does not: helpers of torch make a step before the first update.
     """
     return any(isinstance(v, Leaf) and v.shape and is_distinctive(v) for v in state.values())
 
@@ -30,8 +30,8 @@ def is_complex(value: Any) -> bool:
 def is_distinctive(leaf: Leaf) -> bool:
     """Whether a tensor has at least two different elements.
 
-    If two such tensors have equal bytes, they are the same tensor. Tensors that consist of zeros or
-    of ones may be equal without being the same.
+    Only such tensors can be recognized by equal bytes. Two tensors of zeros, or of ones, may be
+    equal by chance.
     """
     first = next(iter(leaf.fragments), None)
     if first is None or leaf.numel < 2:
@@ -42,17 +42,17 @@ def is_distinctive(leaf: Leaf) -> bool:
 def second_names(
     model: Mapping[str, Leaf], trained: Sequence[str], state: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, str], list[str]]:
-    """Finds the second names of tied weights.
+    """Finds the second names of tied weights, such as `lm_head.weight` for `embed.weight`.
 
-    Returns a dictionary from each second name to the weight's first name, and a list of those
-    second names that may be frozen copies instead. `trained` are the names that the optimizers
-    list, `state` maps them to their optimizer states.
+    Returns a dictionary from each second name to the weight's first name. Also returns a list of
+    those second names that may be frozen copies instead. `trained` are the names that the
+    optimizers list. `state` maps these names to optimizer states.
 
-    A tensor that no optimizer lists is a listed weight under a second name if both have the same
-    storage, or if their bytes are equal and the elements are not all the same (two tensors of zeros
-    may be equal by chance). Before the first update, a frozen copy, such as a teacher model, has
-    equal bytes too. Then only the storages decide. If they differ, the name is not a second name.
-    If the file does not show storages, the name is in the dictionary and in the list.
+    A tensor that no optimizer lists is a second name of a listed weight in two cases: both share
+    one storage, or their bytes are equal and the elements are not all the same. Before the first
+    update, a frozen copy (such as a teacher model) has equal bytes too. In this case only storages
+    decide. Where a file does not show storages, the name is put into the dictionary and into the
+    list.
     """
     owned = set(trained)
     untrained = {name: leaf for name, leaf in model.items() if name not in owned}

@@ -39,10 +39,11 @@ DEPTH = 4
 
 
 def partitions(tree: Mapping[Any, Any], numbers: Sequence[str] = ()) -> list[Partition]:
-    """Every tensor of the model and of its optimizer in a tree of state dicts, with its name.
+    """Lists every tensor of a model and its optimizer in a tree of state dicts, each with its name.
 
-    Tensors in the tree are `Saved`. A list may be a dictionary with integer keys. `numbers` are the
-    names of the parameters that an optimizer numbers, if the files state them beside the tree.
+    Tensors in the tree are `Saved` objects. A dictionary with integer keys stands for a list.
+    `numbers` are the names of parameters that an optimizer numbers, if the files state them
+    elsewhere.
     """
     tree = _apart(tree)
     optimizers = [(path, value) for path, value in _dicts(tree) if _is_optimizer(value)]
@@ -71,7 +72,7 @@ def partitions(tree: Mapping[Any, Any], numbers: Sequence[str] = ()) -> list[Par
 
 
 def _apart(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """The dictionary split into `model` and `optim`, if a program mixed the keys of both.
+    """Splits a dictionary that mixes the keys of model and optimizer into `model` and `optim`.
 
     Any other dictionary is returned unchanged.
     """
@@ -86,12 +87,15 @@ def _apart(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
 def states(
     state_dict: Mapping[Any, Any], model: Mapping[str, Saved], numbers: Sequence[str] = ()
 ) -> Iterator[Partition]:
-    """Yields the tensors of an optimizer's state dict; nameless if `model` lacks the parameter.
+    """Yields the tensors in an optimizer's state dict, each with its parameter's name.
 
-    A tensor of the parameter's shape is an optimizer state, such as `exp_avg`. Keys of numbers,
-    such as `step` and NAdam's `mu_product`, are skipped: for at least one parameter, the value
-    under such a key is a Python number, or has one element although the parameter has another
-    shape. Under such a key, every value of one element is a number.
+    state_dict  the optimizer's state dict, nested or flat
+    model       the model's tensors by name; a tensor of another parameter gets no name
+    numbers     the names of the parameters that the optimizer numbers, in order
+
+    Only tensors of the parameter's shape are yielded, such as `exp_avg`. Single numbers, such as
+    `step`, are skipped. A key means a number if any parameter has a Python number under it, or a
+    tensor of one element that does not have the parameter's shape.
     """
     by_name, nameless = _optimizer(state_dict, numbers)
     named = [(name, state) for name, state in by_name.items() if name in model]
@@ -125,9 +129,9 @@ def _is_number(value: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _dicts(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, dict[Any, Any]]]:
-    """Yields all dictionaries in a tree with their paths, down to `DEPTH` keys.
+    """Yields every dictionary in a tree with its path, down to `DEPTH` levels.
 
-    Dictionaries inside of an optimizer's state dict are left out.
+    Dictionaries inside an optimizer's state dict are skipped.
     """
     if isinstance(tree, dict):
         yield path, tree
@@ -145,12 +149,14 @@ def _is_optimizer(value: Mapping[Any, Any]) -> bool:
 
 
 def _members(group: Mapping[Any, Any]) -> list[Any] | None:
-    """The list of a group's parameters: `params`, else `param_names` (torch_checkpointing)."""
     return _listed(group.get("params", group.get("param_names")))
 
 
 def _listed(value: Any) -> list[Any] | None:
-    """The items of a list, or of a dictionary with integer keys; None for anything else."""
+    """Returns a list as it is, and a dictionary with integer keys as a list.
+
+    None for anything else.
+    """
     if isinstance(value, dict) and all(type(key) is int for key in value):
         return [value[key] for key in sorted(value)]
     return list(value) if isinstance(value, (list, tuple)) else None
@@ -163,9 +169,10 @@ States = dict[Any, Any]
 def _optimizer(
     state_dict: Mapping[Any, Any], numbers: Sequence[str]
 ) -> tuple[dict[str, States], list[States]]:
-    """The states of named parameters, by name; and a list of the states without known names.
+    """Splits an optimizer's states by whether their parameter's name is known.
 
-    `numbers` are the names of the parameters that the optimizer numbers.
+    Returns a dictionary from names to states, and a list of the other states. `numbers` are the
+    names of the parameters that the optimizer numbers, in the order of the numbers.
     """
     if "param_groups" not in state_dict:
         return _flat(state_dict), []
@@ -185,9 +192,9 @@ def _optimizer(
 
 
 def _flat(state_dict: Mapping[Any, Any]) -> dict[str, dict[Any, Any]]:
-    """The states in a flat state dict, by parameter name and then by the state's name.
+    """Converts a flat optimizer state dict to `{parameter: {state: value}}`.
 
-    Parameter names may contain dots; the names of states and options do not.
+    A flat key is `state.<parameter>.<state>`. Only the parameter's name may contain dots.
     """
     groups, state = "param_groups.", "state."
     keys = [key for key in state_dict if isinstance(key, str)]
@@ -203,10 +210,10 @@ def _flat(state_dict: Mapping[Any, Any]) -> dict[str, dict[Any, Any]]:
 def _model(
     candidates: Mapping[TreePath, dict[str, Saved]], trained: Sequence[str]
 ) -> dict[str, Saved] | None:
-    """Finds the model's state dict among the dictionaries of tensors `candidates`.
+    """Finds the model's state dict among several dictionaries of tensors.
 
-    It is the only one with all names of the optimizer. If none or several have them, a usual key
-    such as `model` decides. None if the files do not show which one it is.
+    It is the only one that has all parameter names of the optimizer (`trained`). If several have
+    them, or none, the one under a usual key such as `model`. None if there is no such key.
     """
     complete = [path for path, weights in candidates.items() if weights.keys() >= set(trained)]
     if trained and len(complete) == 1:
@@ -225,30 +232,30 @@ def _model(
 
 
 def whole(file: TorchFile, tensor: Tensor) -> Whole:
-    """A tensor that one file contains completely, for the all-gather of `verify --gather`."""
+    """Describes a tensor that one file contains completely, for `verify --gather`."""
     box = box_of(file, tensor, (0,) * len(tensor.shape))
     return Whole(UNNAMED, tensor.dtype, tensor.shape, box.extent, box.strides)
 
 
 def box_of(file: TorchFile, tensor: Tensor, offsets: tuple[int, ...]) -> BoxPart:
-    """A tensor of a file as a shard of a larger tensor; the shard begins at `offsets`."""
+    """Describes a rank's shard of a tensor in a torch.save file; it begins at `offsets`."""
     extent, strides = file.reach(tensor)
     return BoxPart(offsets, tensor.shape, extent, strides=strides)
 
 
 def stored_box(stored: SavedTensor, offsets: tuple[int, ...]) -> BoxPart:
-    """A tensor of a safetensors file as a shard of a larger tensor; it begins at `offsets`."""
+    """Describes a rank's shard of a tensor in a safetensors file; it begins at `offsets`."""
     return BoxPart(offsets, stored.shape, stored.extent)
 
 
 def all_stored(tensors: Iterable[SavedTensor]) -> dict[str, Saved]:
-    """The tensors of a safetensors file by name; each is complete."""
+    """Maps the names of a safetensors file to its tensors, for `verify --gather`."""
     boxes = [(each, stored_box(each, (0,) * len(each.shape))) for each in tensors]
     return {each.name: joined(each.dtype, each.shape, [box]) for each, box in boxes}
 
 
 def joined(dtype: str, shape: tuple[int, ...], boxes: Sequence[BoxPart]) -> Saved:
-    """A tensor made of its shards `boxes`; a `Whole` if one shard is the complete tensor."""
+    """Describes a tensor by its shards (`boxes`); a single complete shard gives a `Whole`."""
     filled = [box for box in boxes if prod(box.sizes)]
     if len(filled) == 1 and filled[0].sizes == shape:
         return Whole(UNNAMED, dtype, shape, filled[0].extent, filled[0].strides)

@@ -15,22 +15,22 @@ RANKS, ADAPTER = "ranks", "adapter"
 
 
 def own_key(folder: str) -> str:
-    """The tree's key for a folder that is itself one state dict: the folder's name and "/".
+    """Invents the key for a folder that is one state dict: "optim/" for the folder `optim`.
 
-    The keys of programs do not end with "/".
+    No program's key ends with "/", so the two cannot be confused.
     """
     return f"{os.path.basename(folder)}/"
 
 
 def in_folder(path: TreePath) -> TreePath:
-    """The path of a value within its folder: `path` without a first key that is a folder."""
+    """Removes a first key such as "optim/", which stands for a folder, from a value's path."""
     return path[1:] if path and str(path[0]).endswith("/") else path
 
 
 def trainers_dialect(engine: Engine | None) -> str | None:
-    """The value of `--dialect` that gives the target's files the same names as the source's.
+    """Chooses the `--dialect` that gives the target's files the same names as the source's.
 
-    None if no value does this.
+    None if no dialect does this.
     """
     keys = keys_of(engine)
     is_fsdp = any(name.startswith("pytorch_model_fsdp") for name in keys.folders or ())
@@ -38,14 +38,17 @@ def trainers_dialect(engine: Engine | None) -> str | None:
 
 
 def is_optimizers_key(key: Any) -> bool:
-    """Whether a key belongs to the optimizer, in a dictionary that mixes model and optimizer."""
+    """Whether a key is an optimizer's, in a dictionary that mixes the keys of model and optimizer.
+
+    Such keys begin with `state` or `param_groups`.
+    """
     return isinstance(key, str) and key.partition(".")[0] in ("state", "param_groups")
 
 
 def keys_of(engine: Engine | None) -> StateDictEngine:
-    """The keys and files of the program that wrote a source; usual keys for other sources.
+    """Tells under which keys and file names a torch program saved its state dicts.
 
-    Other sources are those whose files are not state dicts of a torch program.
+    For any other engine, these are torch's usual keys, `model` and `optim`.
     """
     if isinstance(engine, StateDictEngine):
         return engine

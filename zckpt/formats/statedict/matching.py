@@ -40,10 +40,9 @@ or, with a Trainer of transformers or TRL, after it is built:
 
 
 class MatchedNames(NamedTuple):
-    """The names of an optimizer's parameters: one list for each order that was given to `match`.
+    """The result of `match`: a list of parameter names for each list of shapes that it was given.
 
-    An order is a list of parameters in the order of the module, for example those of a group.
-    `inferred` are the names that rest only on a parameter's position in this order.
+    `inferred` are the names that only the order of the model's parameters shows.
     """
 
     names: list[list[str]]
@@ -56,13 +55,13 @@ def match(
     in_order: bool,
     param_names: Sequence[str] | None = None,
 ) -> MatchedNames:
-    """Finds the names of all parameters in every order.
+    """Finds the model's name for every parameter that an optimizer numbers.
 
-    An order lists the shapes of parameters in the module's order; None means an unknown shape, of a
-    parameter without state. `names` are the model's names and shapes. `in_order` states whether
-    they are in the module's order. `param_names` are the names that the user gives, order by order.
-    Raises MissingData if no rule names every parameter, and WrongOption for given names that do not
-    fit.
+    `orders` has lists of parameters, such as the groups. Each list is in the module's order, and a
+    parameter is given as its shape; None is an unknown shape. `names` are the model's names with
+    their shapes, and `in_order` tells whether these are in the module's order too. `param_names`
+    are names that the user gave. Raises MissingData if the names cannot be found, and WrongOption
+    if the user's names do not fit.
     """
     if param_names is not None:
         return MatchedNames(_stated(orders, names, param_names), [])
@@ -89,10 +88,10 @@ def match(
 
 
 def keeps_order(names: Sequence[str]) -> bool:
-    """Whether names in this order show the module's order of parameters.
+    """Whether the order of these names is the order in which the module defines its parameters.
 
-    They do not if they are sorted, as text or by the numbers in them. safetensors sorts its keys,
-    and a program may save again what it loaded from such a file.
+    It is not if the names are sorted, as text or by the numbers in them. safetensors files sort
+    names, and so does a program that saves again what it loaded from such a file.
     """
     return list(names) not in (sorted(names), sorted(names, key=_by_number))
 
@@ -105,10 +104,9 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 
 
 def candidates(names: Sequence[NamedShape]) -> list[NamedShape]:
-    """The names that an optimizer may list: all but running statistics of normalizations.
+    """Removes the running statistics of normalization layers, which no optimizer lists, from names.
 
-    In a state dict, only their names distinguish torch.nn's `running_mean` and `running_var` from
-    weights.
+    Only the names `running_mean` and `running_var` show that these tensors are not weights.
     """
     every = {name for name, _ in names}
 
@@ -123,7 +121,7 @@ def candidates(names: Sequence[NamedShape]) -> list[NamedShape]:
 
 
 def _by_shape(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list[str]] | None:
-    """The name of every numbered parameter, if shapes alone decide it; None if they do not."""
+    """Names every numbered parameter if each shape fits only one name; else None."""
     by_shape: dict[Shape | None, list[str]] = {**by_key((shape, name) for name, shape in names)}
     numbers = Counter(shape for order in orders for shape in order)
     if None in numbers:  # it gets a name that no other number can have
@@ -154,18 +152,15 @@ def _stated(
 
 
 def _hint(total: int, names: Sequence[NamedShape]) -> str:
-    """The hint to name an optimizer's `total` numbered parameters.
-
-    If the model has more names, it adds that the optimizer may be only one rank's share.
-    """
     return f"{HINT}\nBut {LOST}" if total < len(names) else HINT
 
 
 def _evident(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[Order]:
-    """Replaces shapes by None where they cannot be shapes of parameters.
+    """Replaces shapes that cannot be a parameter's shape by None.
 
-    If more parameters have states of a shape than there are weights of this shape, then it is the
-    shape of a state, not of a parameter. Amos, for example, keeps one number for each parameter.
+    The shape of a parameter is inferred from its optimizer states. Some states have another shape
+    than their parameter: Amos keeps one number for each. If more parameters have a shape than there
+    are weights of this shape, it is such a state's shape.
     """
     shown = Counter(chain(*orders))
     shown.subtract(shape for _, shape in names)
@@ -173,7 +168,7 @@ def _evident(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[Order
 
 
 def _check_stated(order: Order, named_shapes: Sequence[NamedShape]) -> None:
-    """Raises WrongOption if the given names do not fit the optimizer, by count or by shapes."""
+    """Raises WrongOption if the user's names do not fit the optimizer, by number or by shapes."""
     hint = f"list only the optimizer's parameters, in its order, group after group: {HINT}"
     hint = f"{LOST}. If not, {hint}" if len(named_shapes) > len(order) else hint
     if len(named_shapes) != len(order):
@@ -197,13 +192,13 @@ def _check_stated(order: Order, named_shapes: Sequence[NamedShape]) -> None:
 
 
 def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list[str]]:
-    """The names, if there is exactly one way to assign them in the module's order.
+    """Names all parameters if exactly one assignment keeps the module's order in every list.
 
-    An order is a list of shapes; None is an unknown shape. Each order is first matched by itself:
-    its parameters get the earliest names that they can have, and then the latest. If a parameter
-    gets the same name both times, the name belongs to it. The other orders then lose this name, and
-    the search is repeated until no more names are decided. A parameter of unknown shape can have a
-    name only if more names have its shape than there are parameters known to have this shape.
+    `orders` has lists of shapes; None is an unknown shape. For each list, parameters first get the
+    earliest names that fit, and then the latest. If both give a parameter the same name, this name
+    is decided, and other lists can no longer use it. This is repeated until nothing changes. A
+    parameter of unknown shape can have a name only if more weights have its shape than parameters
+    are known to have it.
 
     Raises MissingData if no assignment fits, or if several do.
     """
@@ -235,10 +230,10 @@ def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list
 def _earliest(
     order: Order, names: Sequence[tuple[int, NamedShape]], spare: Collection[Shape]
 ) -> list[int]:
-    """For each parameter of an order, the index of the first name that it can have.
+    """Assigns to each parameter of a list the first name that fits; returns the names' indexes.
 
-    A parameter of unknown shape can have the names whose shapes are in `spare`. The result ends
-    before the first parameter for which no name is left.
+    A parameter of unknown shape fits the names whose shapes are in `spare`. The result is shorter
+    than the list if a parameter finds no name.
     """
     first: list[int] = []
     for index, (_, shape) in names:
@@ -253,7 +248,7 @@ def _earliest(
 def _why_not(
     orders: Sequence[Order], place: int, position: int, names: Sequence[NamedShape]
 ) -> str:
-    """The reason why the parameter `orders[place][position]` matches none of the model's names."""
+    """Explains for an error why the parameter `orders[place][position]` fits no name."""
     total = sum(map(len, orders))
     if total > len(names):
         return f"the optimizer lists {total} parameters by number, but the model has {len(names)}"

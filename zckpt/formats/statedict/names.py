@@ -1,4 +1,4 @@
-"""Finds the model's name for every parameter that an optimizer lists, by name or by number."""
+"""Finds the model's name for each parameter that an optimizer lists, by name or by number."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ def names_of(
     optimizer: OptimizerState,
     param_names: Sequence[str] | None,
 ) -> dict[Any, str]:
-    """Maps the names or numbers in an optimizer's groups to the model's parameter names.
+    """Maps the names or numbers that an optimizer's groups list to the model's parameter names.
 
-    Adds inferred names to `model`, with a warning. Raises MissingData and WrongOption like
-    `matching.match`, and InconsistentCheckpoint if states have the shapes of other weights.
+    Names that no file states are inferred, and added to `model.inferred` with a warning. Raises
+    MissingData or WrongOption if names cannot be found, and InconsistentCheckpoint if optimizer
+    states have the shapes of other weights.
     """
     if optimizer.is_numbered:
         return _names_of_numbers(saved, model, optimizer, param_names)
@@ -66,10 +67,10 @@ def _names_of_numbers(
     optimizer: OptimizerState,
     param_names: Sequence[str] | None,
 ) -> dict[int, str]:
-    """Maps each number in an optimizer's groups to the name of its parameter.
+    """Maps each parameter number in an optimizer's groups to the parameter's name.
 
-    The name is the one that the files state, or that `match` finds. Files state names in what zckpt
-    wrote beside the state dicts, or in `param_names` of the groups (torch 2.6).
+    Files may state the names: zckpt writes them beside its state dicts, and groups have
+    `param_names` since torch 2.6. Otherwise `match` finds them.
     """
     numbers = [number for members in optimizer.members for number in members]
     if model.facts is not None and len(model.facts.get("numbers", ())) == len(numbers):
@@ -112,10 +113,10 @@ def _names_of_numbers(
 def _candidates(
     model: Mapping[str, Any], optimizer: OptimizerState, param_names: Sequence[str] | None
 ) -> list[str]:
-    """Names of weights that may be in an optimizer; of weights that share a storage, the first.
+    """Lists the weights that an optimizer may contain; a tied weight only once.
 
-    A complex tensor is a buffer (rotary frequencies), unless the optimizer has complex moments or
-    `param_names` lists it.
+    A complex tensor is a buffer, such as rotary frequencies. It is listed only if `param_names`
+    lists it, or if the optimizer has complex moments.
     """
     states = [leaf for state in optimizer.state.values() for leaf in state.values()]
     complex_moments = any(map(is_complex, states))
@@ -129,10 +130,10 @@ def _candidates(
 
 
 def without_wrappers(names: Sequence[str], model: Mapping[Any, Any]) -> list[str] | None:
-    """The model's names for an optimizer's `names`, in the same order.
+    """Translates an optimizer's parameter names into the model's names, in the same order.
 
-    The names may differ from the model's by a prefix, or by words that wrappers insert, such as
-    `_orig_mod`. None if no single rule turns all of them into names of the model.
+    The names may have another prefix, or words that wrappers insert, such as `_orig_mod`. Returns
+    None if no single rule translates all of them.
     """
     weights = [str(name) for name, leaf in model.items() if isinstance(leaf, Leaf)]
     try:
@@ -147,11 +148,10 @@ def _refuse_mixed(
     names: Sequence[str],
     model: Mapping[str, Any],
 ) -> None:
-    """Raises InconsistentCheckpoint if the states have the weights' shapes in another order.
+    """Raises InconsistentCheckpoint if optimizer states seem to belong to other weights.
 
-    The error is raised only if weights and states have the same shapes, each the same number of
-    times. Otherwise nothing is proven: some optimizers keep states of other shapes than their
-    weights.
+    Shapes show it: weights and states have the same shapes equally often, but in another order. If
+    they have other shapes, there is no error, because some optimizers keep states of other shapes.
     """
     pairs = [
         (name, model[name].shape, shape)
@@ -173,10 +173,10 @@ def _refuse_mixed(
 
 
 def shape_of(state: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The shape of a parameter, inferred from its optimizer states; None if they do not show it.
+    """Infers a parameter's shape from its optimizer states; None if they do not show it.
 
-    Adafactor keeps rows and columns, and 8-bit optimizers keep scales; these do not show the shape.
-    SPAM's moments contain only the elements where its mask is true, so the mask shows the shape.
+    Adafactor keeps rows and columns, and 8-bit optimizers keep scales: these do not show the shape.
+    SPAM keeps only some elements of its moments, but its mask has the parameter's shape.
     """
     tensors = {key: leaf for key, leaf in state.items() if isinstance(leaf, Leaf) and key != "step"}
     shapes = {leaf.shape for leaf in tensors.values() if leaf.dtype == "BOOL"}

@@ -1,7 +1,7 @@
-"""Validates the facts that zckpt wrote beside state dicts.
+"""Validates the facts that zckpt wrote beside state dicts under the key `zckpt`.
 
-State dicts do not state which names are aliases, buffers, frozen or inferred (see write.py), so
-zckpt writes these facts beside them. Another program may have changed them since.
+State dicts do not state which names are aliases, buffers, frozen or inferred. So zckpt writes these
+facts into the files too. Another program may have changed the files since.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,15 @@ from ...errors import CorruptCheckpoint
 
 
 class Stated(Struct):
-    """The facts that zckpt writes beside state dicts under the key `zckpt`: state dicts lack them.
+    """The facts that zckpt writes beside state dicts, under the key `zckpt`.
+
+    aliases    maps each second name of a tied weight to its first name
+    buffers    the names of buffers
+    frozen     the names of weights that no optimizer trains
+    names      maps each file to the manifest's names of tensors that are no weights or moments
+    inferred   names that no file stated when zckpt read the source
+    numbers    the names of the parameters that the optimizer numbers, in order
+    optimizer  the class that `--optimizer` named
 
     The first versions of zckpt wrote only the first four fields.
     """
@@ -28,9 +36,10 @@ class Stated(Struct):
 
 
 def checked(record: Any, where: str) -> dict[str, Any] | None:
-    """The facts that zckpt wrote beside state dicts, after a check; None if it wrote none.
+    """Validates the facts that zckpt wrote beside state dicts, and returns them.
 
-    `where` is the path of the file. Raises CorruptCheckpoint if `record` lacks fields of `Stated`.
+    Returns None if the file `where` has none. Raises CorruptCheckpoint if fields of `Stated` are
+    missing or have other types.
     """
     if not isinstance(record, dict):
         return None
@@ -43,9 +52,9 @@ def checked(record: Any, where: str) -> dict[str, Any] | None:
 
 
 def joined(records: Mapping[str, dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Joins the facts that zckpt wrote beside several models; each model's names get its prefix.
+    """Joins the facts that zckpt wrote beside several models; names get their model's prefix.
 
-    `records` has the facts by prefix. None if zckpt wrote nothing beside one of the models.
+    `records` has the facts by prefix, such as "generator.". None if one of the models has no facts.
     """
     whole: dict[str, Any] = {"aliases": {}, "buffers": [], "frozen": []}
     for prefix, record in records.items():

@@ -1,4 +1,4 @@
-"""Chooses the state dicts of models and optimizers, names parameters, and makes the manifest."""
+"""Finds models and optimizers in state dicts, names their parameters, and builds the manifest."""
 
 from __future__ import annotations
 
@@ -52,15 +52,16 @@ NO_OPTIMIZER = note(
 
 
 def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
-    """The manifest of a checkpoint's state dicts.
+    """Builds the manifest of a checkpoint from its state dicts.
 
-    `reading.param_names` are names for the parameters that an optimizer numbers. If no names are
-    found, the optimizer is ignored with `reading.weights_only`; with `reading.nameless` it is kept
-    as the program's own state. `reading.root` chooses one of several models. Without it all models
-    are read, and the model's key precedes each name.
+    Fields of `reading` decide what is read. `param_names` names the parameters that an optimizer
+    numbers. If they stay nameless, `weights_only` ignores the optimizer, and `nameless` keeps its
+    states as values of the program. `root` chooses one of several models. Without `root` all are
+    read, and each name begins with the model's key.
 
-    Raises MissingData (no model; numbers that fit several names), AmbiguousCheckpoint (see
-    roots.py), WrongOption (`reading.root` names no model), InconsistentCheckpoint.
+    Raises MissingData (there is no model, or several names fit a number), AmbiguousCheckpoint (it
+    is unclear which optimizer trains a model), WrongOption (no model has the name `root`), and
+    InconsistentCheckpoint.
     """
     refuse_tree(saved.tree, saved.root)
     different = saved.ranks.different
@@ -124,11 +125,11 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
 
 
 def _settle_averages(saved: SavedTree, model: TreePath) -> None:
-    """Handles averages that Lightning saves in place of the model's weights.
+    """Handles averaged weights that Lightning saved in place of the trained weights.
 
-    `model` is the path of the weights that are read. If these are the averages, a warning names the
-    key of the weights that the optimizer updates. If `--root` selects these updated weights, the
-    averages are left out, with a note.
+    `model` is the path of the weights that are read. If these are the averages, a warning tells how
+    to read the trained weights. If these are the trained weights, the averages are left out, with a
+    note.
     """
     whole_model, trained = lightning.WHOLE.model, lightning.TRAINED
     if not {lightning.LIGHTNING, trained} <= saved.tree.keys():
@@ -147,9 +148,9 @@ def _settle_averages(saved: SavedTree, model: TreePath) -> None:
 
 
 def _separate(saved: SavedTree) -> str:
-    """Moves an optimizer's keys out of a dictionary `{**model, **optimizer}`, below a new key.
+    """Splits a dictionary `{**model, **optimizer}`: the optimizer's keys move below a new key.
 
-    Returns the new key; "" for any other dictionary, which is not changed.
+    Returns the new key, such as "optim"; "" if the dictionary does not mix model and optimizer.
     """
     tree = saved.tree
     if not is_optimizer(tree):
@@ -174,9 +175,9 @@ def _separate(saved: SavedTree) -> str:
 
 
 def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
-    """The model that `--root` selects, or all models; each with its optimizers.
+    """Selects the model that `--root` names, or all models; each with its optimizers.
 
-    State dicts that are not read are removed from the tree.
+    Other models and optimizers are removed from the tree of state dicts.
     """
     if reading.root is None:
         saved.warnings += [
@@ -223,9 +224,9 @@ def _named(
     optimizers: Mapping[TreePath, OptimizerState],
     reading: Reading,
 ) -> NamedModel:
-    """One model (`root`) and its optimizers, under the model's parameter names.
+    """Gives the parameters of one model (`root`) and of its optimizers their names.
 
-    `state_dict` has the model's tensors by key; `optimizers` are those of all models.
+    `state_dict` has the model's tensors by key. `optimizers` has the optimizers of all models.
     """
     optimizers_of_root = {path: optimizers[path] for path in root.optimizers}
     param_names = names_in(reading.param_names, root.prefix)
@@ -304,9 +305,9 @@ def _named(
 def _share(
     saved: SavedTree, optimizers: Sequence[tuple[str, OptimizerState]], reading: Reading
 ) -> str:
-    """The evidence that an optimizer is only one rank's share, as a clause; "" without any.
+    """A clause on why an optimizer seems to be only one rank's share; "" if nothing shows this.
 
-    `optimizers` are pairs of the model's prefix and the optimizer.
+    `optimizers` are pairs of a model's prefix and an optimizer.
     """
     # Lightning numbers frozen weights too, and saves no share. A user who names what the optimizer
     # lists has stated that this is all. Shapes show nothing: a share's shapes fit the numbers as
@@ -318,9 +319,9 @@ def _share(
 
 
 def _gaps(optimizer: OptimizerState) -> str:
-    """A clause that lists the numbers missing in an optimizer's groups; "" if none is missing.
+    """A clause that lists the parameter numbers missing in an optimizer's groups; "" if none.
 
-    torch numbers parameters without gaps. Before torch 1.5, the numbers are addresses in memory.
+    torch numbers parameters without gaps. Before torch 1.5, the numbers were addresses in memory.
     """
     numbers = sorted(m for members in optimizer.members for m in members if type(m) is int)
     if not optimizer.is_numbered or numbers[-1] >= ADDRESSES:
@@ -336,10 +337,10 @@ def _names_with_adapter(
     optimizers: Iterable[OptimizerState],
     param_names: Sequence[str] | None,
 ) -> Mapping[str, str]:
-    """Maps names in a state dict to the module's names, where PEFT left out the adapter's name.
+    """Maps PEFT's names in files to the module's names, which also contain the adapter's name.
 
-    For example, `lora_A.weight` stands for `lora_A.default.weight`. The optimizers' names, PEFT's
-    configuration, `param_names` and zckpt's own `facts` show the adapter's name.
+    For example, `lora_A.weight` stands for `lora_A.default.weight`. The adapter's name is found in
+    the optimizers' names, PEFT's configuration, `param_names`, or `facts` that zckpt wrote.
     """
     known_names = [*(param_names or ()), *(facts or {}).get("numbers", ())]
     for optimizer in optimizers:

@@ -30,7 +30,7 @@ WHOLE = (
 
 
 def refuse_tree(tree: Any, where: str) -> None:
-    """Raises FlatParameters if a key in the tree names one of FSDP1's flat parameters.
+    """Raises FlatParameters if a key in the state dicts names one of FSDP1's flat parameters.
 
     `where` is the path of the checkpoint, for the message.
     """
@@ -82,12 +82,12 @@ def refuse_flat_states(
 def refuse_parts(
     saved: SavedTree, model: Mapping[str, Any], optimizer: OptimizerState, weights_only: bool
 ) -> None:
-    """Raises InconsistentCheckpoint if a weight or a moment is only one rank's slice.
+    """Raises InconsistentCheckpoint if a weight or a moment is only one rank's slice of the tensor.
 
-    The shapes show it: the moment has the shape of one rank's shard of the weight, or the weight
-    has the shape of one rank's shard of the moment. `optimizer` has the names of `model`. If a
-    program saves a plain tensor that is a slice, a directory of torch.distributed.checkpoint
-    contains only one rank's slice, and no trace of the others.
+    If a program saves a plain tensor that is a slice, a torch.distributed.checkpoint directory has
+    only one rank's slice, and no trace of the others. But the shapes show it: the weight has the
+    shape of one rank's shard of its moment, or the moment that of the weight. `optimizer` must have
+    the names in `model`.
     """
     for name, state in optimizer.state.items():
         weight = model.get(name)
@@ -104,11 +104,11 @@ def refuse_parts(
 def refuse_unnamed_parts(
     saved: SavedTree, model: Mapping[str, Any], optimizer: OptimizerState, weights_only: bool
 ) -> None:
-    """Raises InconsistentCheckpoint if a weight or a moment is only one rank's slice.
+    """Like `refuse_parts`, for an optimizer whose parameters are numbered and have no names yet.
 
-    This function is for an optimizer whose numbers have no names yet. A weight is a slice if it has
-    the shape of one rank's shard of any moment; a moment is a slice if it has the shape of one
-    rank's shard of any weight. With `weights_only`, moments are not checked.
+    A weight is a slice if it has the shape of one rank's shard of any moment. A moment is a slice
+    if it has the shape of one rank's shard of any weight. With `weights_only`, moments are not
+    checked.
     """
     weights = {name: leaf for name, leaf in model.items() if isinstance(leaf, Leaf) and leaf.shape}
     moments = {
@@ -128,10 +128,11 @@ def refuse_unnamed_parts(
 def _part_among(
     tensors: Mapping[str, Leaf], other_tensors: Mapping[str, Leaf]
 ) -> tuple[str, Leaf, Leaf] | None:
-    """Finds the first tensor with the shape of a rank's shard of one of `other_tensors`.
+    """Finds the first of `tensors` that has the shape of one rank's shard of another tensor.
 
-    Returns its name, the tensor, and the other tensor. None if no tensor has such a shape, or if
-    one of `tensors` is sharded itself.
+    The other tensor is one of `other_tensors`. Returns the first one's name, the first and the
+    other. None if there is no such tensor, or if any of `tensors` is sharded: then they cannot be
+    slices.
     """
     if any(leaf.sharded for leaf in tensors.values()):
         return None
@@ -159,12 +160,11 @@ def _slice(
 
 
 def is_part(leaf: Leaf, whole: Leaf) -> bool:
-    """Whether an unsharded tensor has the shape of one rank's shard of another tensor."""
+    """Whether the plain tensor `leaf` has the shape of one rank's shard of the tensor `whole`."""
     return not leaf.sharded and leaf.shape != whole.shape and leaf.shape in whole.parts
 
 
 def _keys(tree: Any, path: TreePath = ()) -> Iterator[TreePath]:
-    """Yields the path of every key in the tree's dictionaries."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield (*path, key)

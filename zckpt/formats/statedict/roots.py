@@ -39,11 +39,14 @@ SOLE = "model"
 
 
 class Root(Struct, frozen=True):
-    """A model, and the optimizers that train it.
+    """A model of a checkpoint with several, and the optimizers that train it.
 
-    `prefix` precedes the model's parameter names if several models are read. `by_words` is true if
-    only the words of the keys pair the optimizer with the model. For a model without an optimizer,
-    `likely` are the dotted paths of optimizers that would fit it.
+    name        the model's key, such as "generator", or "model"
+    model       the path of its state dict
+    optimizers  the paths of its optimizers' state dicts
+    prefix      the text before its parameter names if several models are read: "generator."
+    by_words    whether only words in the keys show which optimizer trains the model
+    likely      for a model without an optimizer: the dotted paths of optimizers that would fit
     """
 
     name: str
@@ -59,9 +62,10 @@ class Root(Struct, frozen=True):
 
 
 class Roots(Struct, frozen=True):
-    """All models of a checkpoint (`roots`), each with its optimizers.
+    """All models of a checkpoint, each with its optimizers.
 
-    `fitting` maps each optimizer to the models that have its names or shapes.
+    `path` is the checkpoint's path. `fitting` maps each optimizer's path to the paths of all models
+    that have its parameter names or shapes.
     """
 
     path: str
@@ -73,10 +77,9 @@ class Roots(Struct, frozen=True):
         weights: Mapping[TreePath, Mapping[Any, Any]],
         optimizers: Mapping[TreePath, OptimizerState],
     ) -> Roots:
-        """Adds a model for each dictionary of weights that no optimizer trains.
+        """Adds a model for each dictionary of weights that no optimizer trains, such as an EMA.
 
-        `weights` are these dictionaries by path; `optimizers` are all optimizers. The result has
-        the models of this object and the added ones.
+        `weights` has these dictionaries by path; `optimizers` has all optimizers by path.
         """
         roots_of_weights = (Root(dotted(path), path) for path in weights)
         fitting = {
@@ -90,13 +93,19 @@ class Roots(Struct, frozen=True):
 
     @property
     def unclear(self) -> Mapping[TreePath, Sequence[TreePath]]:
-        """The optimizers that could not be assigned to a model, with the models that fit each."""
+        """The optimizers that could not be assigned to one model, each with the models it fits.
+
+        All are given by their paths.
+        """
         owned = {path for root in self.roots for path in root.optimizers}
         return {path: models for path, models in self.fitting.items() if path not in owned}
 
     @property
     def doubts(self) -> list[Notice]:
-        """Warnings about optimizers that were assigned only by name and also fit another model."""
+        """Warnings about optimizers that were matched to a model by words in their keys only.
+
+        There is a warning if the optimizer also fits another model, which has no optimizer.
+        """
         without = [root for root in self.roots if not root.optimizers]
         return [
             warning(
@@ -120,10 +129,10 @@ class Roots(Struct, frozen=True):
         return paths_of_roots | {*self.unclear}
 
     def asked(self, request: str, weights_only: bool) -> Root:
-        """The model that `--root` selects, as MODEL or MODEL=OPTIMIZER, with at most one optimizer.
+        """Selects the model of a `--root` request: "MODEL" or "MODEL=OPTIMIZER".
 
-        Raises WrongOption for an unknown name, and AmbiguousCheckpoint if no file shows which
-        optimizer trains the model.
+        The result has at most one optimizer. Raises WrongOption for an unknown name, and
+        AmbiguousCheckpoint if no file shows which optimizer trains the model.
         """
         name, _, wanted = request.partition("=")
         root = next((root for root in self.roots if name in (root.name, dotted(root.model))), None)
@@ -184,7 +193,7 @@ def roots_of(
     models: Mapping[TreePath, Mapping[Any, Any]],
     optimizers: Mapping[TreePath, OptimizerState],
 ) -> Roots:
-    """Finds which optimizers train which model: all models, each with its optimizers."""
+    """Finds out which optimizers train which model, by names, shapes and words in the keys."""
     optimizers_of_model: dict[TreePath, list[TreePath]] = {path: [] for path in models}
     by_words: set[TreePath] = set()
     every: dict[TreePath, Sequence[TreePath]] = {}
@@ -216,10 +225,9 @@ def roots_of(
 
 
 def _names(models: Sequence[TreePath]) -> dict[TreePath, str]:
-    """The names of models by path: dotted paths, without a last key that all of them share.
+    """Names models by their dotted paths, without a last key that all paths share.
 
-    For example, `generator.model` and `discriminator.model` are named `generator` and
-    `discriminator`.
+    For example, `generator.model` and `discriminator.model` become `generator` and `discriminator`.
     """
     alike = all(len(a) > 1 and len(b) > 1 and a[-1] == b[-1] for a, b in pairwise(models))
     if len(models) > 1 and alike:
@@ -228,7 +236,7 @@ def _names(models: Sequence[TreePath]) -> dict[TreePath, str]:
 
 
 def fits(optimizer: OptimizerState, model: Mapping[Any, Any]) -> bool:
-    """Whether a model has all parameters of an optimizer, compared by name or by shape."""
+    """Whether a model has every parameter that an optimizer lists, by name or else by shape."""
     members = [member for members in optimizer.members for member in members]
     names_in_groups = [
         name for group in optimizer.groups for name in group.get("param_names") or ()
@@ -244,7 +252,7 @@ def fits(optimizer: OptimizerState, model: Mapping[Any, Any]) -> bool:
 
 
 def _has_shapes(model: Mapping[Any, Any], optimizer: OptimizerState) -> bool:
-    """Whether an optimizer's states have the shapes of the weights with the same names."""
+    """Whether a parameter's optimizer states always have the shape of the weight of its name."""
     named = (
         (model.get(name), shape_of(optimizer.state.get(member, {})))
         for members, group in zip(optimizer.members, optimizer.groups, strict=False)
@@ -256,7 +264,7 @@ def _has_shapes(model: Mapping[Any, Any], optimizer: OptimizerState) -> bool:
 def _by_words(optimizer: TreePath, models: Sequence[TreePath]) -> list[TreePath]:
     """The models whose keys have the same words as an optimizer's key.
 
-    If no model has the same words, the result has the models with abbreviated or longer words: `g`
+    If there is none, the models whose words abbreviate the optimizer's words, or the reverse: `g`
     of `optimizer_g` abbreviates `generator`.
     """
     words = _words(optimizer)
@@ -270,9 +278,9 @@ def _words(path: TreePath) -> list[str]:
 
 
 def _are_alike(a: Sequence[str], b: Sequence[str]) -> bool:
-    """Whether two lists of words match pairwise, where one word may abbreviate the other.
+    """Whether each word of `a` begins with the word of `b` at the same place, or the reverse.
 
-    Examples are `g`, `gen` and `generator`.
+    For example `["gen"]` and `["generator"]`.
     """
     pairs = list(zip(a, b, strict=False))
     alike = all(one.startswith(other) or other.startswith(one) for one, other in pairs)

@@ -1,11 +1,12 @@
-"""Refuses or leaves out rank slices, found by comparing the ranks' values of a tensor.
+"""Refuses a tensor that is only one rank's slice, or leaves it out, if ranks' files show it.
 
-Ranks of one run hold the same weights, or shards that state where they belong. A plain tensor whose
-values differ between ranks counts as one rank's slice (`to_local()`) if it is one of these:
+Ranks of one run hold equal weights, or shards that state their offsets. If a plain tensor has
+different values on two ranks, each rank probably saved its slice (`to_local()`). This is an error
+for these tensors:
 
-    weights     the names that an optimizer lists; without an optimizer, every name of the model
-                except running statistics, which always differ, and buffers that the user names
-    states      every state except the errors that a compressing optimizer keeps on each rank
+    weights     those that an optimizer lists; without an optimizer, all tensors of the model except
+                running statistics, which always differ, and buffers that the user names
+    states      every optimizer state except the error that gradient compression keeps on each rank
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ ZERO = (
 
 
 def taken_of_rank_0(different: Sequence[Difference]) -> list[Notice]:
-    """Notes that rank 0's values are used where ranks differ, one for each key of the tree."""
+    """Notes that ranks have different values and zckpt uses rank 0's; one note for each key."""
     notes = []
     for place, paths in by_key((item.path[:2], item.path) for item in different).items():
         what = dotted(paths[0]) if len(paths) == 1 else f"{dotted(place)} ({len(paths)} values)"
@@ -55,11 +56,13 @@ def refuse_weights(
     listed: Collection[str] | None,
     buffers: Sequence[str],
 ) -> None:
-    """Raises InconsistentCheckpoint if weights of one model are ranks' slices.
+    """Raises InconsistentCheckpoint if weights of a model are ranks' slices, and names one of them.
 
-    The error names one of the weights. `place` is the model's path in the tree, `names` maps its
-    keys to the names in `model`. `listed` are the parameter names that the optimizers list; None
-    without optimizers, and if no file shows these names. `buffers` are the globs of `--buffers`.
+    place       the path of the model's state dict
+    names       maps its keys to the names in `model`
+    optimizers  the optimizers of the model, by path
+    listed      the parameter names that they list; None if unknown, and without optimizers
+    buffers     the globs of `--buffers`: tensors that may differ between ranks
     """
     differing = {
         names[item.path[-1]]: item
@@ -90,10 +93,10 @@ def refuse_weights(
 def refuse_states(
     saved: SavedTree, place: TreePath, optimizer: OptimizerState, names: Mapping[Any, str]
 ) -> None:
-    """Raises InconsistentCheckpoint if states of one optimizer are ranks' slices.
+    """Raises InconsistentCheckpoint if states of an optimizer are ranks' slices.
 
-    The error names one of the states. `place` is the optimizer's path in the tree. `names` maps its
-    parameters to the model's names, as far as files show them.
+    The error names one of the states. `place` is the path of the optimizer's state dict. `names`
+    maps the parameters that it lists to the model's names, as far as these are known.
     """
     inside = [item for item in saved.ranks.different if item.path[: len(place)] == place]
     for item in inside:
@@ -135,9 +138,9 @@ def _slices(name: str, item: Difference, more: int, hint: str) -> InconsistentCh
 
 
 def _is_of_ranks(name: str, buffers: Sequence[str]) -> bool:
-    """Whether a tensor of the model may have different values on each rank.
+    """Whether a tensor of the model may have another value on each rank.
 
-    True for running statistics and for buffers that the user names (`--buffers`).
+    True for running statistics, and for buffers that the user names (`--buffers`).
     """
     return name.rpartition(".")[2] in STATISTICS or matches_any(name, buffers)
 
@@ -145,10 +148,9 @@ def _is_of_ranks(name: str, buffers: Sequence[str]) -> bool:
 def _state_of(
     item: Difference, place: TreePath, optimizer: OptimizerState
 ) -> tuple[Any, str] | None:
-    """The parameter and the key of the optimizer state that differs between ranks.
+    """Finds out which optimizer state a difference between ranks is about: (parameter, key).
 
-    None if the difference is not in a parameter's state. `place` is the optimizer's path in the
-    tree.
+    None if it is about something else. `place` is the path of the optimizer's state dict.
     """
     rest = item.path[len(place) :]
     if optimizer.layout == "flat":
@@ -164,11 +166,11 @@ def _state_of(
 def _is_kept_apart(
     member: Any, key: str, differing: Collection[tuple[Any, str]], optimizer: OptimizerState
 ) -> bool:
-    """Whether an optimizer, by design, keeps different values of this state on each rank.
+    """Whether an optimizer keeps another value of this state on each rank on purpose.
 
-    It does if the state's name shows this. It also does if the state is not a usual moment, and the
-    usual moments of the parameter (`member`) are the same on all ranks. `differing` are all states
-    that differ between ranks, as pairs of parameter and key.
+    Two things show it. The state's name is usual for compression errors, such as `worker_error`. Or
+    the state is no usual moment, and the moments of the same parameter (`member`) are equal on all
+    ranks. `differing` lists all states that differ between ranks, as pairs (parameter, key).
     """
     if key in ELEMENTWISE:
         return False
@@ -181,7 +183,7 @@ def _is_kept_apart(
 
 
 def omitted(key: str) -> Notice:
-    """The warning that averages under `key` are left out, because they are slices."""
+    """The warning that averages under `key` are left out, because they are one rank's slices."""
     return warning(
         "rank-slices",
         f"{key} is left out: its tensors are one rank's slices of the model's weights, and nothing "
@@ -191,9 +193,9 @@ def omitted(key: str) -> Notice:
 
 
 def entry_of(place: TreePath, kept: Collection[TreePath]) -> TreePath:
-    """The shortest beginning of the path `place` that is not the beginning of a `kept` path too.
+    """Shortens a path to the smallest part of the tree that can be removed without any `kept` path.
 
-    The value at this shorter path can be removed from the tree; all values at `kept` paths remain.
+    ("ema", "model") becomes ("ema",), unless a kept path also begins with "ema".
     """
     ends = range(1, len(place) + 1)
     return next(place[:end] for end in ends if not any(path[:end] == place[:end] for path in kept))
@@ -204,12 +206,11 @@ def omit_slices(
     models: Mapping[TreePath, dict[Any, Any]],
     optimizers: Collection[TreePath],
 ) -> dict[TreePath, dict[Any, Any]]:
-    """Leaves out models whose tensors are one rank's slices; returns the other models by path.
+    """Leaves out dictionaries and lists of weights that are only one rank's slices.
 
-    Lists of such tensors are left out too. A directory of torch.distributed.checkpoint may contain
-    one rank's slice of a plain tensor, such as an average (EMA) of `to_local()`. Raises
-    InconsistentCheckpoint if these slices seem to be the trained model: if their key is a usual
-    one, such as `model`.
+    Returns the other models, by path. torch.distributed.checkpoint stores only one rank's value of
+    a plain tensor, such as an average (EMA) made with `to_local()`. Raises InconsistentCheckpoint
+    if the slices are under a usual key such as `model`: then they seem to be the trained weights.
     """
     wholes = by_key(
         (str(name), leaf)
@@ -243,10 +244,9 @@ def omit_parts(
     models: Mapping[TreePath, Mapping[Any, Any]],
     optimizers: Collection[TreePath],
 ) -> list[TreePath]:
-    """Leaves out averages of weights that ranks saved as slices, though the model is complete.
+    """Leaves out averaged weights that each rank saved as its slice; returns their paths.
 
-    Such averages have the names of the model's weights, but another shape on at least one rank.
-    Returns the paths that were removed from the tree.
+    They have the names of the model's weights, but another shape on at least one rank.
     """
     shapes = by_key(
         (str(name), leaf.shape)
@@ -275,7 +275,7 @@ def _spellings(name: Any) -> tuple[str, str]:
 def _is_slice(model: Mapping[Any, Any], wholes: Mapping[str, Sequence[Leaf]]) -> bool:
     """Whether every weight of a model has the shape of one rank's shard of its namesake.
 
-    `wholes` are the sharded tensors by name. The model's names may begin with a wrapper's prefix.
+    `wholes` has the sharded weights by name. A wrapper's prefix in the model's names is ignored.
     """
     pairs = [
         (leaf, whole)
@@ -289,10 +289,10 @@ def _is_slice(model: Mapping[Any, Any], wholes: Mapping[str, Sequence[Leaf]]) ->
 
 
 def _are_slices(items: Sequence[Any], wholes: Sequence[Leaf]) -> bool:
-    """Whether the tensors of a list seem to be slices of the weights `wholes`.
+    """Whether the tensors in a list seem to be one rank's slices of the sharded weights `wholes`.
 
-    They do if every tensor has the shape of a weight or of one rank's shard of it, and at least one
-    has a shape that only a shard has.
+    Every tensor must have the shape of such a weight or of a shard, and one the shape of a shard
+    only.
     """
     shapes = {leaf.shape for leaf in items if isinstance(leaf, Leaf) and leaf.shape}
     whole = {leaf.shape for leaf in wholes}

@@ -41,9 +41,13 @@ BUFFERS = re.compile(  # usual names of buffers in modules of torch and transfor
 
 
 class OptimizerState(Struct, frozen=True):
-    """An optimizer's states by parameter name (or number), and its groups with their members.
+    """An optimizer's state dict: the states of each parameter, and the parameter groups.
 
-    `other_values` are values under `state` that are not states of a parameter.
+    layout        "nested", "flat" or "raw", as described at the top of this module
+    state         maps each parameter (a name or number) to its states, such as `exp_avg`
+    groups        the hyper-parameters of each group
+    members       the parameters of each group
+    other_values  values under the key `state` that belong to no parameter
     """
 
     layout: str
@@ -69,12 +73,12 @@ class NamedModel(Struct, eq=False):
 
     weights       the model's tensors by name
     facts         the facts that zckpt wrote beside the model (own_facts.py); None if it wrote none
-    has_adapter   whether the files' names lack the name of PEFT's adapter, which `weights` has
-    prefix        the text before all names if several models are read: the model's key and "."
-    optimizers    the states of the model's optimizers, by the optimizer's path in the tree
-    extra_states  the optimizers' values that are not a parameter's state
+    has_adapter   whether the names in the files lack the name of PEFT's adapter; here they have it
+    prefix        the text before all names if several models are read, such as "generator."
+    optimizers    the states of the model's optimizers, by the path of the optimizer's state dict
+    extra_states  values in the optimizers' state dicts that are no parameter's state
     inferred      names of parameters that no file states
-    bare          whether an optimizer's names lack PEFT's prefixes, as in `StateDictEngine.bare`
+    bare          whether the optimizers' names lack prefixes that PEFT puts before a module's names
     warnings      warnings about the names
     """
 
@@ -90,7 +94,7 @@ class NamedModel(Struct, eq=False):
 
 
 def merged(optimizers: Sequence[OptimizerState]) -> OptimizerState:
-    """Joins several optimizers, which share no parameter, into one state with all groups."""
+    """Joins several optimizers, which share no parameter, into one with the groups of all."""
     return OptimizerState(
         optimizers[0].layout if optimizers else "",
         {name: state for each in optimizers for name, state in each.state.items()},
@@ -100,7 +104,7 @@ def merged(optimizers: Sequence[OptimizerState]) -> OptimizerState:
 
 
 def find_optimizers(tree: Any, path: TreePath = ()) -> Iterator[TreePath]:
-    """Yields the paths of all optimizers' state dicts in the tree."""
+    """Yields the path of every optimizer's state dict in a tree of dictionaries."""
     if isinstance(tree, dict) and is_optimizer(tree):
         yield path
     elif len(path) < DEPTH and isinstance(tree, (dict, list)):
@@ -122,7 +126,7 @@ def is_optimizer(value: dict[Any, Any]) -> bool:
 
 
 def has_groups(value: Any, depth: int = DEPTH) -> bool:
-    """Whether an optimizer's groups are in the value, at most `depth` dictionaries deep."""
+    """Whether a value contains an optimizer's groups, at most `depth` dictionaries deep."""
     if not isinstance(value, dict) or not depth:
         return False
     return "param_groups" in value or any(has_groups(item, depth - 1) for item in value.values())
@@ -151,10 +155,10 @@ def read_optimizer(state_dict: dict[Any, Any]) -> OptimizerState:
 
 
 def _flat(state_dict: dict[Any, Any]) -> OptimizerState:
-    """The optimizer's states and groups from a flat state dict.
+    """Reads a flat state dict, whose keys are such as `state.fc1.weight.exp_avg`.
 
-    A flat state dict has separate hyper-parameters for every parameter. Parameters whose
-    hyper-parameters are equal become a group.
+    It has hyper-parameters for every parameter instead of groups. Parameters with equal
+    hyper-parameters become a group.
     """
     state: dict[str, dict[str, Any]] = {}
     hyper: dict[str, dict[str, Any]] = {}
@@ -178,10 +182,10 @@ def _plain(value: Any) -> Any:
 
 
 def find_models(tree: Any, optimizers: Collection[TreePath]) -> dict[TreePath, dict[Any, Any]]:
-    """The dictionaries of named tensors outside of the optimizers' state dicts, by path.
+    """Finds all dictionaries of named tensors outside of the optimizers, by path.
 
-    Dictionaries in lists are used only if there are no others, because programs use such lists for
-    other things too.
+    Dictionaries in lists count only if there are no others, since programs keep other things in
+    lists.
     """
     return dict(_models_in(tree, optimizers, (dict,)) or _models_in(tree, optimizers, (dict, list)))
 
@@ -205,7 +209,7 @@ def _models_in(
 def lists_in(
     tree: Any, excluded: Collection[TreePath], path: TreePath = ()
 ) -> Iterator[tuple[TreePath, list[Any]]]:
-    """Yields the lists that contain tensors, with their paths; skips the paths in `excluded`."""
+    """Yields every list that contains tensors, with its path; skips the paths in `excluded`."""
     if (path and path in excluded) or not isinstance(tree, (dict, list)) or len(path) > DEPTH:
         return
     if isinstance(tree, list) and any(isinstance(item, Leaf) for item in tree):
@@ -222,11 +226,11 @@ def choose_models(
     optimizers: Sequence[OptimizerState],
     asked: str,
 ) -> list[TreePath]:
-    """The paths of the models' state dicts to read.
+    """Chooses which dictionaries of named tensors are the trained models; returns their paths.
 
-    There is one path if the files or usual keys show which model is trained; otherwise, the paths
-    of all models that may be trained. `asked` is the model that `--root` selects, or "". Raises
-    MissingData if there is no model.
+    Names in the optimizer, or a usual key such as `model`, may show the one model. Otherwise the
+    paths of all possible models are returned. `asked` is the model that `--root` names, or "".
+    Raises MissingData if there is no dictionary of tensors.
     """
     if not models:
         if not optimizers:
@@ -279,7 +283,7 @@ def choose_models(
 def beside(
     models: Mapping[TreePath, Mapping[Any, Any]], chosen: Sequence[TreePath]
 ) -> dict[TreePath, Mapping[Any, Any]]:
-    """Dictionaries of weights beside the chosen models, for example an average (EMA), by path."""
+    """Dictionaries of weights beside the `chosen` models, such as an average (EMA), by path."""
     chosen_paths = [path for path in chosen if path]
     return {
         path: model
@@ -299,12 +303,11 @@ def value_at(tree: Any, path: TreePath) -> Any:
 
 
 def is_buffer(name: str, leaf: Leaf, sharded: bool) -> bool:
-    """Whether a tensor is a buffer, for state dicts that do not state their buffers.
+    """Whether a tensor is a buffer, judged by its type, its name and its sharding.
 
-    A tensor is a buffer if no optimizer could train its type, or if modules usually give its name
-    to buffers. If the ranks' parameters are sharded (`sharded`), an unsharded tensor is a buffer
-    too. An unsharded tensor with a single row does not count: it may be a parameter that cannot be
-    divided.
+    It is if no optimizer can train its type, or if its name is usual for buffers. If parameters are
+    sharded over ranks (`sharded`), a tensor that is not sharded is a buffer too, except one with a
+    single row: a parameter with one row cannot be divided.
     """
     whole = sharded and leaf.sharded is False and leaf.shape[:1] != (1,)
     return leaf.dtype not in FLOATS or whole or bool(BUFFERS.fullmatch(name))
@@ -316,15 +319,15 @@ def matches_any(name: str, globs: Sequence[str]) -> bool:
 
 
 def is_extra(key: Any) -> bool:
-    """Whether the key belongs to a value that a module's get_extra_state returned."""
+    """Whether a key belongs to a value that `get_extra_state` of a module returned."""
     return isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"
 
 
 def without(tree: Any, paths: set[TreePath], path: TreePath = ()) -> Any:
-    """The tree without the state dicts at `paths`; containers that become empty are removed too.
+    """Removes the state dicts at `paths` from a tree, and containers that become empty by this.
 
-    In a list that keeps other items, None replaces a removed state dict. If `paths` has the path
-    (), the tensors at the top of the tree are removed. `path` is the path of `tree` itself.
+    In a list with other items, None takes the place of a removed item. If `paths` has (), the
+    tensors at the top of the tree are removed. `path` is the path of `tree` itself, for recursion.
     """
     if () in paths and not path:
         values = {key: value for key, value in tree.items() if not isinstance(value, Leaf)}

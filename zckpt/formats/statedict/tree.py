@@ -55,17 +55,16 @@ TreePath = tuple[Any, ...]
 
 
 def dotted(path: TreePath) -> str:
-    """The path of a value as text, as torch.distributed.checkpoint names the value."""
+    """The path of a value as text, such as "optim.state.0.exp_avg"."""
     return ".".join(map(str, path))
 
 
 def put(tree: Any, path: TreePath, value: Any, room: int) -> int:
-    """Sets the value at a path of a tree; an integer in the path is an index in a list.
+    """Sets the value at a path of nested dictionaries and lists; creates missing ones.
 
-    Missing dictionaries and lists on the way are created. `room` is the number of elements by which
-    all lists together may grow; returns how many of these are left. Raises CorruptCheckpoint for a
-    path that leads through a value that is no container, has a value already, or needs more
-    elements than `room`.
+    An integer in the path is an index in a list. `room` is the number of elements by which all
+    lists may still grow; returns how many of these are left. Raises CorruptCheckpoint if the path
+    leads through a plain value, has a value already, or needs more than `room` elements.
     """
     container = tree
     for key, following in pairwise((*path, None)):
@@ -98,18 +97,21 @@ def put(tree: Any, path: TreePath, value: Any, room: int) -> int:
 
 
 def no_twin() -> None:
-    """The `find_twin` of a `Leaf` whose checksums are unknown: None means unknown."""
+    """The `find_twin` of a `Leaf` whose files state no checksums: returns None."""
 
 
 class Leaf(Struct, frozen=True, eq=False):
-    """One full tensor in a tree of state dicts: its type, its shape, and its byte ranges in files.
+    """A tensor in a tree of state dicts, without its elements.
 
-    Two leaves with equal `memory` are views of the same bytes. Two leaves with equal `twin` have
-    shards of the same shapes with equal checksums; zckpt may have to open files to compute `twin`.
-    `memory` and `twin` are None if they are unknown. `number` reads the value of a 0-d tensor.
-    `sharded` states whether ranks hold shards of the tensor; None if the files do not show that.
-    `parts` are the shapes of these shards. `name` is the tensor's name in the manifest, if zckpt
-    wrote the files and stated the name.
+    dtype      the type, such as "F32"
+    fragments  the byte ranges of the full tensor, in one file or in many
+    number     reads the value of a 0-d tensor
+    memory     which bytes of which files the tensor is, equal for two names of one storage; or None
+    find_twin  computes `twin`: the checksums of its shards, equal for tensors with equal shards; or
+               None. It may have to open files
+    sharded    whether ranks hold shards of the tensor; None if the files do not show it
+    name       the tensor's name in the manifest, if zckpt wrote the files and stated it
+    parts      the shapes of the ranks' shards
     """
 
     dtype: str
@@ -135,7 +137,11 @@ class Leaf(Struct, frozen=True, eq=False):
 
 
 class StepStatement(Struct, frozen=True):
-    """A step that files state at `path`, under a key `step`: a number, or a tensor's `Leaf`."""
+    """A step (number of updates) that files state under a key `step`.
+
+    `path` is the path of this key in the tree of state dicts. `value` is a number or a tensor's
+    `Leaf`.
+    """
 
     path: TreePath
     files: tuple[str, ...]
@@ -143,10 +149,10 @@ class StepStatement(Struct, frozen=True):
 
 
 class Difference(Struct, frozen=True):
-    """A value that differs between two ranks' files; the tree has the first rank's value.
+    """A value that differs between the files of two ranks, such as a running mean.
 
-    `path` is the value's path in the tree. `shapes` are the shapes of the two tensors; None for
-    other values.
+    `path` is the value's path in the state dicts. `files` are the two ranks' files. `shapes` are
+    the shapes of the two tensors; None for a value that is no tensor.
     """
 
     path: TreePath
@@ -160,7 +166,7 @@ class Difference(Struct, frozen=True):
 
 
 def leads_to_step(path: TreePath) -> bool:
-    """Whether the value at this path is a step: its last key is `step`, or ends with `.step`."""
+    """Whether the last key of a path is `step` or ends with `.step`: the value is then a step."""
     return bool(path) and str(path[-1]).rpartition(".")[2] == "step"
 
 
@@ -257,17 +263,17 @@ class SavedTree(Struct, eq=False):
 
 
 class InPieces(Struct, frozen=True):
-    """A tensor of a special class (`name`) of which every rank saved a shard.
+    """A tensor of a special class (`name`), of which every rank saved a shard.
 
-    Only the class can interpret these shards, so zckpt only compares them. `pieces` are pairs of a
-    shard's offsets and its value.
+    Only the class itself can interpret the shards, so zckpt only compares them. `pieces` are pairs
+    of a shard's offsets and its value.
     """
 
     name: str
     pieces: Sequence[tuple[tuple[int, ...], Any]]
 
     def refused(self, path: str) -> UnsupportedCheckpoint:
-        """The error for a tensor of this class outside of an optimizer's state.
+        """The error for such a tensor outside of an optimizer's state.
 
         `path` is the tensor's key.
         """
@@ -280,7 +286,7 @@ class InPieces(Struct, frozen=True):
 
 
 def leaf(file: TorchFile, tensor: Tensor) -> Leaf:
-    """The `Leaf` of a tensor that one file contains completely."""
+    """Describes a tensor that one torch.save file contains completely."""
     part = (0,) * len(tensor.shape), tensor, file
     return Leaf(
         tensor.dtype,
@@ -297,7 +303,7 @@ LeafPart = tuple[tuple[int, ...], Tensor, TorchFile]
 
 
 def memory_of(parts: Sequence[LeafPart]) -> Any:
-    """The value of `Leaf.memory`: which elements of which storages the tensor's shards view.
+    """Computes `Leaf.memory`: which elements of which storages a tensor's shards are.
 
     None for a tensor without elements.
     """
@@ -310,7 +316,7 @@ def memory_of(parts: Sequence[LeafPart]) -> Any:
 
 
 def twin_of(dtype: str, shape: tuple[int, ...], parts: Sequence[LeafPart]) -> Any:
-    """The value of `Leaf.twin`: the checksums of the storages, and which elements are viewed.
+    """Computes `Leaf.twin`: the checksums of the storages, and which elements are used.
 
     None if a file states no checksum.
     """
@@ -329,9 +335,9 @@ def _view(offsets: tuple[int, ...], tensor: Tensor) -> tuple[Any, ...]:
 
 
 def leaves(file: TorchFile, value: Any, names: Iterator[str] | None = None) -> Any:
-    """The value with a `Leaf` instead of every tensor.
+    """Replaces every tensor in a value by a `Leaf`, which has its byte ranges.
 
-    `names` yields a name for each tensor that is not 0-d.
+    `names` yields the `name` of each, for tensors that are not 0-d.
     """
     if isinstance(value, Tensor):
         whole = leaf(file, value)
@@ -340,7 +346,7 @@ def leaves(file: TorchFile, value: Any, names: Iterator[str] | None = None) -> A
 
 
 def missing_number() -> Any:
-    """The `number` of a `Leaf` whose file is lost: None means unknown."""
+    """The `number` of a `Leaf` whose file is lost: returns None."""
 
 
 def number_of(stored: SavedTensor) -> Callable[[], Scalar]:
@@ -355,9 +361,13 @@ def number_of(stored: SavedTensor) -> Callable[[], Scalar]:
 
 
 class TensorPiece(Struct, frozen=True):
-    """One shard of a tensor: elements [offset, offset + size) along every axis, stored in a file.
+    """One rank's shard of a tensor, and the bytes of a file that store it.
 
-    The shard begins at element `first` of the byte range `extent`; `strides` count elements.
+    offsets  where the shard begins along each axis of the full tensor
+    sizes    its length along each axis
+    strides  the distance, in elements, of neighbors along each axis in the file
+    first    the index of the shard's first element in `extent`
+    extent   the byte range that contains it
     """
 
     offsets: tuple[int, ...]
@@ -372,7 +382,7 @@ class TensorPiece(Struct, frozen=True):
 
 
 def solid_piece(stored: SavedTensor, offsets: tuple[int, ...]) -> TensorPiece:
-    """A tensor of a safetensors file (row-major) as a shard that begins at `offsets`."""
+    """Describes a tensor of a safetensors file as a shard that begins at `offsets`."""
     return TensorPiece(offsets, stored.shape, row_major(stored.shape), 0, stored.extent)
 
 
@@ -380,12 +390,12 @@ _strides = lru_cache(1024)(row_major)  # rows have equal sizes, so the cache hel
 
 
 def whole_piece(extent: Extent, sizes: tuple[int, ...], offsets: tuple[int, ...]) -> TensorPiece:
-    """A row-major shard that consists of all bytes of the byte range `extent`."""
+    """Describes a byte range whose elements are a row-major shard that begins at `offsets`."""
     return TensorPiece(offsets, sizes, _strides(sizes), 0, extent)
 
 
 def piece_of(file: TorchFile, tensor: Tensor, offsets: tuple[int, ...]) -> TensorPiece:
-    """A tensor in a file of torch.save as a shard that begins at `offsets`."""
+    """Describes a tensor of a torch.save file as a shard that begins at `offsets`."""
     extent = file.whole(tensor)
     return TensorPiece(offsets, tensor.shape, tensor.strides, tensor.offset, extent)
 
@@ -393,12 +403,12 @@ def piece_of(file: TorchFile, tensor: Tensor, offsets: tuple[int, ...]) -> Tenso
 def assembled(
     name: str, dtype: str, shape: Sequence[int], pieces: Sequence[TensorPiece]
 ) -> Fragments:
-    """Joins a tensor's shards into its byte ranges; each element must be in exactly one shard.
+    """Finds the byte ranges of a full tensor from those of its shards (`pieces`).
 
-    Empty shards are ignored. Shards that are made on demand (`Made`) are not kept in memory: they
-    are made again when the result is read. Raises IncompleteCheckpoint if elements are missing, and
-    InconsistentCheckpoint if shards overlap or do not fit into the shape; `name` is the tensor's
-    name for messages.
+    Each element must be in exactly one shard; empty shards are ignored. Shards that are computed on
+    demand (`Made`) are not kept, but computed again when the result is read. Raises
+    IncompleteCheckpoint if elements are missing, and InconsistentCheckpoint if shards overlap or
+    exceed the shape. `name` is the tensor's name for messages.
     """
     nonempty = [piece for piece in pieces if piece.numel]
     if (rows := _rows(dtype, shape, nonempty)) is not None:
@@ -448,9 +458,10 @@ def _box(whole: Sequence[int], size: int, piece: TensorPiece) -> Box:
 def assembled_rows(
     shape: Sequence[int], boxes: Iterable[ItemBox], extents: Sequence[Extent]
 ) -> RunColumns | None:
-    """The byte ranges of a tensor whose shards are consecutive full rows; None for other shards.
+    """Like `assembled`, but only for shards that are complete rows, one after the other.
 
-    `boxes` are the shards' offsets and sizes; `extents` are their byte ranges.
+    Returns None for other shards. `boxes` are the shards' offsets and sizes; `extents` are their
+    byte ranges.
     """
     inner, starts, stop = tuple(shape[1:]), array("q"), 0
     row, length = prod(inner), shape[0] if shape else 0
@@ -464,9 +475,9 @@ def assembled_rows(
 
 
 def _rows(dtype: str, shape: Sequence[int], pieces: Sequence[TensorPiece]) -> Runs | None:
-    """The byte ranges of a tensor whose shards are consecutive full rows.
+    """The byte ranges of a tensor whose shards are complete rows, one after the other.
 
-    None for a tensor with other shards, which may be valid too.
+    None for other shards.
     """
     inner, size, stop = tuple(shape[1:]), SIZES[dtype], 0
     row = prod(inner)
@@ -490,7 +501,7 @@ def _rows(dtype: str, shape: Sequence[int], pieces: Sequence[TensorPiece]) -> Ru
 
 
 def _overlap(fragments: Fragments, pieces: Sequence[TensorPiece], shape: Sequence[int]) -> bool:
-    """Whether two shards overlap, for shards whose elements add up to the tensor's number."""
+    """Whether two shards overlap, if all shards together have as many elements as the tensor."""
     if isinstance(fragments, Runs):
         ends = [fragment.stop for fragment in fragments]
         return ends[:-1] != [fragment.start for fragment in fragments.listed[1:]]

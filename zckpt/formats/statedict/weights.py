@@ -20,10 +20,7 @@ from .tree import Leaf, number_of
 
 
 def weights_of(path: str) -> tuple[dict[str, Leaf], list[Record]]:
-    """The tensors of one safetensors file by name, and the byte ranges of their elements.
-
-    The byte ranges come without checksums, because safetensors files state none.
-    """
+    """The tensors of a safetensors file by name, and their byte ranges."""
     tensors = safefile.read(path)
     leaves = {
         stored.name: Leaf(
@@ -38,10 +35,9 @@ def weights_of(path: str) -> tuple[dict[str, Leaf], list[Record]]:
 
 
 def zero_scalars(path: str, tensors: Mapping[str, Leaf]) -> list[Notice]:
-    """A warning about 0-d weights that are 0: a fault of torch may have lost their values.
+    """Warns about 0-d weights whose value is 0, because a bug of torch may have lost their values.
 
-    Empty if the tensors have no such weight, and for files with metadata, which torch did not
-    write.
+    Empty without such weights. Files with metadata were not written by torch and get no warning.
     """
     numbers = {
         name: leaf.number
@@ -58,10 +54,10 @@ def zero_scalars(path: str, tensors: Mapping[str, Leaf]) -> list[Notice]:
 
 
 def tensors_of_index(path: str, tensors_of: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
-    """The tensors by name of all files that an index names; `tensors_of` reads one file.
+    """The tensors by name in all files that a Hugging Face index lists.
 
-    Raises InconsistentCheckpoint if two files have the same tensor, and the errors of
-    `files_of_index`.
+    `tensors_of` reads one of these files. Raises InconsistentCheckpoint if two files have the same
+    tensor, and the errors of `files_of_index`.
     """
     tensors: dict[str, Any] = {}
     file_of: dict[str, str] = {}
@@ -80,10 +76,10 @@ def tensors_of_index(path: str, tensors_of: Callable[[str], Mapping[str, Any]]) 
 
 
 def files_of_index(path: str) -> list[str]:
-    """The paths of the files that an index of Hugging Face names, in the index's folder.
+    """The paths of the files that a Hugging Face index lists, such as model.safetensors.index.json.
 
-    Raises CorruptCheckpoint for a file outside of the folder, IncompleteCheckpoint for a missing
-    one.
+    Raises CorruptCheckpoint for a file outside of the index's folder, and IncompleteCheckpoint for
+    a missing file.
     """
     with sources.opened(path) as file:
         names = sorted(set(json.load(file)["weight_map"].values()))

@@ -1,6 +1,6 @@
-"""Turns a manifest into the state dicts that torch programs save: the counterpart of read.py.
+"""Makes the state dicts that a torch program would save, from a manifest: the reverse of read.py.
 
-Tensors are blank (type and shape only); the copy fills in their bytes. Groups from another format
+Tensors are blank (type and shape only); their bytes are copied later. Groups from another format
 get all keys that their optimizer has in torch 2.13, because loading requires these keys.
 """
 
@@ -35,7 +35,7 @@ OF_TORCH = (
 
 
 class BlankTensor(Struct, frozen=True):
-    """The type and shape of a tensor; the copy writes its elements."""
+    """A tensor of a target as its type and shape; its elements are copied later."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,9 +44,9 @@ class BlankTensor(Struct, frozen=True):
 class StateDicts:
     """The state dicts that a torch program would save: values and blank tensors by path.
 
-    `format` is the target's format; groups of a source with the same format are copied unchanged.
-    `layout` states how the optimizer's keys are written, nested or flat; with None, as in the
-    source, or nested if the source has no such layout.
+    `format` is the target's format. Groups of a source with the same format are copied unchanged.
+    `layout` is the kind of keys in the optimizer's state dict, "nested" or "flat". None means that
+    of the source, or "nested" if the source is no state dict.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class StateDicts:
         self.numbers = {name: number for number, name in enumerate(members)}
 
     def _put_steps_in_groups(self) -> None:
-        """Writes steps into the groups, if the source's optimizer keeps them in groups.
+        """Writes the step into each parameter group, if the source's optimizer keeps it there.
 
-        If one group has several steps, no group gets a step. Apex's FusedAdam counts from 1 again
-        if its group has no step. Some optimizers keep the steps elsewhere and have an unused `step`
-        in their groups; this unused number is copied.
+        If the parameters of any group have different steps, no group gets one; Apex's FusedAdam
+        then counts from 1 again. Some other optimizers keep an unused `step` in their groups, which
+        is copied.
         """
         steps = steps_of_groups(self.source, len(self.groups))
         in_group = self.step_place.where == "group"
@@ -104,7 +104,7 @@ class StateDicts:
             self.groups = [group | {"step": self.step_place.stale} for group in self.groups]
 
     def items(self) -> Iterator[tuple[TreePath, Any]]:
-        """Yields every value with its path, in the order in which a program would save them."""
+        """Yields every value with its path, in the order in which a torch program would save it."""
         for name, value in self.weights_as_saved():
             yield from flattened((*self.model, name), value)  # an extra state may be a dictionary
         if self.options.weights_only:
@@ -130,9 +130,9 @@ class StateDicts:
                 yield from flattened((str(key),), value)
 
     def omit_larger(self, most: int) -> list[tuple[Any, int]]:
-        """Leaves out the keys of the program's own state that contain more than `most` values each.
+        """Leaves out values of the program that consist of more than `most` single values.
 
-        Returns the omitted keys, each with its number of values.
+        Returns the keys of what was left out, each with its number of values.
         """
         if self.options.weights_only:
             return []
@@ -143,10 +143,10 @@ class StateDicts:
         return large
 
     def _is_taken(self, path: TreePath) -> bool:
-        """Whether a state dict of the target needs the path of a value in the program's own state.
+        """Whether a value of the program would have the same path as a state dict of the target.
 
-        `path` is the path of this value. DeepSpeed keeps the program's own values apart from the
-        state dicts, so their keys may have any names.
+        `path` is the value's path. In a source of DeepSpeed, state dicts are stored apart from such
+        values, so the values' keys may be any names.
         """
         if not self.model and path[0] in self.names:
             return True
@@ -158,7 +158,7 @@ class StateDicts:
         return any(path[: len(own)] == own[: len(path)] for own in taken)
 
     def collisions(self) -> list[Notice]:
-        """A note on the program's own values that are left out: state dicts need their keys."""
+        """A note on values of the program that are left out because state dicts need their keys."""
         lost = [dotted(path) for path, _ in self._client_items() if self._is_taken(path)]
         if not lost:
             return []
@@ -168,9 +168,9 @@ class StateDicts:
     # -- the model
 
     def weights_as_saved(self) -> Iterator[tuple[str, Any]]:
-        """Yields the model's weights by name; only the adapter's weights if only these are saved.
+        """Yields the model's weights by the names that are saved.
 
-        The names of an adapter's weights are those that PEFT saves.
+        If only a PEFT adapter is saved, yields only its weights, by PEFT's names.
         """
         for name, value in self._weights():
             if self.is_saved(name):
@@ -179,18 +179,18 @@ class StateDicts:
     def is_saved(self, name: str) -> bool:
         """Whether a weight is written to the target.
 
-        If only an adapter is written: its own weights, and other trained weights, such as biases.
+        If only a PEFT adapter is written, these are its weights, and other trained weights such as
+        biases.
         """
         parameter = self.source.parameters.get(name)
         trained = parameter is not None and parameter.trainable
         return not self.adapter or trained or peft.is_adapters(name)
 
     def unsaid(self) -> dict[str, Any]:
-        """The facts that zckpt writes beside the state dicts, because these cannot state them.
+        """The facts that zckpt writes beside the state dicts, which cannot state them.
 
-        The facts are the names of aliases, of buffers, of frozen parameters and of inferred
-        parameters, and the optimizer's class from `--optimizer`. A reader needs the class to find
-        the step.
+        These are the names of aliases, buffers and frozen weights, the names that were inferred,
+        and the class given with `--optimizer`, which tells a reader where the step is.
         """
         source = self.source
         frozen = [name for name, parameter in source.parameters.items() if not parameter.trainable]
@@ -205,7 +205,7 @@ class StateDicts:
         }
 
     def save_adapter_alone(self) -> None:
-        """Restricts the model's state dict to what PEFT saves; notes the omitted weights."""
+        """Restricts the model's state dict to what PEFT saves, and notes the omitted weights."""
         self.adapter = True
         base_weights = [name for name, _ in self._weights() if not self.is_saved(name)]
         if base_weights:
@@ -229,7 +229,7 @@ class StateDicts:
                 yield name, BlankTensor(entry.dtype, entry.shape)
 
     def _dtype(self, name: str) -> str:
-        """The type of a weight in the module: the masters' type, if there are any."""
+        """The type of a weight in the target: from `--dtype`, or of its fp32 master, or its own."""
         weight = weight_of(self.source.entries, name).trained
         return self.options.module_dtype or weight.dtype
 
@@ -267,7 +267,10 @@ class StateDicts:
                     yield (*self.optimizer, key), value
 
     def own_name(self, name: str) -> str:
-        """The name that the program's optimizer uses for a parameter."""
+        """The name that the program's optimizer uses for a parameter.
+
+        PEFT's may differ from the module's.
+        """
         return peft.bare_name(name) if self.keys.bare else name
 
     def members(self, group: int) -> list[str]:
@@ -286,7 +289,6 @@ class StateDicts:
         return (*self.optimizer, "state", member, key)
 
     def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields every trainable parameter's states by key, as torch's optimizers keep them."""
         source = self.source
         slots = list(filter(is_optimizers, source.slots))
         place = self.step_place if self.step_place.where == "state" else WRITTEN["torch"]
@@ -307,7 +309,7 @@ class StateDicts:
 
 
 def _kept_key(key: Any) -> Any:
-    """The key unchanged if it is a text or a number, else as text.
+    """Converts a key to text unless it is a text or a number.
 
     torch.distributed.checkpoint allows no other keys.
     """
@@ -326,10 +328,10 @@ def _refuse_tensors(group: dict[str, Any]) -> None:
 
 
 def flattened(path: TreePath, value: Any) -> Iterator[tuple[TreePath, Any]]:
-    """Yields values by path, as torch.distributed.checkpoint flattens state dicts.
+    """Turns nested dictionaries and lists into pairs (path, value).
 
-    It descends into dictionaries, and into lists that contain dictionaries or tensors (torch 2.4 to
-    2.13).
+    This follows torch.distributed.checkpoint: lists are taken apart only if they contain a
+    dictionary or a tensor (torch 2.4 to 2.13).
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -348,7 +350,7 @@ def _is_entered(value: Any) -> bool:
 
 
 def omitted(source: Manifest, options: Options) -> list[Notice]:
-    """Notes on parts of the source's state that torch programs cannot store."""
+    """Notes on values of the source that torch programs cannot store."""
     if options.weights_only:
         return []
     everything = source.whole_state
@@ -371,9 +373,10 @@ def omitted(source: Manifest, options: Options) -> list[Notice]:
 
 
 def _clipping(source: Manifest, stated_norm: Any) -> list[Notice]:
-    """A note that the program must set DeepSpeed's gradient clipping norm itself.
+    """A note that the program must set DeepSpeed's gradient clipping itself.
 
-    Empty for a trainer, which clips by its own argument, and for sources without such a norm.
+    There is none for programs of a trainer, which clips by its own argument, and for sources that
+    state no clipping.
     """
     if (
         not isinstance(source.run.engine, FlatBufferEngine)
