@@ -284,7 +284,7 @@ def test_large_tensors_are_measured_in_parts(threads: int) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_numbers_where_the_tensor_is(device: str, dtype: str, bad: bool) -> None:
     """What torch reduces on a device is what numpy counts on the CPU."""
-    from zckpt.probe.statistics import _measured, _where_it_is
+    from zckpt.probe.statistics import _measured, _on_its_device
 
     tensor = random_numbers(dtype, 3000)
     tensor[7] = 0
@@ -292,7 +292,7 @@ def test_numbers_where_the_tensor_is(device: str, dtype: str, bad: bool) -> None
         tensor[3], tensor[5], tensor[6] = math.nan, -math.inf, math.inf
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no GPU")
-    reduced = _where_it_is(tensor.to(device), dtype)
+    reduced = _on_its_device(tensor.to(device), dtype)
     assert reduced is not None
     one, other = reduced.report(), _measured(raw(tensor), dtype)[1].report()
     for key in ("mean", "std", "norm", "rms"):
@@ -338,13 +338,13 @@ def test_bytes_keep_their_tensor() -> None:
 
 
 def test_a_device_without_memory_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zckpt.probe.statistics import _where_it_is
+    from zckpt.probe.statistics import _on_its_device
 
     def fail(tensor: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch, "isfinite", fail)
-    assert _where_it_is(torch.ones(3), "F32") is None
+    assert _on_its_device(torch.ones(3), "F32") is None
 
 
 def test_a_fingerprint_follows_the_memory() -> None:

@@ -30,8 +30,9 @@ Change = Callable[[str, Tensor], Tensor]
 class Call(Struct, eq=False):
     """One call of a module, and the functions to call in its backward pass.
 
-    `before` and `after` are called once per backward pass. `change` is called with the path of an
-    output and its gradient, and returns the gradient to use.
+    before  called when the backward pass of the call begins
+    change  called with the path of an output and its gradient; returns the gradient to use
+    after   called when the backward pass of the call ends
     """
 
     before: Callable[[], None]

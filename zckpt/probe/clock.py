@@ -43,7 +43,7 @@ def is_engine(model: nn.Module) -> bool:
 
 
 def clock_of(model: nn.Module, step: int | Callable[[], int] | None) -> Clock:
-    """The counter of updates for `record(model, step=step)`.
+    """Makes the counter of completed updates for `record(model, step=step)`.
 
     Raises WrongOption if neither the engine nor `step` tells the number of completed updates.
     """

@@ -36,7 +36,7 @@ NOISE = 4  # times the noise between one pair of runs
 
 
 class Event(Struct, frozen=True):
-    """Two records of the same tensor, one of each run, with their distance and the tolerance."""
+    """Two runs' records of one tensor, their distance, and the tolerance for it."""
 
     rank: int
     number: int
@@ -56,10 +56,11 @@ def compare(
     b: str | os.PathLike[str],
     noise: str | os.PathLike[str] | None = None,
 ) -> Report:
-    """The report of `zckpt probe-diff --json`, on where the runs `a` and `b` differ.
+    """Makes the report of `zckpt probe-diff --json`: where the recorded runs `a` and `b` differ.
 
-    `noise` is a second run of the program of `a`. Raises MissingData if `a` and `b` share no
-    record, WrongOption if `noise` has another number of ranks than `a`.
+    `noise` is a second recording of the program of `a`; it shows how much equal programs differ.
+    Raises MissingData if `a` and `b` share no record, and WrongOption if `noise` has another number
+    of ranks than `a`.
     """
     first, second = runs.read(a), runs.read(b)
     third = None if noise is None else runs.read(noise)
@@ -173,10 +174,10 @@ def _about_merging(worlds: tuple[int, int], order: str) -> Notice:
 
 
 def aligned(a: Run, b: Run) -> tuple[list[Event], list[str], list[str]]:
-    """Pairs the records of two runs; also returns the names of unpaired records of `a` and of `b`.
+    """Pairs the records of two runs that are about the same tensor in the same step and batch.
 
-    Pairs are sorted by step, and within a step in the order of `a`. Unpaired records are listed
-    only for steps that both runs have.
+    Pairs are sorted by step, and within a step in the order of run `a`. Also returns the names of
+    records of `a` and of `b` without a partner, for steps that both runs have.
     """
     events: list[Event] = []
     only_a, only_b = dict[str, None](), dict[str, None]()
@@ -210,10 +211,11 @@ def aligned(a: Run, b: Run) -> tuple[list[Event], list[str], list[str]]:
 def above_noise(
     events: Sequence[Event], a: Run, noise: Run, is_merged: bool
 ) -> tuple[list[Event], float]:
-    """Replaces the tolerances by four times the noise between runs `a` and `noise`.
+    """Replaces the tolerance of each pair of records by four times the noise of its tensor.
 
-    Also returns the largest noise. For merged records, the noise is the maximum over ranks and
-    batches, and the tolerance is at least the tolerance for sums in another order.
+    The noise is the distance between the runs `a` and `noise` of one program. Also returns the
+    largest noise. For merged records, the noise is the maximum over ranks and batches, and the
+    tolerance for sums in another order remains the minimum.
     """
     measured: dict[tuple[Any, ...], float] = {}
     for event in aligned(a, noise)[0]:
@@ -242,7 +244,7 @@ def _place_of_noise(event: Event, is_merged: bool) -> tuple[Any, ...]:
 
 
 def metrics(events: Sequence[Event]) -> Report:
-    """The metrics (such as the loss) that both runs have: steps, and the mean per step and run."""
+    """The metrics that both runs have, such as the loss: a mean per step for each run."""
     values: dict[str, dict[int, list[tuple[float, float]]]] = {}
     for event in events:
         if event.a.kind == "metric":
@@ -264,9 +266,9 @@ def _mean(values: Sequence[float]) -> Any:
 
 
 def heat(events: Sequence[Event], steps: Sequence[int]) -> Report:
-    """A heat map: the largest distance in each module and step.
+    """Data for a heat map: the largest distance of each module (rows) in each step (columns).
 
-    A distance is None if nothing was recorded of the module in this step.
+    It is None where nothing was recorded.
     """
     columns = {step: column for column, step in enumerate(steps)}
     rows: dict[str, list[float | None]] = {}

@@ -20,7 +20,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_one_graph(module: nn.Module) -> bool:
-    """Whether a compiled module must be one graph (`fullgraph=True`), without hooks inside.
+    """Whether a module was compiled with `fullgraph=True`, which allows no hooks inside.
 
     If this version of torch does not show the option, the result is True too, so that no hooks are
     put inside.
@@ -29,7 +29,6 @@ def is_one_graph(module: nn.Module) -> bool:
 
 
 def _contexts(module: nn.Module) -> list[Any]:
-    """torch's objects with the options of `torch.compile` (in torch 2.13: OptimizeContext)."""
     call = getattr(module, "_compiled_call_impl", None)
     contents = [cell.cell_contents for cell in getattr(call, "__closure__", None) or ()]
     contents.append(getattr(module, "dynamo_ctx", None))

@@ -31,7 +31,7 @@ SMALLEST = 5e-324
 
 
 def tolerance(record: TensorRecord, narrowest: float) -> float:
-    """The distance up to which two records are taken as equal: a number for each tensor type.
+    """The distance up to which two records count as equal; it depends on the tensor's type.
 
     For metrics it is `narrowest`, the tolerance of the narrowest type in the runs. Metrics that do
     not depend on the order of sums (`EXACT`) may differ only in the last digits.
@@ -42,7 +42,7 @@ def tolerance(record: TensorRecord, narrowest: float) -> float:
 
 
 def apart(a: TensorRecord, b: TensorRecord, is_merged: bool) -> tuple[float, str]:
-    """The distance of two records, and a text with the two numbers that differ most."""
+    """The distance of two records of a tensor, and a text with the two numbers that differ most."""
     if a.shape != b.shape:
         return math.inf, f"shape {list(a.shape)} against {list(b.shape)}"
     if a.dtype != b.dtype:
@@ -106,6 +106,9 @@ def _scale(record: TensorRecord) -> float:
 
 
 def has_numbers(record: TensorRecord) -> bool:
-    """Whether a record has statistics: meta, sparse and released tensors have none."""
+    """Whether a record has statistics such as the mean.
+
+    Tensors that are on `meta`, sparse or released by an engine have none.
+    """
     measures = {"crc32", "mean"} if record.kind != "metric" else {"samples"}
     return not math.prod(record.shape) or not measures.isdisjoint(record.numbers)

@@ -28,7 +28,10 @@ LIBRARIES = ("torch", "numpy", "deepspeed", "transformers", "accelerate", "light
 
 
 def environment(model: nn.Module) -> dict[str, Any]:
-    """The header of a recording of `model`, as JSON values. Draws no random numbers."""
+    """Collects the header of a recording: versions, seeds and other settings, as JSON values.
+
+    Draws no random numbers.
+    """
     by_path = modules(model)
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device

@@ -24,7 +24,10 @@ METRICS = {
 
 
 def circumstances(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
-    """Yields phrases about differences between the headers of two recordings, such as versions."""
+    """Yields phrases on how two recordings differ in settings, such as versions and seeds.
+
+    `a` and `b` are the headers of the recordings.
+    """
     for key, word in (("seeds", "seed of "), ("versions", ""), ("flags", "flag ")):
         ours, theirs = a.get(key), b.get(key)
         if ours and theirs:
@@ -57,9 +60,9 @@ def _stated(value: Any) -> str:
 
 
 class Surroundings(Struct, frozen=True):
-    """Facts about both runs, to explain a record that differs.
+    """Facts about two recorded runs, from which the cause of their first difference is inferred.
 
-    `weights` maps (rank, step, name) of recorded weights to whether they are equal in both runs.
+    `weights` maps (rank, step, name) of each recorded weight to whether it is equal in both runs.
     """
 
     steps: Sequence[int]
@@ -108,9 +111,10 @@ def equal_inputs(a: TensorRecord, b: TensorRecord) -> bool | None:
 def meaning(
     a: TensorRecord, b: TensorRecord, what: str, rank: int, about: Surroundings, is_merged: bool
 ) -> str:
-    """A sentence about the likely cause, if the first difference is between these two records.
+    """A sentence about the likely cause of the first difference between two runs.
 
-    `what` is the text of `apart` about them.
+    `a` and `b` are the records that differ, and `what` is a text with the two numbers that differ
+    most. `is_merged` tells that the records of all ranks were merged into one.
     """
     if what.startswith(("shape", "type")):
         of_batch = len(a.shape) == len(b.shape) > 0 and a.shape[1:] == b.shape[1:]
@@ -137,7 +141,10 @@ def meaning(
 def _of_module(
     a: TensorRecord, b: TensorRecord, rank: int, about: Surroundings, is_merged: bool
 ) -> str | None:
-    """The likely cause, inferred from the module's class, inputs and weights; None if unclear."""
+    """The likely cause, inferred from the class, the inputs and the weights of the module.
+
+    None if they do not show a cause.
+    """
     inputs = True if is_merged else equal_inputs(a, b)
     weights = about.equal_weights(rank, a.step, a.module)
     kind = about.class_of(a.module)
@@ -172,7 +179,7 @@ def _factor(a: TensorRecord, b: TensorRecord) -> float | None:
 
 
 def _of_position(record: TensorRecord, steps: Sequence[int]) -> str:
-    """The likely cause, inferred from the step, batch and kind of the first differing record."""
+    """The likely cause, inferred from where the first difference is: its step, batch and kind."""
     position = steps.index(record.step)
     later_batch = record.batch not in ("0", "eval 0", "all", "eval all")
     if position == 0 and not later_batch:

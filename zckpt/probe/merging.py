@@ -43,7 +43,7 @@ TRIED = 8  # records of inputs that are tried to find which rows a rank takes
 
 
 class RankRecord(Struct, frozen=True):
-    """A record (of one tensor) to be merged, with its rank and batch."""
+    """One rank's record of a tensor, to be merged with the records of other ranks."""
 
     record: TensorRecord
     rank: int
@@ -51,9 +51,10 @@ class RankRecord(Struct, frozen=True):
 
 
 class Merged(Struct, frozen=True):
-    """Both runs with the records of their ranks merged, as if each had one rank.
+    """Two recorded runs, in each of which the records of all ranks were merged.
 
-    `order` says which rows of a batch the ranks got, and `unmerged` lists records not compared.
+    Each looks as if it had one rank. `order` tells which rows of a batch each rank got. `unmerged`
+    lists records that could not be merged and are not compared.
     """
 
     a: Run
@@ -108,7 +109,7 @@ def _split(batch: str) -> tuple[str, int]:
 
 
 def _labels(a: Run, b: Run) -> set[tuple[int, str]]:
-    """The steps and phases in which both runs have the same number of batches."""
+    """The steps and phases (such as "eval") in which both runs have the same number of batches."""
     ours, theirs = (
         by_key(
             ((record.step, phase), number)
@@ -122,10 +123,10 @@ def _labels(a: Run, b: Run) -> set[tuple[int, str]]:
 
 
 def _grouped(run: Run, labels: set[tuple[int, str]]) -> dict[Group, list[RankRecord]]:
-    """Groups the records that are merged into one; each group is sorted by batch, then by rank.
+    """Groups the records that are to be merged into one record.
 
-    Groups are in the order of the first rank's records. For the steps and phases in `labels`, each
-    batch has its own groups; for others, all batches of a step are in one group.
+    Each group is sorted by batch, then by rank. If the step and the phase (such as "eval") are in
+    `labels`, each batch has its own groups. Otherwise all batches of the step are in one group.
     """
     groups: dict[Group, list[RankRecord]] = {}
     for rank in sorted(run.ranks):
@@ -151,7 +152,10 @@ def _merged(
     order: str,
     shared: set[tuple[str, str]],
 ) -> list[TensorRecord]:
-    """Merges the records of one group in both runs; raises Unmerged if they cannot be merged."""
+    """Merges the records of all ranks in one group, for each of the two runs.
+
+    Raises Unmerged if the records cannot be merged.
+    """
     kind, key = group[2:]
     records = [[part.record for part in own] for own in parts]
     shapes = {record.shape for own in records for record in own}
@@ -159,7 +163,7 @@ def _merged(
         return [own[0] for own in records]  # the comparison reports that the types differ
     if kind == "parameter" and len(shapes) == 1:
         return list(max(_pairs(*records), key=lambda pair: _distance(*pair)))
-    if kind in ("input", "forward") and len(shapes) == 1 and all(map(_is_one, records)):
+    if kind in ("input", "forward") and len(shapes) == 1 and all(map(_have_equal_bytes, records)):
         shared.add((kind, key))
         return [own[0] for own in records]
     for side, parts_of_run in zip(sides, parts, strict=True):
@@ -188,23 +192,20 @@ def _distance(a: TensorRecord, b: TensorRecord) -> float:
 def _pairs(
     ours: Sequence[TensorRecord], theirs: Sequence[TensorRecord]
 ) -> Iterator[tuple[TensorRecord, TensorRecord]]:
-    """Yields pairs of records, one of each run, from which it is seen whether any rank differs.
+    """Yields pairs of records, one of each run, to find out whether any rank differs.
 
-    The record of the first rank of each run is paired with the records of all ranks of the other
-    run.
+    The first rank's record of each run is paired with the records of all ranks of the other run.
     """
     yield from ((ours[0], other) for other in theirs)
     yield from ((own, theirs[0]) for own in ours[1:])
 
 
-def _is_one(records: Sequence[TensorRecord]) -> bool:
-    """Whether all ranks have recorded the same bytes."""
+def _have_equal_bytes(records: Sequence[TensorRecord]) -> bool:
     crcs = {record.numbers.get("crc32") for record in records}
     return len(crcs) == 1 and None not in crcs
 
 
 def _check_complete(side: Run, parts: Sequence[RankRecord]) -> None:
-    """Raises Unmerged unless every rank has recorded every batch."""
     places = {(part.rank, part.batch) for part in parts}
     batches = {part.batch for part in parts}
     for rank in range(side.world):
@@ -213,7 +214,10 @@ def _check_complete(side: Run, parts: Sequence[RankRecord]) -> None:
 
 
 def _axis(shapes: set[tuple[int, ...]]) -> int:
-    """The axis of the rows: the only one in which shapes differ, or the first one."""
+    """The axis along which the ranks' rows are concatenated: the only one in which shapes differ.
+
+    If shapes do not show it, the first axis.
+    """
     if len({len(shape) for shape in shapes}) > 1:
         raise Unmerged("the numbers of dimensions differ")
     axes = [axis for axis, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
@@ -231,10 +235,10 @@ def _summed(
     sides: Sequence[Run],
     records: Sequence[Sequence[TensorRecord]],
 ) -> list[TensorRecord]:
-    """For each run, the mean over the ranks of the sum over the batches.
+    """Adds up the records of all batches, and averages over the ranks, for each of the two runs.
 
-    For an output, such as a loss, programs differ: each batch has the full mean, or only its share
-    of the step's loss. So for outputs, the mean over the batches is used instead of the sum if it
+    Programs differ in what the output of a batch, such as the loss, is: the full mean, or the
+    batch's share of the step's loss. So for outputs, the mean over batches replaces the sum if it
     brings the two runs closer together.
     """
     if len(shapes) > 1:
@@ -280,7 +284,7 @@ def _mean(records: Sequence[TensorRecord], count: int) -> TensorRecord:
 def _joined(
     side: Run, records: Sequence[TensorRecord], axis: int, order: str, samples: list[Any]
 ) -> TensorRecord:
-    """The record of all ranks' rows, concatenated; `samples` are the samples of the result."""
+    """The record that all ranks' rows would have as one tensor; `samples` are its samples."""
     first = records[0]
     scale = 1 / side.world if first.kind == "backward" else 1.0
     shape = list(first.shape)
@@ -328,7 +332,7 @@ ORDERS = ("first", "in turns", "unknown")
 def _placed(
     side: Run, parts: Sequence[RankRecord], axis: int, order: str
 ) -> Iterator[tuple[int, Any]]:
-    """Yields the samples of all ranks, with their indices in the concatenated tensor."""
+    """Yields every rank's samples, with their indices in the concatenation of the tensors."""
     if order == "unknown" or not side.samples:
         return
     total = sum(part.record.shape[axis] for part in parts)

@@ -23,12 +23,12 @@ Metric = Callable[[str, Any], None]
 
 
 def is_loss(path: str, tensor: Tensor) -> bool:
-    """Whether a tensor that the model returned at `path` is its loss."""
+    """Whether a tensor in the model's output is the loss, by its `path`, such as `out.loss`."""
     return path in LOSSES and not tensor.dim() and tensor.is_floating_point()
 
 
 def is_number(value: Any) -> bool:
-    """Whether a metric can have this value: a number, or a tensor of one element."""
+    """Whether a value can be a metric: a number, or a tensor of one element."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex() and value.device.type != "meta"
     return isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -36,10 +36,10 @@ def is_number(value: Any) -> bool:
 
 @contextmanager
 def of_engine(engine: Any, metric: Metric, has_loss: Callable[[], bool]) -> Iterator[None]:
-    """Calls `metric` with the metrics of DeepSpeed's engine, until the `with` block ends.
+    """Records the metrics of a DeepSpeed engine, such as the loss, until the `with` block ends.
 
-    The loss is the argument of `engine.backward`, unless the model has returned a loss
-    (`has_loss()`).
+    `metric` is called with each. The loss is the argument of `engine.backward`, unless the model
+    itself has returned a loss (`has_loss()`).
     """
     backward, step = engine.backward, engine.step
 
@@ -77,7 +77,10 @@ def rates(values: Any, metric: Metric) -> None:
 
 
 def logged(logs: Mapping[str, Any], metric: Metric) -> None:
-    """Calls `metric` with the numbers that a trainer logged, without times, counters and means."""
+    """Records numbers that a trainer logs, by calling `metric`.
+
+    Leaves out times, counters and means.
+    """
     for name, value in logs.items():
         if is_number(value) and not name.endswith(OF_WHOLE):
             metric(f"trainer.{name}", value)

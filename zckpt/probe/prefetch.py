@@ -30,12 +30,13 @@ AHEAD = 32 << 20  # bytes; more would be evicted from the processor's cache befo
 
 
 class Order:
-    """Guesses which modules are called next; `paths` are in the order of registration.
+    """Guesses which module is called next: the one that followed the last two modules before.
 
-    The guess is the module that was called after the same two modules before, or else after the
-    same last module. (The last module alone is not enough: if it is called twice, it has two
-    successors.) If the last module was never called before, its layer is expected to call modules
-    in the same order as earlier layers, and the first layer in the order of registration.
+    If these two were not called in this order before, it is the one that followed the last module.
+    (The last module alone is not enough: if it is called twice, it has two successors.) If the last
+    module was never called before, its layer is expected to call modules in the same order as
+    earlier layers. The first layer is expected to follow the order of registration, which `paths`
+    have.
     """
 
     def __init__(self, paths: Mapping[int, str]) -> None:
@@ -56,7 +57,7 @@ class Order:
         self._last = (*self._last[-1:], module)
 
     def following(self, guessed: Collection[int]) -> Iterator[int]:
-        """Yields the modules that are probably called after those in `guessed`, in this order.
+        """Yields the modules that will probably be called next, after those in `guessed`.
 
         It ends before the first module that it has yielded or that is in `guessed`.
         """
@@ -78,8 +79,8 @@ class Order:
 class Memory(Struct, eq=False):
     """A pool of memory for the weights of modules, of at most `most` bytes in total.
 
-    The memory of a view becomes free when the view and all tensors made from it are deleted. Only
-    one thread at a time may call `take`.
+    `take` returns views. Their memory becomes free when a view and all tensors made from it are
+    deleted. Only one thread at a time may call `take`.
     """
 
     _most: int
@@ -109,10 +110,11 @@ class Memory(Struct, eq=False):
 
 
 class WeightPart(Struct, frozen=True, eq=False):
-    """Weights of a module that are read together: `size` bytes, in `pieces` for several threads.
+    """Weights of a module that are read together into one range of `size` bytes.
 
-    `make` turns the bytes into tensors for the module. If `stays` is True, these weights stay
-    loaded until the end, because several modules need them.
+    `pieces` are parts of the range, which several threads read. `make` turns the bytes into tensors
+    for the module. If `stays` is True, these weights stay loaded until the end, because several
+    modules need them.
     """
 
     size: int
@@ -122,14 +124,14 @@ class WeightPart(Struct, frozen=True, eq=False):
 
     @property
     def cost(self) -> int:
-        """The number of bytes of memory for these weights: `size`, rounded up to full pages."""
+        """The bytes of memory that these weights occupy: `size`, rounded up to full pages."""
         return in_pages(self.size)
 
 
 class _Load(Struct, eq=False):
-    """A `WeightPart` that is being read or was read.
+    """Weights of a module (`part`) that are being read or were read, and their memory.
 
-    Its memory is allocated when the reading of its first piece begins.
+    Memory is allocated when the reading of the first piece begins.
     """
 
     part: WeightPart
@@ -180,10 +182,10 @@ class Prefetcher:
         self._thread.start()
 
     def take(self, module: int) -> list[Any]:
-        """The tensors of the module that is called now: of each part, what its `make` returned.
+        """The tensors of the module that is called now: the results of `make` of its parts.
 
-        A part is a `WeightPart`. It is read now if it was not read ahead. Reading for later calls
-        goes on. Raises the error that `read` raised for this module.
+        A part (`WeightPart`) that was not read ahead is read now. The thread goes on to read for
+        later calls. Raises the error that `read` raised for this module.
         """
         self._order.called(module)
         with self._changed:
@@ -198,7 +200,7 @@ class Prefetcher:
         return [load.value for load in loads]
 
     def finish(self) -> None:
-        """Ends the thread; raises an error that occurred for weights which were never used."""
+        """Ends the thread, and raises an error that occurred for weights which no call has used."""
         self.close()
         for part, error in self._errors.items():
             if part not in self._raised:
@@ -231,7 +233,6 @@ class Prefetcher:
         self._ahead -= part.cost
 
     def _guess(self, module: int) -> None:
-        """Begins to read the weights that are probably needed next, as far as memory allows."""
         if next(iter(self._guessed), None) == module:
             del self._guessed[module]
         else:
@@ -252,19 +253,19 @@ class Prefetcher:
                 self._begin(part)
 
     def _make_room(self, size: int, needed: Sequence[WeightPart]) -> None:
-        """Frees memory for `size` bytes, if there is not enough, by dropping weights.
+        """Frees memory for `size` bytes by dropping weights, if there is not enough.
 
-        Only weights are dropped that are not `needed`, and that were read ahead for calls that did
-        not come.
+        It drops only weights that are not `needed`, and that were read ahead for calls that did not
+        come.
         """
         for part in [part for part in self._spare if part not in needed]:
             if self._ahead + size > self._room:
                 self._drop(part)
 
     def _start_again(self) -> None:
-        """Discards all guesses after a wrong one; weights whose reading has begun are kept.
+        """Discards all guesses after a wrong one.
 
-        The kept weights may be dropped later to make room for others.
+        Weights whose reading has begun are kept until memory is short.
         """
         self._guessed.clear()
         for part, load in list(self._loads.items()):
@@ -279,17 +280,16 @@ class Prefetcher:
             del claimed  # it would keep the memory while this thread waits
 
     def _next(self) -> tuple[_Load, Any] | None:
-        """Waits for the next piece to read; returns None when the thread must end."""
         with self._changed:
             while not self._closed:
-                load = next((load for load in self._all() if load.waiting), None)
+                load = next((load for load in self._loads_by_urgency() if load.waiting), None)
                 if load is not None:
                     return load, self._claim(load)
                 self._changed.wait()
             return None
 
-    def _all(self) -> Iterator[_Load]:
-        """Yields the weights to read: first those for which the current call waits, then others."""
+    def _loads_by_urgency(self) -> Iterator[_Load]:
+        """Yields the weights to read: first those that the current call waits for."""
         yield from self._needed
         yield from self._loads.values()
 
@@ -300,7 +300,7 @@ class Prefetcher:
         return load.waiting.pop()
 
     def _complete(self, load: _Load) -> None:
-        """Reads the pieces that the thread has not begun, and waits for those that it has begun."""
+        """Reads the pieces that the thread has not begun, and waits for those it is reading."""
         while True:
             with self._changed:
                 if not load.waiting:
@@ -334,7 +334,10 @@ class Prefetcher:
             load.waiting.clear()
 
     def _forget(self, load: _Load) -> BaseException:
-        """Removes a load that failed, so that the next call reads again; returns its error."""
+        """Removes weights whose reading failed, so that the next call reads them again.
+
+        Returns the error.
+        """
         assert load.error is not None
         with self._changed:
             self._raised.add(load.part)
@@ -344,8 +347,8 @@ class Prefetcher:
 
 
 def most(costs: Iterable[int]) -> int:
-    """The most bytes that streaming keeps in memory: the sum of the two largest `costs` and 1 MiB.
+    """The most bytes that streaming keeps in memory: the two largest of `costs`, and 1 MiB.
 
-    `costs` are the bytes of each module. The additional MiB is the constant LITTLE.
+    `costs` are the bytes of each module's weights.
     """
     return sum(sorted(costs)[-2:]) + LITTLE

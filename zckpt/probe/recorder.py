@@ -79,22 +79,22 @@ class Recorder(Subscriber):
         self._clock.advance()
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called after an update: records the learning rates, and counts the step."""
+        """Called after an optimizer's update: records the learning rates, and counts the step."""
         metrics.rates([group.get("lr") for group in optimizer.param_groups], self.metric)
         if not callable(self._clock.source):
             self._clock.advance()
 
     def metric(self, name: str, value: float | Tensor) -> None:
-        """Records a number of the step and batch of the last forward, such as a loss or a norm."""
+        """Records a number, such as a loss, under the step and batch of the last forward pass."""
         if self._recording and self._output is not None:
             number = json_number(float(value))
             self._output.write(self._about("metric", name) | {"value": number})
 
     def only_outside(self, header: dict[str, Any]) -> list[str]:
-        """The paths of compiled modules that were called, but in which nothing was recorded.
+        """The paths of compiled modules in which nothing was recorded, although they were called.
 
-        Their own inputs and outputs are recorded, but those of their inner modules are not.
-        `header` is the header of the recording.
+        Their own inputs and outputs are recorded, but not those of modules inside them. `header` is
+        the header of the recording.
         """
         return [
             path
@@ -113,7 +113,6 @@ class Recorder(Subscriber):
             self._of_leaves.pop().remove()
 
     def _begin(self) -> None:
-        """Begins a new batch; called when a forward pass of the root module begins."""
         self._release()
         self.called = True
         step, evaluating = self._clock(), not torch.is_grad_enabled()
@@ -143,7 +142,7 @@ class Recorder(Subscriber):
         return args, kwargs
 
     def _take_inputs(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Records the inputs of the root module, and stores the CRC-32s of each module's inputs."""
+        """Records the inputs of the root module, and keeps a CRC-32 of every module's inputs."""
         inputs = self._inputs[place.key] = []
         for path, tensor in (*tensors_in(args, "in"), *tensors_in(kwargs, "in")):
             if place.is_root:
@@ -181,9 +180,9 @@ class Recorder(Subscriber):
                     self._take_weight_gradient(whole, parameter)
 
     def _take_weight_gradient(self, name: str, parameter: Tensor) -> None:
-        """Hooks the gradient of a weight once per batch.
+        """Arranges that a weight's gradient is recorded, once per batch.
 
-        The recorded gradient is the sum over all calls of the module in this batch.
+        It is the sum over all calls of the module in this batch.
         """
         hooked = (self._step, self._batch, "hook", name)
         if torch.is_grad_enabled() and not self._counts[hooked]:
@@ -200,7 +199,7 @@ class Recorder(Subscriber):
         return tensor
 
     def inspect(self, name: str, tensor: Tensor) -> None:
-        """Records a tensor under `name`."""
+        """Records a tensor that the program hands over, under `name`."""
         recomputed = in_backward()
         if recomputed:
             self._inspected_again[name] += 1
@@ -221,17 +220,18 @@ class Recorder(Subscriber):
             self._take_gradient(key, tensor)
 
     def _take_gradient(self, key: str, tensor: Tensor) -> None:
-        """Hooks the gradient of an output, also if activation checkpointing recomputes the output.
+        """Arranges that the gradient of an output is recorded.
 
-        If the first forward pass ran without gradients (reentrant checkpointing), only the
-        recomputed tensor gets a gradient; otherwise only the first tensor does.
+        With activation checkpointing, an output is computed twice. If the first forward pass ran
+        without gradients (reentrant checkpointing), only the recomputed tensor gets a gradient, or
+        else only the first one.
         """
         handle = self._hook("backward", key, tensor)
         if tensor.is_leaf:  # hooks of other tensors are freed with the graph
             self._of_leaves.append(handle)
 
     def _hook(self, kind: str, key: str, tensor: Tensor) -> Any:
-        """Records the gradient of a tensor when it is computed; returns the hook's handle."""
+        """Records a tensor's gradient as soon as it is computed; returns the handle of the hook."""
         step, batch = self._step, self._batch
 
         def hook(gradient: Tensor) -> None:
@@ -255,7 +255,6 @@ class Recorder(Subscriber):
     def _about(
         self, kind: str, key: str, at: tuple[int | None, str] | None = None
     ) -> dict[str, Any]:
-        """The keys that identify the next record: step, batch, order, kind and key."""
         step, batch = at or (self._step, self._batch)
         place = (step, kind, key) if kind == "parameter" else (step, batch, kind, key)
         self._counts[place] += 1
@@ -267,5 +266,5 @@ class Recorder(Subscriber):
 
 
 def _is_traced() -> bool:
-    """Whether TorchScript traces the forward; then sizes are tensors."""
+    """Whether TorchScript traces the forward pass; tensor sizes are then tensors, not integers."""
     return torch._C._get_tracing_state() is not None

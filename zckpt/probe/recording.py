@@ -62,19 +62,25 @@ def record(
 ) -> Iterator[Recorder]:
     """Records every forward and backward pass of `model` into `directory`, until the block ends.
 
-    `step` is the number of completed updates when the block begins, or a function that returns the
-    current number. If it is a number, each step of `optimizer` (a torch optimizer that steps once
-    per update) increases it. If your optimizer is not a `torch.optim.Optimizer`, call
-    `recorder.next_step()` after each update. A DeepSpeed engine needs neither, because it counts
-    its updates. For the trainers of Hugging Face and Lightning there are callbacks:
-    `TrainerCallback`, `LightningCallback`.
+        step            the number of completed updates when the block begins, or a function that
+                        returns the current number
+        optimizer       a torch optimizer that steps once per update: each step counts an update
+        ranks           only these ranks record; None: all
+        start_step, end_step    records only steps in [start_step, end_step)
+        parameters      record the modules' parameters once per step
+        gradients       with `parameters`: record their gradients too
+        samples         the number of elements of each tensor that are kept
+        bucket          a tensor on a GPU is measured there in parts of as many elements
+        device          "cpu": copy tensors to the CPU and measure them there, with a CRC-32, which
+                        tensors on a GPU do not get otherwise
+        overwrite       replace what this rank has recorded in `directory` before
+        subscribers     are called before the recorder when a forward pass begins, and after it when
+                        the pass ends
 
-    Only `ranks` record (None: all), for steps in [start_step, end_step). With `parameters`, the
-    modules' parameters are recorded once per step, and with `gradients` their gradients too.
-    `samples` elements of each tensor are kept. A tensor on a GPU is measured there, `bucket`
-    elements at a time, without a CRC-32. With `device="cpu"` it is copied to the CPU and measured
-    there, with a CRC-32. `subscribers` are called before the recorder when a forward pass begins,
-    and after the recorder when it ends. Values and gradients stay the same, bit for bit.
+    A DeepSpeed engine needs neither `step` nor `optimizer`, because it counts its updates. If your
+    optimizer is not a `torch.optim.Optimizer`, call `recorder.next_step()` after each update. For
+    the trainers of Hugging Face and Lightning there are callbacks: `TrainerCallback`,
+    `LightningCallback`. Values and gradients of the run stay the same, bit for bit.
 
     Raises TargetExists if this rank has recorded into `directory` before, unless `overwrite`, and
     WrongOption if `device` is neither None nor "cpu".

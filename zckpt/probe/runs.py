@@ -56,12 +56,15 @@ class TensorRecord(Struct, frozen=True):
 
     @property
     def place(self) -> tuple[int, str, str, str]:
-        """Step, batch, kind and key: they identify the record of the same tensor in another run."""
+        """Step, batch, kind and key of a record.
+
+        A record of another run is compared if it has the same.
+        """
         return self.step, self.batch, self.kind, self.key
 
     @property
     def module(self) -> str:
-        """The path of the module, or of the parameter's module."""
+        """The path of the module that returned the tensor, or that has the parameter."""
         if self.kind in OF_WEIGHTS:
             return self.key.rpartition(".")[0] or "(model)"
         return self.key.partition("#")[0]
@@ -271,7 +274,7 @@ def _read_dump(path: str, step: int) -> TensorRecord:
 
 
 def _parsed(text: str, step: int) -> TensorRecord:
-    """Parses the text of an ONNX Runtime dump of one tensor; raises ValueError if it is no dump."""
+    """Parses the text of a tensor dumped by ONNX Runtime; raises ValueError for other texts."""
     head = _HEAD.match(text)
     if head is None:
         raise ValueError

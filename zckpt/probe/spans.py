@@ -19,7 +19,9 @@ from .recording import record
 
 
 class Span:
-    """One recording of `record` into `directory`, with its `options`.
+    """A recording into `directory` that begins and ends with a training.
+
+    `options` are those of `record`.
 
     Raises TypeError if `record` does not accept these options.
     """

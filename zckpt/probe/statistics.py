@@ -123,7 +123,7 @@ class Measurer:
         numbers, crc = Statistics(), 0
         is_reduced_there = tensor.device.type != "cpu" and not self.on_cpu and dtype in NUMBERS
         for bucket in buckets(tensor, self.bucket):
-            if is_reduced_there and (reduced := _where_it_is(bucket, dtype)) is not None:
+            if is_reduced_there and (reduced := _on_its_device(bucket, dtype)) is not None:
                 numbers.add(reduced)
                 continue
             view = raw(bucket.cpu())
@@ -157,13 +157,16 @@ class Measurer:
 
 
 def _parts(tensor: Tensor) -> list[memoryview]:
-    """The bytes of a contiguous tensor on the CPU, in parts that threads share."""
+    """Divides the bytes of a contiguous tensor on the CPU into parts for several threads."""
     view, step = raw(tensor), PART * tensor.element_size()
     return [view[start : start + step] for start in range(0, len(view), step)]
 
 
 def _measured(view: memoryview, dtype: str) -> tuple[int, Statistics]:
-    """The CRC-32 and the statistics of some bytes; no statistics for types that are not numbers."""
+    """Computes the CRC-32 and the statistics of a range of elements.
+
+    The statistics are empty for types that are not numbers.
+    """
     if dtype not in NUMBERS:
         return crc32(view), Statistics()
     return crc32(view), _quick(view, dtype) if dtype in NARROW else measure(view, dtype)
@@ -193,7 +196,7 @@ def _quick(view: memoryview, dtype: str) -> Statistics:
 
 
 def _of_block(values: Any) -> Statistics | None:
-    """The statistics of a block of float32; None if sums in float32 are too inexact."""
+    """Computes the statistics of a block of float32; None if sums in float32 are too inexact."""
     low, high = float(values.min()), float(values.max())
     scale = max(abs(low), abs(high))
     if low == high or not 1e-15 < scale < 1e15:  # also NaN: squares would overflow, or vanish
@@ -220,8 +223,11 @@ def _of_block(values: Any) -> Statistics | None:
     )
 
 
-def _where_it_is(bucket: Tensor, dtype: str) -> Statistics | None:
-    """The statistics of a bucket, computed by torch on its device; None if memory is short."""
+def _on_its_device(bucket: Tensor, dtype: str) -> Statistics | None:
+    """Computes the statistics of a bucket with torch on the tensor's own device.
+
+    None if the device's memory is short.
+    """
     try:
         wide = bucket.view(UNSIGNED.get(bucket.dtype, bucket.dtype)).double()
         if bucket.dtype in UNSIGNED:

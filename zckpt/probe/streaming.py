@@ -61,18 +61,22 @@ def stream(
 ) -> Iterator[None]:
     """Inside the `with` block, forward passes of `model` read their weights from `checkpoint`.
 
-    The weights are those that the module had when it was saved. If they are missing, or have
-    another type than the model's weights, the rounded fp32 masters are used. Weights are put on
-    `device`; the default is the device of the model's weight, or the CPU if that is `meta`. Modules
-    of the classes in `whole`, and some of torch's, are loaded together with all modules inside
-    them. `rename` are pairs (regex, replacement) as in `--rename`. Weights get no gradients. The
-    CRC-32s in the files are checked. `accept_weights` is as for `zckpt.load`.
+    device          where weights are put; by default where the model's weight is, or on the CPU if
+                    that is `meta`
+    whole           modules of these classes are loaded together with all modules inside them, as
+                    some of torch's own always are
+    rename          pairs (regex, replacement) as in `--rename`
+    accept_weights  as for `zckpt.load`
 
-    Raises InconsistentCheckpoint as `zckpt.load`. Raises MissingData, which lists names of both
-    sides, if the checkpoint lacks a tensor of the model. A forward pass raises MissingData if a
-    weight is used outside of a call of its module, such as an embedding's weight in an output
-    layer. A forward pass, or the end of the block, raises CorruptCheckpoint if bytes do not have
-    the checksum that the file states, and OSError if a file cannot be read.
+    The weights are those that the module had when it was saved. If they are missing, or have
+    another type than the model's weights, the rounded fp32 masters are used. Weights get no
+    gradients. The CRC-32s in the files are checked.
+
+    Raises InconsistentCheckpoint as `zckpt.load` does, and MissingData if the checkpoint lacks a
+    tensor of the model. A forward pass raises MissingData if a weight is used outside of a call of
+    its module, such as an embedding's weight in an output layer. A forward pass, or the end of the
+    block, raises CorruptCheckpoint if bytes do not have the checksum that the file states, and
+    OSError if a file cannot be read.
     """
     if not isinstance(checkpoint, Manifest):
         checkpoint = read(checkpoint, Reading(format, tag, step_policy, opens_items=True))
@@ -118,7 +122,7 @@ class _Absent(Tensor):
 
 
 class _Weight:
-    """A weight of the model: the module's dictionary that contains it, and its original value."""
+    """A weight of the model: which dictionary of its module contains it, and its original value."""
 
     def __init__(self, tensors: dict[str, Any], name: str, path: str) -> None:
         self.tensors, self.name, self.path = tensors, name, path
@@ -134,7 +138,10 @@ class _Weight:
 
 
 class _Piece(NamedTuple):
-    """Elements [start, stop) of a checkpoint's tensor, to be read as `dtype` to byte `at`."""
+    """Elements [start, stop) of a checkpoint's tensor, to be read as type `dtype` into a buffer.
+
+    `at` is their first byte in the buffer.
+    """
 
     dtype: str
     entry: Entry
@@ -205,9 +212,9 @@ class _Streamer(Subscriber):
             reader.close()
 
     def _fill(self, pieces: Sequence[_Piece], view: memoryview, ahead: bool) -> None:
-        """Reads the elements of weights that are read together into `view`.
+        """Reads the elements of weights that are read together into the buffer `view`.
 
-        `ahead` is True on the prefetcher's thread.
+        `ahead` is True on the thread that reads for later calls.
         """
         reader = self._element_readers[ahead]
         plain = []  # neighbors are one read
@@ -222,7 +229,6 @@ class _Streamer(Subscriber):
         self._read.update((piece.entry.name, piece.start) for piece in pieces)
 
     def _moved(self, tensor: Tensor, original: Tensor) -> Tensor:
-        """The weight `tensor`, moved to the device on which the model needs it."""
         device = self._device or (original.device if original.device.type != "meta" else None)
         if device is None or device == tensor.device:
             return tensor
@@ -232,7 +238,10 @@ class _Streamer(Subscriber):
 
 
 def _tensor(like: Tensor, view: memoryview, at: int) -> Tensor:
-    """A tensor like `like` over the bytes of `view` from byte `at`; it keeps the view alive."""
+    """A tensor of the shape and type of `like` whose memory is `view`, from byte `at` on.
+
+    It keeps the view alive.
+    """
     if like.numel():
         flat = torch.frombuffer(view, dtype=like.dtype, count=like.numel(), offset=at)
         tensor = flat.view(like.shape)
@@ -245,7 +254,7 @@ def _tensor(like: Tensor, view: memoryview, at: int) -> Tensor:
 def _parts(
     weights_by_module: Mapping[int, Sequence[_Weight]], entries: Mapping[str, Entry]
 ) -> dict[int, list[tuple[WeightPart, list[_Weight]]]]:
-    """Groups each module's weights into parts, each of which is read at once.
+    """Divides each module's weights into parts, whose weights are read together.
 
     A tied weight that stays loaded is a part by itself, which all its modules share. All other
     weights of a module are one part.
@@ -267,8 +276,8 @@ def _staying(modules: Sequence[Sequence[_Weight]]) -> set[int]:
     """The ids of tied parameters that stay loaded between the calls of their modules.
 
     Without them, streaming needs the memory of the two largest modules. With them, it needs the
-    memory of these parameters, and of the two largest modules without these parameters. The largest
-    parameters are chosen first, and only those with which streaming needs no more memory.
+    memory of these parameters, and of the two largest modules without them. Beginning with the
+    largest parameter, those are chosen with which streaming needs no more memory than before.
     """
 
     def needed(without: set[int]) -> int:
@@ -296,7 +305,6 @@ def _staying(modules: Sequence[Sequence[_Weight]]) -> set[int]:
 
 
 def _size(weight: _Weight) -> int:
-    """The number of bytes of a weight in memory, with padding for torch's alignment."""
     return align(weight.original.numel() * weight.original.element_size(), ALIGNMENT)
 
 
@@ -333,9 +341,9 @@ def _part(
 def _owned(
     model: nn.Module, whole: tuple[type[nn.Module], ...]
 ) -> Iterator[tuple[nn.Module, list[tuple[dict[str, Any], str, str]]]]:
-    """Yields each module, and the tensors that its forward pass needs.
+    """Yields each module, with the tensors that its forward pass needs.
 
-    A tensor is given by the module's dictionary that contains it, its name there, and its path.
+    A tensor is given as (the module's dictionary that contains it, its name there, its path).
     """
 
     def tensors_of(module: nn.Module, path: str) -> Iterator[tuple[dict[str, Any], str, str]]:

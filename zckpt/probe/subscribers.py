@@ -43,10 +43,11 @@ WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 class Place(Struct, frozen=True):
-    """One call of a module: its `path` in the model, and the number of the `call`.
+    """One call of a module.
 
-    Calls are counted within one forward pass of the model. `recomputed` is True if activation
-    checkpointing calls the module again, during the backward pass.
+    path        the module's path in the model
+    call        the number of the call within one forward pass of the model
+    recomputed  whether activation checkpointing calls the module again, in the backward pass
     """
 
     module: nn.Module
@@ -128,12 +129,12 @@ def subscribe(
 
 
 def modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Maps paths to the modules in a model; paths are without wrappers of engines and compilers."""
+    """Maps paths to the modules in a model; names of wrappers (engines, compilers) are left out."""
     return dict(_modules(unwrapped(model), ROOT))
 
 
 def is_below(path: str, other: str) -> bool:
-    """Whether a module lies inside of another one, by their paths."""
+    """Whether a module lies inside of another one; both are given by their paths."""
     return path != other and (other == ROOT or path.startswith(f"{other}."))
 
 
@@ -165,10 +166,10 @@ def _modules(
 
 
 def used_by(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields a module, and inner modules whose weights it uses itself, each with its relative path.
+    """Yields a module, and the modules inside whose weights it uses itself, each with its path.
 
-    Such inner modules are, for example, those in a ModuleList, which has no forward pass of its
-    own. The path of the module itself is "".
+    These are modules without a forward pass of their own, such as those in a ModuleList. Paths are
+    relative: that of the module itself is "".
     """
     if isinstance(module, WHOLE):
         yield from module.named_modules()
@@ -180,7 +181,10 @@ def used_by(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class _Hooks:
-    """The hooks of one `subscribe` block, and the numbers of calls of modules in a forward pass."""
+    """The hooks of one `subscribe` block, with a count of each module's calls.
+
+    Calls are counted within one forward pass of the model.
+    """
 
     def __init__(self, subscribers: Sequence[Subscriber]) -> None:
         self.by_method = {
@@ -287,7 +291,6 @@ class _Hooks:
         self.of_leaves += call.watch(tensors, tensors_in(output, "out"))
 
     def _leave(self, module: nn.Module, path: str, *about: Any) -> None:
-        """Called when a call of a module has returned or raised an error."""
         if path == ROOT and self.roots and not in_backward():
             self.roots.pop()
         for subscriber in self.by_method["leave_module"]:
@@ -296,8 +299,8 @@ class _Hooks:
     def _call(self, path: str, recomputed: bool) -> int:
         """The number of the current call of a module, counted from 0 in this forward pass.
 
-        A backward pass recomputes calls from the last to the first, so recomputed calls are counted
-        down.
+        With activation checkpointing, the backward pass calls modules again, the last one first. So
+        these calls are counted down.
         """
         if path == ROOT and self.roots and not recomputed:
             return self.roots[-1]
@@ -305,7 +308,7 @@ class _Hooks:
 
 
 class _Hook:
-    """A hook of one module. In a deep copy of the module, a hook that does nothing replaces it."""
+    """A hook of one module, which does nothing in a deep copy of the module."""
 
     def __init__(self, hooks: _Hooks, module: nn.Module, path: str, method: str) -> None:
         self.hooks, self.module, self.path = hooks, module, path
@@ -335,7 +338,10 @@ def _silent(*about: Any) -> None:
 
 
 def in_backward() -> bool:
-    """Whether this code runs in a backward pass: then a forward pass is a recomputation."""
+    """Whether this code runs in a backward pass.
+
+    If so, a forward pass is one that activation checkpointing repeats.
+    """
     return torch._C._current_graph_task_id() != -1
 
 
@@ -352,7 +358,10 @@ def tensors_in(value: Any, path: str) -> list[tuple[str, Tensor]]:
 
 
 def mapped(value: Any, path: str, change: Callable[[str, Tensor], Tensor]) -> Any:
-    """Applies `change` to all tensors in `value`; returns the same object if none changed."""
+    """Replaces all tensors in a value by `change(path, tensor)`.
+
+    The value itself if nothing changed.
+    """
     if isinstance(value, Tensor):
         return change(path, value)
     if isinstance(value, (tuple, list)):
