@@ -64,9 +64,9 @@ def contents_of(manifest: Manifest, extents: Iterable[Extent]) -> dict[Extent, C
 
 
 def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
-    """A report line about a record (checksummed byte range) with a wrong CRC-32.
+    """A report line about a byte range (record) whose CRC-32 is wrong.
 
-    It names the tensors in the record, and the flipped bit if a single one explains the CRC-32.
+    It names the tensors in the range, and the flipped bit if a single one explains the CRC-32.
     Damage in padding is reported as harmless.
     """
     extent, stated_crc = damage.record.extent, damage.record.crc
@@ -118,7 +118,7 @@ def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
 
 
 def beside(manifest: Manifest) -> list[Damage]:
-    """Damaged bytes that zckpt does not need: version numbers and the random id in a zip's headers.
+    """Finds damage in bytes that zckpt does not need: version numbers and zip headers.
 
     They belong to no tensor, but torch.load (2.13) refuses a file if certain bits of them are
     flipped.
@@ -130,9 +130,9 @@ def beside(manifest: Manifest) -> list[Damage]:
 
 
 def not_zero(outcome: ComparisonOutcome, manifest: Manifest) -> list[Notice]:
-    """Notices about padding that is not zero, for engines that fill padding with zeros.
+    """Notices about padding that is not zero, although the engine fills it with zeros.
 
-    Other engines' padding may contain anything: old memory, or stale parts of weights.
+    Other engines' padding may contain anything, such as old memory; there are no notices about it.
     """
     if not manifest.run.zero_padding:
         return []
@@ -150,11 +150,11 @@ def not_zero(outcome: ComparisonOutcome, manifest: Manifest) -> list[Notice]:
 
 
 def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[Notice]:
-    """Notices about records (checksummed byte ranges) that differ although their tensors are equal.
+    """Notices about byte ranges that differ from the other checkpoint's only in padding.
 
-    Such records differ only in padding. A record is compared only with a record that has the same
-    file name, offset, length and tensors: with another number of ranks, a record at the same offset
-    may contain other tensors.
+    Such ranges (records) have another checksum, but their tensors are equal. A record is compared
+    only with one of the same file name, offset, length and tensors. With another number of ranks, a
+    record at the same offset may contain other tensors.
     """
     records_of_b = {
         (os.path.relpath(record.extent.file, b.root), record.extent.offset, record.extent.length):
@@ -188,7 +188,7 @@ def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[
 
 
 def _places(contents: Contents) -> set[tuple[str, int, int]]:
-    """The tensors in a byte range, as a set that can be compared with that of another range.
+    """Where the tensors of a byte range lie, to be compared with another byte range.
 
     An item is a tensor's name, the file offset of its bytes, and its first element there.
     """
@@ -196,7 +196,7 @@ def _places(contents: Contents) -> set[tuple[str, int, int]]:
 
 
 def overlapping(manifest: Manifest) -> list[Notice]:
-    """Notices about optimizer states or masters that share bytes with each other."""
+    """Notices about optimizer states or fp32 masters that share bytes of a file with each other."""
     problems = []
     taken: dict[str, list[tuple[int, int, str]]] = {}
     for entry in manifest.entries.values():
@@ -245,7 +245,7 @@ def _solid_extents(fragments: Fragments) -> Iterator[Extent]:
 
 
 def digest(result: Result, manifest: Manifest) -> list[Report]:
-    """Report lines about tensors whose bytes do not have the CRC-32 that the manifest states."""
+    """Report lines about tensors whose CRC-32 is not the one that the manifest states."""
     problems = []
     for entry, crc in zip((result.match.a, result.match.b), result.digests, strict=True):
         stated_entry = manifest.entries.get(entry.key) if entry else None

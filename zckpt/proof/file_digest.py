@@ -1,7 +1,8 @@
 """Computes a checksum over the files of a checkpoint, to find out if two checkpoints are copies.
 
-If two checkpoints are not copies, names of parameters that were inferred may be wrong in the same
-way in both. Copies cannot hide such an error: they are equal whatever the names are.
+Where files state no names of parameters, zckpt infers them. It may make the same error in two
+checkpoints, so that equal tensors do not prove the names. For two copies this does not matter: they
+are equal whatever the names are.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ def same_files(a: Manifest, b: Manifest) -> bool:
 
 
 def digest(manifest: Manifest) -> str:
-    """A CRC-32 over a checkpoint's files without the contents of its tensors.
+    """Computes a CRC-32 over a checkpoint's files without the elements of its tensors.
 
-    It covers the names and sizes of files, the checksums that they state, and the offsets of
-    tensors. It also covers all bytes that belong to no tensor and no checksum. If the checkpoint is
-    a single file, the file's name is left out.
+    It covers the names and sizes of files, the checksums that they state, the offsets of tensors,
+    and all bytes that belong to no tensor and no checksum. If the checkpoint is a single file, the
+    file's name is left out.
     """
     covered: dict[str, set[Covered]] = {}
     for record in manifest.files.records:
@@ -52,7 +53,6 @@ def _covered(extent: Extent, crc: int = -1) -> Covered:
 
 
 def _between(path: str, places: Iterable[Covered]) -> Iterator[Extent]:
-    """Yields the byte ranges of a file that lie outside of all `places`."""
     reached = 0
     for offset, length, _ in (*places, (sources.size(path), 0, 0)):
         if reached < offset:

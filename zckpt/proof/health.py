@@ -33,12 +33,11 @@ SECOND_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq"}
 
 
 class Total(Struct, eq=False):
-    """Adds up the statistics of one tensor from those of its parts.
+    """Adds up the statistics of a tensor from those of its parts.
 
-    Threads measure parts in any order, but the parts' statistics are added in the order of their
-    elements. So all sums are reproducible, to the last digit. Histograms are added in any order.
-    When all parts are added, `counts` gets the histogram as counts by exponent, and the histogram's
-    array is dropped.
+    Threads measure parts in any order. But the parts are added in the order of elements, so that
+    sums are reproducible to the last digit. Only histograms are added in any order. At the end,
+    `counts` gets the histogram as counts by exponent.
     """
 
     numel: int
@@ -70,11 +69,11 @@ class Total(Struct, eq=False):
 
 
 class Measuring(Struct, eq=False, dict=True):
-    """One pass over groups of tensors, on which several threads work.
+    """Reads groups of tensors once, on several threads, and computes their statistics.
 
-    The tensors of a group have the same number of elements, and a range of elements is read from
-    all of them together, so that subclasses can compare them. Tensors of types without statistics
-    (such as complex) are only read.
+    The tensors of a group have equally many elements. The same range of elements is read from all
+    of them together, so that subclasses can compare them. Tensors of types without statistics, such
+    as complex numbers, are only read.
     """
 
     manifest: Manifest
@@ -114,10 +113,9 @@ class Measuring(Struct, eq=False, dict=True):
         return carry_out
 
     def add(self, name: str, item: ReadRequest, elements: memoryview, dtype: str) -> None:
-        """Adds the statistics of `elements` to those of the tensor `name`.
+        """Adds the statistics of some elements to those of the tensor `name`.
 
-        `elements` are the elements that `item` requested, or as many numbers that were computed
-        from them.
+        `elements` are those that `item` requested, or numbers computed from these.
         """
         part = measure(elements, dtype, histogram=self.histograms)
         with self.lock:
@@ -126,9 +124,11 @@ class Measuring(Struct, eq=False, dict=True):
             total.add(item.start, item.stop, part)
 
     def beside(self, together: Sequence[ReadRequest], view: memoryview) -> None:
-        """Called with a buffer that contains the same elements of all tensors of a group.
+        """Compares the elements of all tensors in a group.
 
-        Subclasses compare them; this class does nothing.
+        Subclasses override it, this class does nothing.
+
+        `view` is a buffer with the same elements of each tensor.
         """
 
 
@@ -185,7 +185,7 @@ def passed(
     copying: Copying,
     begin: Begin | None,
 ) -> Running:
-    """Runs a pass of the class `make` over the tensors in `groups`; returns it with its results."""
+    """Runs a `Measuring` of the class `make` over groups of tensors, and returns it."""
     # each thread has a buffer of this size, and as much working memory
     chunk = chunk_size(manifest.dp, copying.jobs, copying.memory)
     progress = begin(sum(entry.length for group in groups for entry in group)) if begin else None
@@ -278,10 +278,10 @@ def _problems_of(
 
 
 def _is_below(maximum: Statistics, now: Statistics) -> bool:
-    """Whether `maximum` is below `now` for some element, so it is no running maximum of `now`.
+    """Whether some element of `maximum` is smaller than that of `now`.
 
-    Only statistics are compared: a true running maximum (such as `max_exp_avg_sq`) has no smaller
-    min, max, mean or norm.
+    Then it is no maximum over time. Only statistics are compared: a true one (such as
+    `max_exp_avg_sq`) has no smaller min, max, mean or norm.
     """
     return (
         maximum.min < now.min

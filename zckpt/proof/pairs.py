@@ -19,10 +19,10 @@ from .states import twins
 
 
 def own_matches(manifest: Manifest) -> list[Match]:
-    """The pairs of tensors to compare if one checkpoint is checked alone.
+    """Lists the pairs of tensors to compare within one checkpoint.
 
-    They are each weight with its master, and each replica with the tensor of which it is a copy.
-    Other tensors are in the list without a second tensor, because they are only read.
+    These are each weight with its fp32 master, and each replica with the tensor of which it is a
+    copy. All other tensors are listed without a second tensor, because they are only read.
     """
     entries = manifest.entries
     matches = list(with_masters(entries))
@@ -33,7 +33,7 @@ def own_matches(manifest: Manifest) -> list[Match]:
 
 
 def copies(manifest: Manifest, entries: Mapping[Key, Entry]) -> list[Match]:
-    """Pairs the manifest's replicas with the tensors of the same key in `entries`.
+    """Pairs the replicas in a manifest with the tensors of the same key (name, slot) in `entries`.
 
     Random states are left out, because each rank has its own.
     """
@@ -65,10 +65,9 @@ def mutual_matches(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], li
 
 
 def _of_same_ranks(a: Manifest, b: Manifest) -> list[Match]:
-    """Pairs the buffers of ranks, and their random states, with those of the same rank in `b`.
+    """Pairs buffers and random states of ranks with those of the same rank in the other checkpoint.
 
-    Such tensors may differ between the ranks of one checkpoint, so they are not compared across
-    ranks.
+    They may differ between ranks, so they are not compared across ranks.
     """
     matches: list[Match] = []
     ours, theirs = (by_key((entry.key, entry) for entry in side.replicas) for side in (a, b))
@@ -82,14 +81,14 @@ def _of_same_ranks(a: Manifest, b: Manifest) -> list[Match]:
 
 
 def selected(matches: Iterable[Match], pattern: str | None) -> list[Match]:
-    """The pairs of tensors whose names match the glob `pattern`; raises WrongOption if none do."""
+    """Keeps the pairs of tensors whose names match a glob; raises WrongOption if none do."""
     return list(matches) if pattern is None else matching(matches, pattern)
 
 
 def only_rounded(matches: Iterable[Match], a: Manifest, b: Manifest) -> dict[str, list[str]]:
-    """The weights that a checkpoint has only in a narrower type than the other one, by side.
+    """Lists weights that one checkpoint has only in a narrower type, such as bf16 instead of fp32.
 
-    The sides "a" and "b" are the two checkpoints.
+    They are listed by checkpoint: under "a" and "b".
     """
     names: dict[str, list[str]] = {"a": [], "b": []}
     for item in matches:
@@ -106,11 +105,11 @@ def only_rounded(matches: Iterable[Match], a: Manifest, b: Manifest) -> dict[str
 
 
 def missing(keys: Sequence[Key], owner: Manifest, other: Manifest) -> list[Key]:
-    """Those of `keys` that `other` lacks but should have; the checkpoint `owner` has all of them.
+    """The tensors of `owner` (given by `keys`) that the checkpoint `other` lacks but should have.
 
-    `other` should have a key of every slot (such as `exp_avg`) in which it has any tensor, and each
-    trained weight, as `param` or as `master`. Weights that are not trained may be missing, because
-    some formats do not store them.
+    It should have them in every slot (such as `exp_avg`) of which it has any tensor. It should also
+    have each trained weight, as `param` or as `master`. Other weights may be missing, because some
+    formats do not store them.
     """
     slots = {entry.slot for entry in other.entries.values()} - {"state"}
     lost = []

@@ -20,9 +20,10 @@ from . import damage
 
 
 def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
-    """The keys of a report about a comparison: tensors that differ, damage, notices, counts.
+    """The keys of a report on compared tensors: differences, damage, notices, counts.
 
-    `a` and `b` are the same object if one checkpoint was checked alone.
+    `a` and `b` are the two checkpoints; they are the same object if one was checked without
+    another.
     """
     buffers = {*a.buffers, *b.buffers}
     copies = {id(entry) for manifest in (a, b) for entry in manifest.replicas}
@@ -65,15 +66,15 @@ def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
 
 
 def _is_of_one_side(match: Match, copies: Collection[int]) -> bool:
-    """Whether a pair compares a tensor with its replica, so that both are of the same checkpoint.
+    """Whether a pair of tensors compares a tensor with its replica in the same checkpoint.
 
-    A pair of two replicas is of two checkpoints. `copies` are the `id`s of all replicas.
+    `copies` are the `id`s of all replicas. A pair of two replicas belongs to two checkpoints.
     """
     return match.copy and not (id(match.a) in copies and id(match.b) in copies)
 
 
 def _damage(outcome: ComparisonOutcome, manifest: Manifest) -> list[Report]:
-    """Report lines about damaged tensors and byte ranges of one checkpoint."""
+    """Report lines about the damaged tensors and byte ranges of a checkpoint."""
     problems = [line for result in outcome.results for line in damage.digest(result, manifest)]
     tensors = {line["tensor"] for line in problems}
     files = {record.extent.file for record in manifest.files.records}
@@ -87,9 +88,9 @@ def _damage(outcome: ComparisonOutcome, manifest: Manifest) -> list[Report]:
 
 
 def _by_slot(outcome: ComparisonOutcome, alone: bool) -> dict[str, int]:
-    """For each slot (such as `exp_avg`), the number of pairs of tensors that were compared.
+    """Counts the compared pairs of tensors by slot, such as `{"exp_avg": 12}`.
 
-    If one checkpoint was checked `alone`, it is the number of tensors that were read.
+    If one checkpoint was checked `alone`, it counts the tensors that were read.
     """
     matches = [result.match for result in outcome.results if not result.match.copy]
     compared = [match.compared.key for match in matches]
@@ -100,10 +101,9 @@ def _by_slot(outcome: ComparisonOutcome, alone: bool) -> dict[str, int]:
 
 
 def difference(result: Result) -> Report | None:
-    """A report line about a pair of tensors that differ; None if there is nothing to report.
+    """A report line about a pair of tensors that differ; else None.
 
-    There is nothing to report if both tensors are equal, or if a tensor was only read, not
-    compared.
+    None also for a tensor that was only read, and not compared with another.
     """
     match, measured = result.match, result.difference
     if match.b is None:
@@ -137,7 +137,7 @@ def difference(result: Result) -> Report | None:
 
 
 def changes(measured: Difference, elements: int) -> Report:
-    """How much the elements of a tensor changed, for `diff`.
+    """How much a tensor's elements changed from one checkpoint to the other, for `diff`.
 
     `rms` is the root mean square of the changes. `relative` is `rms` divided by the root mean
     square of the elements in the first checkpoint. `histogram` counts changes by magnitude.
@@ -152,16 +152,15 @@ def changes(measured: Difference, elements: int) -> Report:
 
 
 def _file_of(entry: Entry) -> str | None:
-    """The name of the file that contains the first element of an entry; None for an empty entry."""
     first = next(iter(entry.fragments), None)
     return None if first is None else os.path.basename(first.extent.file)
 
 
 def digests(results: Iterable[Result], alone: bool) -> dict[str, Report]:
-    """Maps the name of every tensor that was read to the CRC-32s of its row-major bytes.
+    """Maps the name of every tensor that was read to the CRC-32 of its elements in each checkpoint.
 
-    They are stored under "a" and "b", the two checkpoints; if `alone`, there is only "a".
-    `b_tensor` is the tensor's name in checkpoint b, if the names differ.
+    The CRC-32s are under "a" and "b"; if `alone`, only under "a". If checkpoint b has the tensor
+    under another name, `b_tensor` is this name.
     """
     lines: dict[str, Report] = {}
     for result in results:

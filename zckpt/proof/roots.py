@@ -12,9 +12,9 @@ from ..errors import AmbiguousCheckpoint, WrongOption, listed
 
 
 def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
-    """Reduces a proof file's manifest of several models to the model `name`.
+    """Reduces the manifest in a proof file, of several models, to the model `name`.
 
-    This model's prefix is removed from the names of parameters. A proof of one model is returned
+    The model's prefix is removed from the names of its parameters. A proof of one model is returned
     unchanged. Raises WrongOption if neither `proven` nor `manifest` has a model of this name.
     """
     front = f"{name}."
@@ -66,10 +66,10 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
 
 
 def refuse_several(proven: Manifest, manifest: Manifest) -> None:
-    """Raises AmbiguousCheckpoint if a checkpoint seems to be one of several models in a proof.
+    """Raises AmbiguousCheckpoint if a proof is of several models, and one must be chosen.
 
-    `proven` is the manifest from the proof, and `manifest` that of the checkpoint. The user must
-    say which of the proof's models is meant.
+    The checkpoint seems to be one of these models. `proven` is the manifest in the proof, and
+    `manifest` that of the checkpoint.
     """
     parameters, names = proven.parameters, [*manifest.parameters]
     if not names or not parameters.keys().isdisjoint(names):
@@ -86,11 +86,10 @@ def refuse_several(proven: Manifest, manifest: Manifest) -> None:
 
 
 def _own_part(key: str, value: Any, front: str) -> Any:
-    """Reduces a value of the manifest's state to one of several models, whose prefix is `front`.
+    """Reduces a value of a proof with several models to the model with the prefix `front`.
 
-    `key` is the key of the value. Only the values of `module` and `module_extra` contain names of
-    parameters: names with this prefix are kept, and the prefix is removed. All other values are
-    returned unchanged.
+    Only the values under the keys `module` and `module_extra` contain names of parameters. Names
+    with the prefix are kept, without it. All other values are returned unchanged.
     """
     if key == "module":
         return [name.removeprefix(front) for name in value if name.startswith(front)]

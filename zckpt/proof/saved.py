@@ -60,7 +60,7 @@ MAX_PROOF = 1 << 29
 
 
 class _Digest(Struct):
-    """What a proof file states about one tensor: its type, its shape, and its CRC-32 (`a`)."""
+    """What a proof file states about a tensor: type, shape and, as `a`, its CRC-32."""
 
     dtype: Dtype
     shape: Sizes
@@ -68,7 +68,10 @@ class _Digest(Struct):
 
 
 class _Unsupported(Struct):
-    """An optimizer state that zckpt does not support; `tensors` are the names of its tensors."""
+    """An optimizer state in a proof file that zckpt can compare but not convert.
+
+    `tensors` are the names of its tensors.
+    """
 
     key: str
     parameters: tuple[str, ...]
@@ -77,8 +80,8 @@ class _Unsupported(Struct):
     tensors: tuple[str, ...]
 
 
-class _Held(Struct):
-    """What a proof file states besides checksums (see `about`); older proofs lack some keys."""
+class _ProofContents(Struct):
+    """The contents of a proof file besides checksums; older proofs lack some keys."""
 
     parameters: dict[str, Any]
     buffers: tuple[str, ...]
@@ -95,7 +98,7 @@ class _Held(Struct):
 
 
 def about(manifest: Manifest) -> Report:
-    """Describes a checkpoint for the proof file: everything but the checksums of its tensors."""
+    """Describes a checkpoint for a proof file: everything but the checksums of tensors."""
     groups = manifest.groups
     return {
         "step": manifest.step,
@@ -108,7 +111,7 @@ def about(manifest: Manifest) -> Report:
             "source": plain_facts(manifest.run.origin),
             "states": {
                 state.key: state.parameters
-                for state in _others(manifest)
+                for state in _other_states(manifest)
                 if state.form != "unsupported"
             },
             "optimizer": manifest.optimizer,
@@ -130,8 +133,7 @@ def about(manifest: Manifest) -> Report:
     }
 
 
-def _others(manifest: Manifest) -> list[State]:
-    """The optimizer states other than tensors of a parameter's shape, single numbers, and None."""
+def _other_states(manifest: Manifest) -> list[State]:
     return [s for s in states_of(manifest).values() if s.form not in ("slot", "number", "none")]
 
 
@@ -153,10 +155,10 @@ def verify_proof(
     begin: Begin | None,
     root: str,
 ) -> Report:
-    """The report on whether all tensors of a checkpoint have the CRC-32s in a proof file.
+    """Reports whether all tensors of a checkpoint have the CRC-32s in a proof file.
 
-    `proven` is the manifest from the proof, and `contents` the checksum over the files that the
-    proof states. If the proof is about several models, `root` is the name of the model to compare.
+    `proven` is the manifest in the proof. `contents` is the checksum over the checkpoint's files,
+    as the proof states it. If the proof is of several models, `root` names the one to compare.
     """
     if root:
         proven = of_root(proven, root, manifest)
@@ -202,7 +204,7 @@ def verify_proof(
 
 
 def _of_first_rank(manifest: Manifest) -> list[Notice]:
-    """A notice about tensors of which each rank has its own values, such as random states.
+    """A notice about tensors of which each rank has its own, such as random states.
 
     Only the first rank's tensor is compared, because a proof has one checksum for each name. The
     list is empty if there are no such tensors.
@@ -217,10 +219,10 @@ def _of_first_rank(manifest: Manifest) -> list[Notice]:
 
 
 def _refuse_other_types(matches: Sequence[Match], a: Manifest, b: Manifest) -> None:
-    """Raises MissingData if tensors have other types in the proof than in the checkpoint.
+    """Raises MissingData if tensors have another type in the proof than in the checkpoint.
 
-    A proof has only checksums, which cannot be compared between types. A 16-bit weight beside an
-    fp32 one is no error if its checkpoint also has the fp32 master: the master is compared instead.
+    Checksums cannot be compared between types. There is no error for a 16-bit weight beside an fp32
+    one, if the 16-bit weight's checkpoint also has the fp32 master: the master is compared instead.
     """
     rounded, buffers = only_rounded(matches, a, b), {*a.buffers, *b.buffers}
     other_types = [
@@ -244,10 +246,10 @@ def _refuse_other_types(matches: Sequence[Match], a: Manifest, b: Manifest) -> N
 
 
 def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
-    """Reads a proof file: a manifest whose tensors are only checksums, and a digest of the files.
+    """Reads a proof file: a manifest without tensors' bytes, and a checksum over the files.
 
-    The digest is "" if the proof has none. An older proof does not list all optimizer states; then
-    the states that `manifest` has are assumed for it. Raises CorruptCheckpoint if the file is not a
+    The checksum is "" if the proof has none. An older proof does not list all optimizer states;
+    then the states in `manifest` are assumed for it. Raises CorruptCheckpoint if the file is not a
     proof, or if it is the report of a `verify` that found a difference.
     """
     try:
@@ -267,11 +269,11 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
                 hint="give a file that `zckpt verify --save-proof` wrote when it found nothing",
                 file=path,
             )
-        held = convert(report["held"], _Held)
+        held = convert(report["held"], _ProofContents)
         digests = convert(report["digests"], dict[str, _Digest])
         facts = facts_of(_dictionary(held.state))
         if "state" not in report["held"]:  # a proof of an older zckpt
-            states_of_manifest = {state.key: state.parameters for state in _others(manifest)}
+            states_of_manifest = {state.key: state.parameters for state in _other_states(manifest)}
             parameters_by_state = states_of_manifest if held.states is None else held.states
             rows = of_parameters("other", _by_parameter(parameters_by_state))
             facts = facts._replace(states=States(tuple(rows)))
@@ -311,7 +313,6 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
 
 
 def _check_groups(parameters: Mapping[str, Parameter], groups: Sequence[Any] | None) -> None:
-    """Raises ValueError if a parameter is in a group that does not exist."""
     for name, item in parameters.items():
         if groups is None or item.group is None:
             continue
@@ -320,9 +321,9 @@ def _check_groups(parameters: Mapping[str, Parameter], groups: Sequence[Any] | N
 
 
 def _with_tensors(item: _Unsupported, entries: dict[Key, Entry]) -> StateRow:
-    """Describes an optimizer state in a proof that zckpt does not support, with its tensors.
+    """Describes an unsupported optimizer state in a proof, with its tensors.
 
-    Its tensors are removed from `entries`, so that they do not count as ordinary tensors.
+    The tensors are removed from `entries`, so that they do not count as ordinary tensors.
     """
     tensors = tuple(entries.pop(key) for key in map(key_of, item.tensors) if key in entries)
     # if some tensors are missing
@@ -336,9 +337,9 @@ def _dictionary(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_parameter(parameters_by_state: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """Maps each parameter to its optimizer states, given the parameters of each state.
+    """Turns `{state: parameters}` into `{parameter: {state: True}}`.
 
-    A proof does not contain the values of these states, so every value is True.
+    A proof does not contain the values of these optimizer states, so True stands for each.
     """
     keys = by_key((name, key) for key, names in parameters_by_state.items() for name in names)
     return {name: dict.fromkeys(own, True) for name, own in keys.items()}

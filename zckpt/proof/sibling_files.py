@@ -35,10 +35,11 @@ The path is not compared, since a conversion changes it.
 
 
 def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
-    """Report lines about files that differ, and notices about files that only one side has.
+    """Compares the trainers' files beside two checkpoints.
 
-    If neither checkpoint has an optimizer, no run resumes from them: then only files that may
-    contain tensors are compared.
+    Returns report lines about files that differ, and notices about files that only one side has. If
+    neither checkpoint has an optimizer, no run resumes from them: then only files that may contain
+    tensors are compared.
     """
     has_run = a.groups is not None or b.groups is not None
     ours, theirs = (
@@ -70,10 +71,6 @@ def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
 
 
 def _sizes(a: int, b: int) -> dict[str, str]:
-    """The sizes of two files whose contents differ, as texts for the report, such as "9 bytes".
-
-    If both sizes are equal, the texts are "9 bytes" and "9 other bytes".
-    """
     return {"a": f"{a} bytes", "b": f"{b} other bytes" if a == b else f"{b} bytes"}
 
 

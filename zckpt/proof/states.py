@@ -1,8 +1,8 @@
 """Compares what two checkpoints store besides tensors: schedulers, counters, a user's values.
 
 Values that both have must be equal. A value that only one has is a difference too, with two
-exceptions: the other's file format cannot store it, or it describes how ranks divide tensors and
-the two have different numbers of ranks. A notice lists such values.
+exceptions. The other's file format cannot store it; or the value describes how ranks divide
+tensors, and the two have different numbers of ranks. A notice lists such values.
 """
 
 from __future__ import annotations
@@ -78,14 +78,17 @@ _NOTHING: tuple[Any, ...] = (None, {}, [])
 
 
 def states(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
-    """Report lines about values that differ, and notices about values that were not compared."""
+    """Compares the values of two checkpoints that are not tensors.
+
+    Returns report lines about values that differ, and notices about values that were not compared.
+    """
     comparison = _Comparison(a, b)
     comparison.run()
     return comparison.lines, [note("not-compared", text) for text in comparison.not_compared()]
 
 
 class _Comparison:
-    """Compares the states of two checkpoints; collects differences, and values not compared."""
+    """Compares the values of two checkpoints; collects differences, and values not compared."""
 
     def __init__(self, a: Manifest, b: Manifest) -> None:
         self.sides = {"a": a, "b": b}
@@ -124,11 +127,11 @@ class _Comparison:
             self._compare_second_names()
 
     def _are_other_schedulers(self, a: Any, b: Any) -> bool:
-        """Whether two schedulers' states are of different kinds: then no difference is reported.
+        """Whether the LR schedulers of the two checkpoints cannot be compared.
 
-        They are of different kinds if one is DeepSpeed's own scheduler and the other one of torch.
-        If the engine's files of only one side have a scheduler, the other side's scheduler may be
-        in a trainer's file or in the client state: then the two are not compared either.
+        This is so if one is DeepSpeed's own scheduler and the other is torch's. It is also so if
+        the engine's files of only one side have a scheduler: the other side's may be in a trainer's
+        file.
         """
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             return (COUNTER in a) != (COUNTER in b)
@@ -143,11 +146,11 @@ class _Comparison:
         return any(item.name in OF_TRAINER for item in files) or _has_within(client_state, state)
 
     def _without_states(self, a: Report, b: Report) -> tuple[Report, Report]:
-        """Drops parameters' optimizer states that only one side has, or all if the engines differ.
+        """Removes optimizer states that are reported elsewhere, by `values.missing_states`.
 
-        Their keys are `OF_PARAMETERS`. `values.missing_states` reports those states instead. If
-        only one side has numbers that belong to no parameter, the other side gets an empty
-        dictionary for them, so that each number is reported on its own line.
+        These are all keys in `OF_PARAMETERS` if the engines differ, or else those that only one
+        side has. If only one side has numbers that belong to no parameter, the other side gets an
+        empty dictionary for them, so that each number is reported on its own line.
         """
         kept = OF_PARAMETERS.intersection(a, b) if self.same_engine else set()
         left = OF_PARAMETERS - kept
@@ -161,10 +164,10 @@ class _Comparison:
         return one, other
 
     def _names(self) -> list[dict[str, str]]:
-        """For each side, maps every name in its module to the kind of the name, such as "a buffer".
+        """Maps, for each side, every name in the module to its kind, such as "a buffer".
 
-        A name is left out if only one side has a tensor of this name: the comparison of tensors
-        reports it.
+        Names that only one side has as a tensor are left out: the comparison of tensors reports
+        them.
         """
         one, other = (_weights(manifest) for manifest in self.sides.values())
         alone = one ^ other
@@ -174,10 +177,7 @@ class _Comparison:
         ]
 
     def _compare_second_names(self) -> None:
-        """Reports second names (aliases) of tied weights that only one side has.
-
-        The weight itself is on both sides.
-        """
+        """Reports second names of tied weights that only one side has, if both have the weight."""
         for side, other in (("a", "b"), ("b", "a")):
             known_names = {*_names(self.sides[other]), *self.sides[other].parameters}
             lost = [
@@ -193,7 +193,7 @@ class _Comparison:
                 self.without_place[other] += lost
 
     def _leave_single_ranks(self) -> None:
-        """Drops the report lines about random states of single ranks that only one side has.
+        """Removes report lines about random states of single ranks that only one side has.
 
         Runs with other numbers of ranks have other random states, and some runs have none.
         """
@@ -203,10 +203,10 @@ class _Comparison:
                 self.lines.remove(line)
 
     def _compare_ranks(self) -> None:
-        """Compares values that are stored once per rank, for the ranks after the first one.
+        """Compares values of which each rank has its own, for all ranks but the first.
 
-        A manifest lists such a value (in `of_ranks`) only if it differs from the first rank's
-        value. A value that is missing there is taken from the first rank.
+        For the other ranks, a manifest lists only values that differ from the first rank's (in
+        `of_ranks`).
         """
         a, b = self.sides.values()
         for name in dict.fromkeys((*a.files.of_ranks, *b.files.of_ranks)):
@@ -219,7 +219,7 @@ class _Comparison:
                 self._compare(f"{name}: {key}", one, other)
 
     def _compare_layouts(self) -> None:
-        """Compares what files of the same name state about their shards' positions in tensors.
+        """Compares the offsets of shards that files of the same name state.
 
         Keys that only one side has are not compared: some versions of an engine do not write them.
         """
@@ -237,9 +237,9 @@ class _Comparison:
             self._compare(f"{name}: layout", ours, theirs)
 
     def _compare(self, path: str, a: Any, b: Any) -> None:
-        """Compares two JSON values (NaN equals NaN); adds lines about what differs.
+        """Compares two JSON values at the key `path`, and adds a line for each difference.
 
-        `path` is the key of the values in the state.
+        NaN equals NaN.
         """
         if a == b:  # first, since both may be very large
             return
@@ -261,10 +261,10 @@ class _Comparison:
             self.lines.append({"key": path, "a": a, "b": b})
 
     def _one_sided(self, path: str, a: Any, b: Any) -> None:
-        """Reports a value that only one checkpoint has as a difference, or as not compared.
+        """Reports a value that only one checkpoint has, as a difference or as not compared.
 
-        The value is not compared if it depends on how a checkpoint was saved, or if the file format
-        of the other checkpoint cannot store it. An empty dictionary counts as no value.
+        It is not compared if it depends on how the checkpoint was saved, or if the file format of
+        the other checkpoint cannot store it. An empty dictionary counts as no value.
         """
         side, other = ("a", "b") if b in _NOTHING else ("b", "a")
         if a in _NOTHING and b in _NOTHING:
@@ -277,7 +277,7 @@ class _Comparison:
             self.without_place[other].append(path)
 
     def _has_place(self, manifest: Manifest, path: str) -> bool:
-        """Whether this checkpoint's file format can store a value at `path`, a key of the state."""
+        """Whether the file format of a checkpoint can store a value at the key `path`."""
         part, engine = path.partition(".")[0], manifest.run.engine
         if _is_weights(manifest) or path.startswith(OF_VERSIONS):
             return False
@@ -298,10 +298,9 @@ class _Comparison:
         return self.other_wrapper and path.startswith(SCALING)
 
     def _opened(self, value: Any) -> Any:
-        """Replaces tagged values of the manifest's JSON: tuples by lists, objects by dictionaries.
+        """Replaces a tagged JSON value: a tuple becomes a list, an object a dictionary.
 
-        Only `value` itself is replaced, and the state of an object; other values are returned
-        unchanged.
+        Values inside it are not changed, except the state of an object.
         """
         if not isinstance(value, dict) or len(value) != 1:
             return value
@@ -343,21 +342,19 @@ class _Comparison:
 
 
 def _scheduler_of(manifest: Manifest) -> Any:
-    """The type of the scheduler that the engine's configuration (ds_config) names; or None."""
     engine = manifest.run.engine
     config = engine.config if isinstance(engine, FlatBufferEngine) else {}
     return nested(config, "scheduler", "type")
 
 
 def _has_within(value: Any, wanted: Mapping[str, Any]) -> bool:
-    """Whether a value equals the dictionary `wanted`, or contains it at any depth."""
     if not isinstance(value, Mapping):
         return False
     return alike(value, wanted) or any(_has_within(item, wanted) for item in value.values())
 
 
 def by_keys(pairs: Iterable[Any]) -> dict[Any, Any]:
-    """A dictionary from a list of pairs, as the manifest's JSON stores dictionaries."""
+    """Converts a list of pairs to a dictionary: the manifest's JSON stores some dictionaries so."""
     return {
         key if isinstance(key, (str, int, float)) else str(from_json(key)): item
         for key, item in pairs
@@ -365,7 +362,6 @@ def by_keys(pairs: Iterable[Any]) -> dict[Any, Any]:
 
 
 def _differing(path: str, a: Any, b: Any) -> Iterator[str]:
-    """Yields the paths (keys joined by dots) at which two JSON values differ."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in dict.fromkeys((*a, *b)):
             yield from _differing(inside(path, key) if path else key, a.get(key), b.get(key))
@@ -374,7 +370,7 @@ def _differing(path: str, a: Any, b: Any) -> Iterator[str]:
 
 
 def twins(a: Manifest, b: Manifest) -> bool:
-    """Whether two checkpoints have the same format, and files of the same names and sizes."""
+    """Whether two checkpoints have the same format and files of the same names and sizes."""
     same_engine = a.format == b.format and engine_name(a) == engine_name(b)
     return same_engine and _sizes(a) == _sizes(b) and _wrapper(a)[1] == _wrapper(b)[1]
 
@@ -384,10 +380,10 @@ def _weights(manifest: Manifest) -> set[str]:
 
 
 def _names(manifest: Manifest) -> dict[str, str]:
-    """Maps every name in the module to its kind, as a phrase for the report.
+    """Maps every name in the module to a phrase for the report.
 
-    The kinds are an alias ("a second name of fc1.weight"), a buffer, and any other name in the
-    module.
+    The phrase is "a second name of fc1.weight" for an alias, "a buffer", or a phrase for other
+    names.
     """
     names = dict.fromkeys(map(str, manifest.state.get("module") or ()), "a name of the module")
     names |= dict.fromkeys(manifest.buffers, "a buffer")
@@ -397,9 +393,9 @@ def _names(manifest: Manifest) -> dict[str, str]:
 
 
 def _has_second_names(manifest: Manifest) -> bool:
-    """Whether a checkpoint of this format lists the second names (aliases) of tied weights.
+    """Whether files of this kind list the second names (aliases) of tied weights.
 
-    safetensors do not, for example, because they store each weight once.
+    For example, safetensors files do not, because they store each weight once.
     """
     engine = manifest.run.engine
     if isinstance(engine, StateDictEngine):
@@ -408,10 +404,7 @@ def _has_second_names(manifest: Manifest) -> bool:
 
 
 def _facts(manifest: Manifest) -> Report:
-    """Properties of a save, such as its engine, that may differ between two saves of one run.
-
-    They are JSON values.
-    """
+    """Properties in which two saves of one run may differ, such as the engine, as JSON."""
     place = manifest.run.step_place
     facts = with_facts({}, manifest.run.engine, None).get("engine") or {}
     facts = {key: value for key, value in facts.items() if key not in OF_NAMES}
@@ -424,23 +417,25 @@ def _facts(manifest: Manifest) -> Report:
 
 
 def plain_facts(origin: Origin) -> Report:
-    """The facts about how a checkpoint was saved, as JSON, without lists and dictionaries."""
+    """How a checkpoint was saved, such as the engine, as JSON.
+
+    Facts that are lists or dictionaries are left out.
+    """
     facts = origin.to_json()
     return {key: item for key, item in facts.items() if isinstance(item, (str, int, type(None)))}
 
 
 def _as_of_first(manifest: Manifest, path: str) -> Any:
-    """The first rank's value, as JSON, at `path`: a key of the state, or two joined by a dot."""
     part, _, key = path.partition(".")
     value = manifest.state.get(part)
     return to_json(value.get(key) if key and isinstance(value, Mapping) else value)
 
 
 def engine_name(manifest: Manifest) -> tuple[str | None, ...]:
-    """A tuple that is equal for two checkpoints if their engines' states can be compared.
+    """A tuple that is equal for two checkpoints whose values can be compared.
 
     It has the engine's name. For ONNX Runtime (NamedWeightsEngine) it also has the kind of files,
-    because the contents of the state depend on this kind.
+    because the values depend on this kind.
     """
     engine = manifest.run.engine
     if isinstance(engine, NamedWeightsEngine):
@@ -449,7 +444,7 @@ def engine_name(manifest: Manifest) -> tuple[str | None, ...]:
 
 
 def _wrapper(manifest: Manifest) -> tuple[str | None, str | None]:
-    """DeepSpeed's wrapper class and the module's dtype, which decide whether the loss is scaled."""
+    """DeepSpeed's optimizer wrapper and the module's type, on which loss scaling depends."""
     engine = manifest.run.engine
     if isinstance(engine, FlatBufferEngine):
         return engine.optimizer_class, engine.dtype
@@ -457,21 +452,19 @@ def _wrapper(manifest: Manifest) -> tuple[str | None, str | None]:
 
 
 def _sizes(manifest: Manifest) -> tuple[Any, ...]:
-    """The ZeRO stage and the parallel sizes (dp, tp, ...) of a run, to compare two runs."""
     return manifest.run.origin.zero_stage or None, manifest.run.origin.sizes
 
 
 def _is_weights(manifest: Manifest) -> bool:
-    """Whether a checkpoint has only weights, from which no run resumes."""
     return manifest.groups is None and not any(map(is_optimizers, manifest.slots))
 
 
 def _comparable_scales(a: Report, b: Report) -> tuple[Report, Report]:
-    """Makes the loss scalers of two checkpoints comparable, if they are stored in different ways.
+    """Makes the loss scalers of two checkpoints comparable if they are stored differently.
 
-    One side may have an object and the other only the object's numbers: then both get the numbers.
-    A scaler is dropped if it does not scale the loss, and the other side states None, which means
-    the same.
+    If one side has an object and the other only the object's numbers, both get the numbers. If a
+    scaler does not scale the loss and the other side has None, which means the same, both are
+    removed.
     """
     if any(LOSS_SCALER in side and side[LOSS_SCALER] is None for side in (a, b)):
         a, b = ({k: v for k, v in side.items() if not _is_unscaled(k, v)} for side in (a, b))

@@ -21,10 +21,10 @@ Form = tuple[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], ...]
 
 
 def pairs(a: Manifest, b: Manifest) -> list[Match]:
-    """Pairs the tensors of unsupported states that both checkpoints have, one by one.
+    """Pairs the tensors of unsupported optimizer states that both checkpoints have.
 
-    A state's tensors are paired only if its values, and the types and shapes of its tensors, are
-    equal in both checkpoints.
+    A state's tensors are paired one by one, and only if its values, and the types and shapes of its
+    tensors, are equal in both checkpoints.
     """
     return [
         Match(one, other)
@@ -36,11 +36,11 @@ def pairs(a: Manifest, b: Manifest) -> list[Match]:
 
 
 def rest(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Report], list[Notice]]:
-    """Removes unsupported states that both checkpoints have from the manifests; reports on them.
+    """Compares unsupported optimizer states that both checkpoints have, and removes them from both.
 
     Returns both manifests without these states, a report line for each state that differs, and a
-    notice for each that is equal. The elements of their tensors are compared elsewhere, together
-    with those of all other tensors: see `pairs`.
+    notice for each that is equal. The elements of their tensors are compared elsewhere: see
+    `pairs`.
     """
     shared = _shared(a, b)
     lines, notes = [], []
@@ -60,9 +60,9 @@ def rest(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Report], li
 
 
 def _shared(a: Manifest, b: Manifest) -> dict[Owned, tuple[list[StateRow], list[StateRow]]]:
-    """The unsupported states that both checkpoints have, if zckpt could read their values.
+    """The unsupported optimizer states that both checkpoints have and zckpt could read.
 
-    For each state there is a list for `a` and one for `b`, with the values of every model-parallel
+    For each state there are two lists, for `a` and for `b`, with a value of each model-parallel
     rank.
     """
     ours, theirs = _by_owner(a), _by_owner(b)
@@ -85,7 +85,6 @@ def _form(states: list[StateRow]) -> Form:
 
 
 def _text(states: list[StateRow]) -> str:
-    """The value of an unsupported state as text for a line of the report."""
     return ", ".join(
         " ".join([content, *(f"{dtype} {list(shape)}" for dtype, shape in tensors)])
         for content, tensors in _form(states)

@@ -24,7 +24,7 @@ from .states import by_keys, engine_name
 
 
 def shared_parameters(a: Manifest, b: Manifest) -> Iterator[tuple[str, Parameter, Parameter]]:
-    """Yields each parameter that both checkpoints have: its name in `a`, and its data in both.
+    """Yields each parameter that both checkpoints have: its name in `a`, and its record in each.
 
     A tied weight may have another name in `b`.
     """
@@ -41,10 +41,10 @@ def shared_names(a: Manifest, b: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def steps(a: Manifest, b: Manifest) -> list[Report]:
-    """Report lines about parameters whose steps differ between the two checkpoints.
+    """Report lines about parameters that have different steps in the two checkpoints.
 
-    There is one line for each pair of different steps (such as 5 and 6), with the number of
-    parameters. If one checkpoint has no steps at all, there are no lines.
+    There is one line for each pair of steps (such as 5 and 6), with the number of parameters. If
+    one checkpoint has no steps at all, there are no lines.
     """
     have_steps = [
         any(parameter.step is not None for parameter in side.parameters.values()) for side in (a, b)
@@ -64,12 +64,12 @@ def steps(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
-    """Report lines and notices if two checkpoints store the optimizer's step in different places.
+    """Compares where and in which type two checkpoints store the optimizer's step.
 
-    An optimizer reads its step from one place (a parameter's state or the group), as one type. If
-    there is none, it begins at 1. So if neither side names its optimizer, another place or type is
-    a difference. If a configuration or the user names it, another place is only a notice, and types
-    are not compared.
+    Returns report lines and notices. An optimizer reads its step from one place, a parameter's
+    state or the group, and begins at 1 if there is none. So another place or type is a difference.
+    But if a configuration or the user names the optimizer, another place is only a notice, and
+    types are not compared.
 
     Between files of the same engine and stage it is also a difference if one side stores the step
     in the state of each parameter, and the other only in that of a group's last parameter.
@@ -94,7 +94,6 @@ def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
 
 
 def _are_alike(a: Manifest, b: Manifest) -> bool:
-    """Whether two checkpoints are of the same engine and ZeRO stage."""
     stages = [(side.format, side.run.origin.zero_stage) for side in (a, b)]
     return stages[0] == stages[1]
 
@@ -115,7 +114,7 @@ def scalars(a: Manifest, b: Manifest) -> list[Report]:
     """Report lines about optimizer states of one number, such as NAdam's `mu_product`, that differ.
 
     If types or shapes differ, the line states them as `a_type`, `a_shape` and so on. If one side
-    has the state for no parameter at all, there is no line: `missing_states` reports this.
+    has the state for no parameter, there is no line: `missing_states` reports this.
     """
     keys = [{row.key for row in side.states.of_form("number")} for side in (a, b)]
     lines = []
@@ -134,10 +133,11 @@ def scalars(a: Manifest, b: Manifest) -> list[Report]:
 def missing_states(
     a: Manifest, b: Manifest, reported: Collection[str]
 ) -> tuple[list[Report], list[Notice]]:
-    """Report lines about optimizer states that only one side has; notices about harmless ones.
+    """Reports optimizer states that only one of two checkpoints has.
 
-    Unsupported states are included, and a step that one side lacks for all parameters. Tensors in
-    `reported` are left out, because the report already lists them one by one.
+    Returns report lines about them, and notices about harmless ones. States that zckpt does not
+    support are included. A step is included if one side has none at all. Tensors in `reported` are
+    left out, because the report already lists them.
     """
     lines, notes = [], []
     for only, owner, other in (("a", a, b), ("b", b, a)):
@@ -173,7 +173,7 @@ def _missing(owner: Manifest, other: Manifest, reported: Collection[str]) -> Ite
 
 
 def unsupported_states(manifest: Manifest) -> list[Notice]:
-    """A notice for each optimizer state in the files that zckpt does not read."""
+    """A notice for each optimizer state in the files that zckpt cannot read."""
     return [
         note(
             "state-unsupported",
@@ -206,11 +206,11 @@ def trainable(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def with_trained_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
-    """Marks parameters as frozen in both manifests that count as trained in only one of them.
+    """Marks a parameter as frozen in both manifests if one of the files cannot tell whether it is.
 
-    This is done only if a state dict of torch has no optimizer state of the parameter: such a file
-    does not tell whether the parameter is frozen. Files of DeepSpeed tell it, because groups lack
-    frozen parameters.
+    A torch state dict without optimizer state of a parameter does not tell whether it is frozen. It
+    is marked only if the other checkpoint disagrees. Files of DeepSpeed tell it, because groups
+    lack frozen parameters.
     """
     sides = [side for side in (a, b) if isinstance(side.run.engine, StateDictEngine)]
     untouched_of = {name for side in sides for name in untouched(side)}
@@ -223,12 +223,11 @@ def with_trained_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
 
 
 def forms(a: Manifest, b: Manifest) -> list[Report]:
-    """A report line if one checkpoint was saved without its frozen weights and the other was not.
+    """A report line if only one of two checkpoints was saved without its frozen weights.
 
-    Only DeepSpeed's files tell this, by `frozen_param_fragments`. If frozen parameters were left
-    out of the save, this key is None, and the engine does not load them. Otherwise it is a
-    dictionary of all frozen parameters, and the engine stops if one is missing. For other files the
-    list is empty.
+    Only DeepSpeed's files tell this, by the key `frozen_param_fragments`. It is None if frozen
+    weights were left out, which the engine then does not load. Otherwise it has all frozen weights,
+    and the engine stops if one is missing. For other files the list is empty.
     """
     statements = [
         side.run.engine.excludes_frozen if isinstance(side.run.engine, FlatBufferEngine) else None
@@ -244,7 +243,7 @@ def forms(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def groups(a: Manifest, b: Manifest) -> list[Report]:
-    """Report lines about optimizer groups: different hyper-parameters, or different members.
+    """Report lines about parameter groups: other hyper-parameters, or other members.
 
     A hyper-parameter that one checkpoint has in no group is not compared.
     """
@@ -273,10 +272,11 @@ def groups(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def without_empty_groups(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Notice]]:
-    """Drops groups without parameters, if only one of the two engines can store them; adds notices.
+    """Removes groups without parameters if one of the two checkpoints cannot store them.
 
-    DeepSpeed removes such groups from the optimizer. torch's flattened optimizer keys (`layout`
-    "flat") contain a parameter's name, so they cannot store a group without parameters.
+    Returns both manifests and notices. DeepSpeed removes such groups from the optimizer. Flat keys
+    (`param_groups.fc1.weight.lr`) contain a parameter's name, so they cannot store such a group
+    either.
     """
     has_empty = [
         isinstance(side.run.engine, StateDictEngine) and side.run.engine.layout != "flat"
@@ -308,11 +308,10 @@ def without_empty_groups(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, 
 
 
 def hypers_of_one_side(a: Manifest, b: Manifest) -> list[Notice]:
-    """Notices about hyper-parameters that only one of two checkpoints has in its groups.
+    """Notices about hyper-parameters, such as `foreach`, that only one of two checkpoints has.
 
-    They are not differences, because versions and classes of an optimizer have different
-    hyper-parameters. There are no notices if the engines differ and a side names its optimizer:
-    then such hyper-parameters are expected.
+    They are no differences, because versions of an optimizer have different hyper-parameters. If
+    the checkpoints are of different engines and one names its optimizer, there are no notices.
     """
     is_named = a.optimizer is not None or b.optimizer is not None
     if a.groups is None or b.groups is None or (is_named and engine_name(a) != engine_name(b)):
@@ -331,7 +330,7 @@ def hypers_of_one_side(a: Manifest, b: Manifest) -> list[Notice]:
 
 
 def _groups_of_experts(a: Manifest, b: Manifest) -> list[Report]:
-    """Report lines about the optimizer groups of checkpoints with different expert-parallel sizes.
+    """Compares the parameter groups of two checkpoints with different expert-parallel sizes.
 
     The names of groups with experts contain that size, and the engine splits such a group if a rank
     has too many elements of it. So a group of `a` is compared with each group of `b` that has a
@@ -372,7 +371,7 @@ def _hyper(group: dict[str, Any]) -> Report:
 
 
 def _by_keys(value: Any) -> Any:
-    """Replaces dictionaries that the manifest's JSON stores as lists of pairs by JSON objects."""
+    """Converts dictionaries that the manifest stores as lists of pairs to JSON objects."""
     if isinstance(value, dict) and value.keys() == {"$dict"}:
         value = by_keys(value["$dict"])
     if isinstance(value, dict):

@@ -41,7 +41,10 @@ def verify_alone(
     copying: Copying,
     begin: Begin | None,
 ) -> Report:
-    """The keys of `verify`'s report on whether one checkpoint's files contradict each other."""
+    """Checks whether the files of one checkpoint contradict each other.
+
+    Returns keys for the report.
+    """
     matches = selected(own_matches(manifest), pattern)
     everything = pattern is None
     outcome = compare.compare(
@@ -84,7 +87,7 @@ def verify_against(
     copying: Copying,
     begin: Begin | None,
 ) -> Report:
-    """The keys of `verify`'s report on whether two checkpoints are equal.
+    """Compares two checkpoints of any formats; returns keys for the report of `verify`.
 
     Raises MissingData if the checkpoints share no weights, because then nothing would be proven.
     """
@@ -122,7 +125,7 @@ def diff(
     copying: Copying,
     begin: Begin | None,
 ) -> Report:
-    """The report of `diff`: every difference of two checkpoints, tensors in the model's order."""
+    """Makes the report of `diff`: all differences of two checkpoints, in the model's order."""
     whole, pattern = (a, b), selection.tensors
     a, b = values.with_trained_alike(*keys.matched(*selection.of(a, b)))
     matches, only_a, only_b = mutual_matches(a, b)
@@ -165,10 +168,10 @@ def diff(
 
 
 def _is_missing_masters(narrow: Manifest, wide: Manifest, names: Iterable[str]) -> bool:
-    """Whether `narrow` lacks an fp32 master of a weight that is trained in `wide`.
+    """Whether `narrow` lacks fp32 masters of weights that are trained in `wide`.
 
-    `names` are the weights of which `narrow` has only rounded values. Weights that no optimizer
-    updates have no master.
+    `names` are weights of which `narrow` has only rounded values. Weights that no optimizer updates
+    have no master.
     """
     shared, rounded = values.shared_parameters(narrow, wide), {*names}
     return any(theirs.trainable for name, _, theirs in shared if name in rounded)
@@ -195,10 +198,10 @@ def needs_weights(matches: Iterable[Match], a: Manifest, b: Manifest) -> None:
 
 
 def roundings(report: Report, results: Iterable[Result], a: Manifest, b: Manifest) -> Report:
-    """The keys `rounded` and `notes` of a report: weights that a side has only in a narrower type.
+    """Reports weights that one side has only in a narrower type, such as bf16 instead of fp32.
 
-    `rounded` lists the names of these weights for each side; `notes` are the report's notes and one
-    for each side with such weights.
+    Returns the keys `rounded` (the names of these weights for each side) and `notes` (the report's
+    notes, and one for each side with such weights).
     """
     equal = (item.match for item in results if not item.differs)
     rounded = only_rounded(equal, a, b)
@@ -218,12 +221,11 @@ def roundings(report: Report, results: Iterable[Result], a: Manifest, b: Manifes
 def inferences(
     matches: Iterable[Match], a: Manifest, b: Manifest, are_copies: Callable[[], bool]
 ) -> Report:
-    """The keys `inferred` and `unproven` of a report, about parameters whose names were inferred.
+    """Reports parameters whose names zckpt has inferred: the keys `inferred` and `unproven`.
 
-    If zckpt has inferred the same wrong name for an optimizer's state in both checkpoints, the
-    states are equal all the same. So an equal state proves nothing about an inferred name, and such
-    parameters are listed as unproven. `are_copies` returns whether the files are copies; then none
-    is unproven.
+    If zckpt inferred the same wrong name in both checkpoints, the optimizer states are equal all
+    the same. So equal states do not prove inferred names, and the report lists such parameters as
+    unproven. `are_copies` returns whether the files of both are copies; then none is unproven.
     """
     compared = {match.a.parameter for match in matches if is_optimizers(match.a.slot)}
     theirs = set(b.notices.inferred if b.notices.states_inferred else a.notices.inferred)
@@ -249,9 +251,10 @@ def inferences(
 def with_values(
     report: Report, a: Manifest, b: Manifest, only_a: Sequence[Key], only_b: Sequence[Key]
 ) -> Report:
-    """Adds to a report: differences in steps, groups and states, and tensors that one side lacks.
+    """Adds to a report what differs besides tensors' elements: steps, groups and other values.
 
-    `only_a` and `only_b` are the keys of tensors that only one side has.
+    Also adds the tensors that one side lacks. `only_a` and `only_b` are keys of tensors that only
+    one side has.
     """
     lost = [
         line_of(
@@ -292,5 +295,5 @@ def with_values(
 
 
 def nothing_found(report: Report) -> bool:
-    """Whether the lists of findings in a report are all empty."""
+    """Whether a report has no findings."""
     return not any(report.get(key) for key in FINDINGS)

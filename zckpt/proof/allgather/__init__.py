@@ -64,9 +64,9 @@ def verify_gathered(
     memory: int,
     begin: Begin | None,
 ) -> Report:
-    """The report on whether `other` equals what the ranks of `manifest` would gather.
+    """Reports whether tensors that are joined as the engine joins them equal those of `other`.
 
-    `parts` are the ranks' shards by the engine's rule, or None if no engine gathers this format.
+    `parts` are the ranks' shards by the engine's rule; None if no engine all-gathers this format.
     `device` is "cpu" or "cuda". Every process returns the same report, with its own `rank`. Raises
     WrongOption if the processes cannot connect or there is no such device, and MissingData if the
     two checkpoints share no weights.
@@ -149,7 +149,7 @@ def _verify(
 
 
 def _uncovered(outcome: ComparisonOutcome) -> list[Report]:
-    """Report lines about tensors with elements that no rank's shard contains."""
+    """Report lines about tensors some of whose elements are in no rank's shard."""
     return [
         line_of(
             problem(
@@ -166,7 +166,7 @@ def _uncovered(outcome: ComparisonOutcome) -> list[Report]:
 
 
 def _not_gathered(manifest: Manifest, gathered: Collection[Key]) -> list[Report]:
-    """Report lines about tensors that the manifest has, but that the engine would not gather."""
+    """Report lines about tensors in the manifest that the engine would not load from the shards."""
     return [
         line_of(
             problem("tensor-differs", f"the engine would not gather {name}", subject=name),
@@ -195,11 +195,11 @@ def _unsupported(unsupported: Sequence[Nameless]) -> list[Report]:
 
 
 class _Findings(Struct, frozen=True):
-    """The results that one process sends to the others.
+    """What one process has found, sent to all other processes.
 
-    A match is a pair of tensors to compare. Differences are keyed by the index of the match. A
-    CRC-32 is stored with this index, the side (0 for the gathered checkpoint, 1 for the other one)
-    and the range of elements.
+    A match is a pair of tensors, one of each checkpoint. Differences are keyed by the index of the
+    match. A CRC-32 is kept with this index, the checkpoint (0 is the gathered one, 1 the other) and
+    the range of elements.
     """
 
     differences: dict[int, Difference]
@@ -208,7 +208,6 @@ class _Findings(Struct, frozen=True):
 
 
 def _of_all_processes(world: World, gathering: Gathering) -> ComparisonOutcome:
-    """The combined results of all processes, which every process receives."""
     crcs = [(*key, ranges) for key, ranges in gathering.crcs.items()]
     mine = msgpack.encode(_Findings(gathering.differences, crcs, gathering.bytes))
     everyone = [msgpack.decode(each, type=_Findings) for each in exchanged(world, mine)]

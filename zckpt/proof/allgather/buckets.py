@@ -55,19 +55,19 @@ class Beside(Struct, frozen=True):
         return self.apart.length(rank)
 
     def own_range(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """The range of the box of `rank` beside elements [start, stop) of the widest box.
+        """Translates elements [start, stop) of the widest box into elements of the box of `rank`.
 
-        Both ranges are the same lines, but a rank's line may have fewer elements than that of the
-        widest box.
+        Both ranges are in the same lines, but a line of a rank may have fewer elements than that of
+        the widest box.
         """
         width, widest = self.widths[rank], max(self.widths)
         return start // widest * width, stop // widest * width
 
     def blocks(self, start: int, stop: int, column: int) -> Iterator[Block]:
-        """Yields blocks (matrices of elements) with the lines at [start, stop) of the widest box.
+        """Yields the blocks for elements [start, stop) of the widest box.
 
-        Each block has these lines of all boxes, joined. In the bucket (a matrix with a row per
-        rank) the elements of every rank begin at `column` of its row.
+        Each block is a matrix of elements of the tensor, with the same lines of all boxes. In the
+        bucket (a matrix with a row per rank) every rank's elements begin at `column` of its row.
         """
         member, shape = FlatMember(self.apart.key, self.apart.shape, 0), self.apart.shape
         line, end = start // max(self.widths), stop // max(self.widths)
@@ -88,7 +88,7 @@ class Beside(Struct, frozen=True):
 
 
 def side_by_side(tensor: Joined) -> Iterator[Joined | Beside]:
-    """Groups the boxes (shards) of a tensor for an all-gather.
+    """Groups the boxes (ranks' shards) of a tensor that are all-gathered together.
 
     Boxes that lie side by side and fill an axis become one `Beside`. All other boxes are grouped by
     similar length, because the rows of a bucket are as wide as the longest box in it.
@@ -116,12 +116,12 @@ def side_by_side(tensor: Joined) -> Iterator[Joined | Beside]:
 
 
 def even_lines(sizes: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """How many consecutive lines of a box (shard) begin at equal distances in the tensor.
+    """The number of consecutive lines of a box (shard) that begin at equal distances in the tensor.
 
-    A line is a part of the box that is contiguous in the tensor, and `sizes` are the box's sizes
-    along the axes before the line's. Lines along the last of these axes always begin at equal
-    distances. If the box is as long as the tensor along this axis, the lines along the axis before
-    are included, and so on.
+    A line is a part of the box that is contiguous in the tensor. `sizes` are the box's sizes along
+    the axes before the line's axes. Lines along the last of these axes begin at equal distances. If
+    the box is as long as the tensor along this axis, the lines along the axis before are included,
+    and so on.
     """
     count = 1
     for size, whole in zip(reversed(sizes), reversed(shape[: len(sizes)]), strict=True):
@@ -136,10 +136,10 @@ Cut = Partitioned | Joined | Beside
 
 
 class Segment(Struct, frozen=True):
-    """Elements [start, stop) of every rank's shard of `part`: a range of columns in a bucket.
+    """The same range of elements in every rank's shard of a tensor or flat buffer (`part`).
 
-    In each row of the bucket (one per rank) these elements begin at column `at`. If a rank's shard
-    is shorter, the method `own_range` of `part` says which elements of the shard are meant.
+    The range is [start, stop). In a bucket (a matrix with a row per rank) it begins at column `at`
+    of each row. If a rank's shard is shorter, `part.own_range` tells which elements are meant.
     """
 
     part: Cut
@@ -149,13 +149,13 @@ class Segment(Struct, frozen=True):
 
 
 class Block(Struct, frozen=True):
-    """`rows` x `columns` elements of a tensor in a bucket, beginning at (`row`, `column`).
+    """A rectangle of elements in a bucket (a matrix with a row per rank) that belong to one tensor.
 
     Row i of the block has `columns` elements of the tensor, beginning at start + i * stride.
-    Without `pieces`, row i of the block lies in row `row` + i of the bucket. With `pieces`, the
-    columns of the block are divided among several boxes: a piece (row, column, columns) says where
-    in the bucket the next `columns` columns begin. The rows of a piece lie in one row of the
-    bucket, one after the other.
+    Without `pieces`, the block is the rectangle at (`row`, `column`) of the bucket. With `pieces`,
+    its columns come from several boxes (shards): a piece (row, column, columns) says where in the
+    bucket the next `columns` columns begin. The rows of a piece lie in one row of the bucket, one
+    after the other.
     """
 
     member: FlatMember
@@ -172,7 +172,7 @@ class Block(Struct, frozen=True):
         return self.rows * self.columns
 
     def runs(self) -> list[tuple[int, int]]:
-        """The block's elements as ranges [start, stop) of the tensor."""
+        """The tensor's elements in the block, as ranges [start, stop)."""
         if self.stride == self.columns or self.rows == 1:
             return [(self.start, self.start + self.numel)]
         firsts = range(self.start, self.start + self.rows * self.stride, self.stride)
@@ -206,7 +206,7 @@ class Block(Struct, frozen=True):
 
 
 class Bucket(Struct, frozen=True):
-    """The result of one all-gather: a matrix with a row of `width` elements for each rank.
+    """What one all-gather moves: a matrix with a row of `width` elements for each rank.
 
     If `apart` is True, nothing is gathered: each process reads and compares only its own rows.
     """
@@ -222,7 +222,7 @@ class Bucket(Struct, frozen=True):
         return SIZES[self.dtype]
 
     def blocks(self) -> Iterator[Block]:
-        """Yields the blocks of all tensors in the bucket, by the engine's rule."""
+        """Yields all pieces of tensors in the bucket; the engine's rule tells where they lie."""
         for segment in self.segments:
             if isinstance(segment.part, Joined):
                 yield from _joined(segment, segment.part)
@@ -264,10 +264,9 @@ def lines_of(tensor: Joined, rank: int, start: int, stop: int, column: int = 0) 
 
 
 def _joined(segment: Segment, part: Joined) -> Iterator[Block]:
-    """Yields the blocks (pieces) of a tensor that is stored as one box per rank.
+    """Yields the pieces of a tensor in one range of elements of every rank's box (shard) of it.
 
-    They are those of one segment: the same range of elements in the box of each rank. Ranks with
-    shorter boxes have fewer blocks or none.
+    Ranks with shorter boxes have fewer pieces or none.
     """
     for rank in range(len(part.parts)):
         stop = min(segment.stop, part.length(rank))
@@ -275,10 +274,10 @@ def _joined(segment: Segment, part: Joined) -> Iterator[Block]:
 
 
 def _interleaved(segment: Segment, part: Partitioned) -> Iterator[Block]:
-    """Yields the blocks (pieces of tensors) of a flat buffer that divides each tensor among ranks.
+    """Yields the pieces of tensors in one range of elements of every rank's shard of a flat buffer.
 
-    They are those of one segment: the same range of elements in the shard of each rank. The shards
-    of the last ranks may end with padding, which belongs to no block.
+    Here, each tensor in the buffer is divided among all ranks. The shards of the last ranks may end
+    with padding, which belongs to no piece.
     """
     ranks = len(part.ranks)
     for member in part.members:
@@ -296,10 +295,10 @@ def _interleaved(segment: Segment, part: Partitioned) -> Iterator[Block]:
 
 
 def _flattened(segment: Segment, part: Partitioned) -> Iterator[Block]:
-    """Yields the blocks (pieces of tensors) of a flat buffer whose shards are joined in rank order.
+    """Yields the pieces of tensors in one range of elements of every rank's shard of a flat buffer.
 
-    They are those of one segment: the same range of elements in the shard of each rank. A tensor
-    may lie in one shard or in several, so it may have a block for each of several ranks.
+    Here, the shards follow each other in the order of ranks. A tensor may lie in one shard or in
+    several, so it may have pieces of several ranks.
     """
     firsts = [member.first for member in part.members]
     base = 0
@@ -316,9 +315,9 @@ def _flattened(segment: Segment, part: Partitioned) -> Iterator[Block]:
 
 
 def kind_of(part: Cut) -> tuple[str, int, bool]:
-    """A key: two tensors or buffers can share a bucket only if their keys are equal.
+    """A key that is equal for tensors or buffers which one all-gather can move together.
 
-    The key is the dtype, the number of ranks, and whether the comparison needs no gathering.
+    It is (type, number of ranks, whether gathering is unnecessary).
     """
     return part.dtype, len(part.ranks), isinstance(part, Spread)
 
@@ -331,11 +330,10 @@ The other checkpoint is read line by line.
 
 
 def buckets(parts: Sequence[Cut], room: int, processes: int) -> Iterator[Bucket]:
-    """Packs tensors and buffers into buckets of at most `room` bytes.
+    """Packs tensors and flat buffers into buckets: what one all-gather moves, at most `room` bytes.
 
-    A bucket is gathered by as many processes as `processes` says, so its rows are divided among
-    them. All `parts` of one kind (see `kind_of`) must follow each other, because a bucket has one
-    kind.
+    A bucket has a row per rank, and the rows are divided among `processes` processes. `parts` must
+    be sorted so that all with the same `kind_of` follow each other.
     """
     segments: list[Segment] = []
     end, kind, width, lines = 0, ("", 0, False), 0, 0
@@ -373,9 +371,9 @@ def buckets(parts: Sequence[Cut], room: int, processes: int) -> Iterator[Bucket]
 
 
 def share_of(bucket: Bucket, rank: int, size: int) -> Iterator[Block]:
-    """Yields the blocks of a bucket that process `rank` of `size` processes compares.
+    """Yields the blocks (pieces of tensors) of a bucket that one process compares.
 
-    All processes get similar numbers of elements.
+    It is process `rank` of `size`. All processes get similar numbers of elements.
     """
     listed = list(bucket.blocks())
     if bucket.apart:

@@ -32,7 +32,7 @@ def all_gather(world: World, whole: torch.Tensor, part: torch.Tensor) -> None:
 
 
 class BucketBuffers:
-    """The memory of one bucket: rows that an all-gather joins, and elements to compare them with.
+    """The memory for one bucket, which is a matrix with a row of elements for each rank.
 
     It has the gathered rows of all ranks, the rows that this process reads, and the same elements
     of the other checkpoint.
@@ -56,7 +56,7 @@ class BucketBuffers:
         return torch.empty(size, dtype=torch.uint8, device=self.world.device)
 
     def own_rows(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-        """The memory into which this process reads its rows, and its slice of the gathered rows.
+        """Where this process reads its rows to, and its slice of the gathered rows.
 
         Both tensors are the same memory, unless rows are read into pinned memory first.
         """
@@ -70,9 +70,9 @@ class BucketBuffers:
         self.near_other = self._near(other) if self.cuda else self.other
 
     def rows(self, bucket: Bucket) -> int:
-        """The number of bytes of all rows, including padding rows.
+        """The number of bytes of all rows, with padding rows.
 
-        Padding rows give every process the same number of rows.
+        With these, every process has the same number of rows.
         """
         rows_of_process = -(-bucket.rows // self.world.size)
         return rows_of_process * self.world.size * bucket.width * bucket.size
@@ -95,10 +95,10 @@ class BucketBuffers:
             self.near[: len(whole)].copy_(whole, non_blocking=True)
 
     def sides(self, bucket: Bucket, item: BlockMatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """A block of the gathered rows, and the same elements of the other checkpoint.
+        """A block's elements in the gathered rows, and the same elements of the other checkpoint.
 
-        Both are views of the bucket's memory, not copies. Only a block that is joined from several
-        boxes (shards) is a copy.
+        Both are views of the bucket's memory. Only a block that is joined from several boxes
+        (shards) is a copy.
         """
         block, other = item.block, item.other
         matrix = self.near[: self.rows(bucket)].view(BITS[bucket.size]).view(-1, bucket.width)

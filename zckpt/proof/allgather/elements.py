@@ -21,7 +21,6 @@ def _float(bits: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def _unequal(a: torch.Tensor, b: torch.Tensor, match: Match) -> torch.Tensor:
-    """A mask of the elements that differ between two blocks, whose elements are raw bits."""
     assert match.b is not None
     if match.how == "values":
         ours, theirs = _float(a, match.a.dtype).double(), _float(b, match.b.dtype).double()
@@ -41,7 +40,7 @@ def any_unequal(a: torch.Tensor, b: torch.Tensor, match: Match) -> torch.Tensor 
 
 
 def _rounded(a: torch.Tensor, b: torch.Tensor, match: Match) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both blocks as raw bits of one type: the wider type is rounded to the narrower one."""
+    """Both blocks as raw bits of one type, to which the wider type is rounded."""
     assert match.b is not None
     if match.how != "rounded":
         return a, b

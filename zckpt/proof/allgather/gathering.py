@@ -1,4 +1,7 @@
-"""Reads, gathers and compares buckets in one process, two buckets at a time."""
+"""Reads, all-gathers and compares tensors in one process, in buckets.
+
+A bucket is what one all-gather moves. While one is gathered and compared, the next one is read.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ ALIGNMENT = 8  # bytes; then every tensor in a buffer can be viewed in its type
 
 
 class Flight(Struct, eq=False):
-    """A bucket that is being read, gathered or compared."""
+    """A bucket on its way through a process: read, then all-gathered, then compared."""
 
     bucket: Bucket
     slot: BucketBuffers
@@ -41,10 +44,9 @@ class Flight(Struct, eq=False):
 
 
 class Gathering:
-    """Compares the buckets in one process, and collects differences and CRCs.
+    """Compares the buckets of one process, and collects differences and CRC-32s of tensors.
 
-    Differences and CRCs are keyed by the index in `matches`, the list of pairs of tensors to
-    compare.
+    `matches` lists the pairs of tensors to compare. Results are kept by the index in this list.
     """
 
     def __init__(
@@ -90,9 +92,9 @@ class Gathering:
             self._finish(flight)
 
     def _room(self, memory: int, least: int) -> tuple[int, int]:
-        """The numbers of bytes in a bucket: for the gathered rows, and for the other checkpoint.
+        """Divides `memory` bytes between the gathered rows and the other checkpoint's elements.
 
-        `memory` is the limit for this process. The rows get at least `least` bytes.
+        Returns both numbers of bytes. The rows get at least `least` bytes.
         """
         most = 1.0
         for places in self.places.values():
@@ -140,7 +142,6 @@ class Gathering:
         return Flight(bucket, slot, items, reads, other_reads)
 
     def _compare(self, flight: Flight) -> None:
-        """Waits for the reads, then compares. On a GPU the comparison is only started."""
         for reading in flight.reads:
             reading.result()
         flight.seen = [seen for read in flight.other_reads for seen in read.result()]
@@ -157,7 +158,6 @@ class Gathering:
                 slot.done.record()
 
     def _finish(self, flight: Flight) -> None:
-        """Collects the results of the comparison. Only blocks that differ are measured."""
         if flight.slot.done:
             flight.slot.done.synchronize()
         assert flight.flags is not None
@@ -186,8 +186,8 @@ class Gathering:
     def _hash(self, a: torch.Tensor, item: BlockMatch) -> None:
         """Computes the CRC-32s of a gathered block.
 
-        This is needed only if the block differs from the other checkpoint's, or if the two types
-        differ. Otherwise the CRC-32s of the other checkpoint's block are used.
+        This is needed only if it differs from the other checkpoint's block, or has another type.
+        Otherwise the CRC-32s of the other block are used.
         """
         for lines, (start, stop) in zip(_lines(a, item.block), item.block.runs(), strict=True):
             self._keep(item, 0, start, stop, crc32(bytes_of(lines)))
@@ -222,8 +222,8 @@ class Gathering:
 
 
 def _lines(a: torch.Tensor, block: Block) -> list[torch.Tensor]:
-    """The rows of a block: one tensor each, or a single tensor if they are contiguous.
+    """The rows of a block of elements: a tensor for each, or one tensor if they are contiguous.
 
-    Rows are contiguous if each one begins in the full tensor where the row before ends.
+    They are contiguous if each begins in the full tensor where the row before ends.
     """
     return [a] if len(block.runs()) == 1 else list(a)

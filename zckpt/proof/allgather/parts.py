@@ -28,10 +28,10 @@ from .buckets import Cut, Spread, kind_of, side_by_side
 
 
 def alone(entry: Entry) -> Named:
-    """Describes a tensor that is not divided among ranks, from the manifest's entry.
+    """Describes a tensor that is not divided among ranks.
 
-    If the tensor lies in one file, perhaps with strides, the result is a `Whole`. Otherwise it is a
-    `Partitioned` whose parts are the byte ranges of its elements, in order.
+    The result is a `Whole` if the tensor lies in one file, perhaps with strides. Otherwise it is a
+    `Partitioned`, whose parts are the byte ranges of the tensor's elements, in order.
     """
     fragments = entry.fragments
     if isinstance(fragments, Box):  # the only box, so it is the complete tensor
@@ -49,11 +49,10 @@ def alone(entry: Entry) -> Named:
 
 
 class WithNames(NamedTuple):
-    """The shards in the ranks' files (`parts`), all with names.
+    """The shards in the ranks' files (`parts`), of which each has a tensor's name.
 
-    If no file states a tensor's name, the name is that which zckpt's reader has given it:
-    `of_reader` lists these names. `unsupported` are tensors for which the reader has no name
-    either, because it does not read them.
+    Where no file states the name, it is the one that zckpt's reader has given; `of_reader` lists
+    these. `unsupported` are tensors that zckpt's reader does not read, so they have no name.
     """
 
     parts: list[Named]
@@ -62,12 +61,11 @@ class WithNames(NamedTuple):
 
 
 def with_names(parts: Sequence[Partition], manifest: Manifest) -> WithNames:
-    """Gives names to tensors that have none in the files, by comparing them with the manifest.
+    """Names the tensors whose names no file states, by comparing them with the manifest.
 
     A tensor gets the name of the manifest's tensor with the same slot (such as `exp_avg`), type,
-    shape and position of the first byte; for empty tensors, which have no bytes, the position is
-    ignored. A tensor of at most one element may be missing in the manifest, which stores it as a
-    number instead.
+    shape and position of the first byte. Empty tensors have no position. A tensor of one element
+    may be missing in the manifest, which stores it as a number.
     """
     entries: dict[tuple[str, int] | None, list[Entry]] = {}
     if any(isinstance(part, Nameless) for part in parts):
@@ -99,7 +97,6 @@ def with_names(parts: Sequence[Partition], manifest: Manifest) -> WithNames:
 
 
 def _place(extent: Extent) -> tuple[str, int]:
-    """The file and byte offset at which a tensor begins."""
     return os.path.abspath(extent.file), extent.offset
 
 
@@ -120,11 +117,11 @@ def first_extent(part: Joined | Whole) -> Extent | None:
 def by_name(
     parts: Sequence[Named], manifest: Manifest
 ) -> tuple[list[Named], dict[Key, Entry], dict[Key, Entry]]:
-    """Gives every shard a unique key: a tensor's name and slot, such as `exp_avg`.
+    """Gives every tensor in the ranks' shards a key, such as ("fc1.weight", "exp_avg").
 
-    Returns the shards, the tensors by key, and the replicas (further copies) by key. A tied weight
-    gets the name of the weight with which it is tied. Replicas are momenta that several ranks store
-    completely, and tied weights that were saved separately.
+    Returns three things: the shards, the tensors by key, and further copies of tensors by key.
+    Copies are momenta that several ranks store completely, and second names of tied weights. A tied
+    weight's key has its first name.
     """
     owners = manifest.owners
     named: list[Named] = []
@@ -153,14 +150,14 @@ def by_name(
 
 
 def keys_of(part: Named) -> list[Key]:
-    """The keys of the tensors in `part`: all tensors of a flat buffer, or the one tensor."""
+    """The keys (name, slot) of one tensor, or of all tensors in a flat buffer."""
     return [each.key for each in part.members] if isinstance(part, Partitioned) else [part.key]
 
 
 def cut_over(part: Named, size: int) -> Iterator[Cut]:
-    """Divides a tensor or flat buffer into items for buckets, which `size` processes compare.
+    """Divides a tensor or flat buffer into items that all-gathers can move, for `size` processes.
 
-    A tensor of boxes (rectangular shards) gives one item for each group of boxes that lie side by
+    A tensor of boxes (rectangular shards) gives an item for each group of boxes that lie side by
     side. A tensor in one file is divided among the processes. Boxes with strides are left out: see
     `strided`.
     """
@@ -174,7 +171,6 @@ def cut_over(part: Named, size: int) -> Iterator[Cut]:
 
 
 def _spread(part: Whole, size: int) -> Spread:
-    """A complete tensor, divided into equal parts for `size` processes."""
     width = SIZES[part.dtype]
     numel = part.extent.length // width
     part_size = -(-numel // size) * width
@@ -193,6 +189,6 @@ def strided(part: Named) -> Iterator[Joined]:
 
 
 def by_kind(parts: Sequence[Cut]) -> list[Cut]:
-    """Sorts tensors and buffers by `kind_of`: those that can share a bucket become neighbors."""
+    """Sorts tensors and flat buffers so that those which one all-gather can move are neighbors."""
     kinds = by_key((kind_of(part), part) for part in parts)
     return [part for alike in kinds.values() for part in alike]

@@ -1,8 +1,8 @@
-"""Threads that read the elements of both checkpoints for a bucket into the memory of tensors.
+"""Threads that read the elements of both checkpoints into the memory of tensors.
 
-One bucket is gathered while threads read the next one. So reading returns futures, and the
-comparison of a bucket waits for its futures. (Functions of core/passes/streaming.py return only
-when everything is read.)
+A bucket is what one all-gather moves. While it is gathered, threads read the next one. So reading
+returns futures, and the comparison of a bucket waits for its futures. (Functions of
+core/passes/streaming.py return only when everything is read.)
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ READ = 8 << 20  # bytes that one thread reads at a time
 
 
 class BlockMatch(Struct, frozen=True):
-    """A block of a tensor, and the other checkpoint's tensor with which the block is compared.
+    """A block of a tensor, and where the other checkpoint's elements for it are read to.
 
-    `match` is the pair of these two tensors, and `place` the index of this pair in the list of all
-    pairs. The elements of the other checkpoint's tensor are read into a buffer, from byte `at` on.
+    `match` is the pair of tensors, one of each checkpoint, and `place` its index in the list of all
+    pairs. The other checkpoint's elements are read into a buffer, from byte `at` on.
     """
 
     block: Block
@@ -63,7 +63,6 @@ class Readers:
         self._open = ExitStack()
 
     def _of_thread(self) -> ElementReader:
-        """The ElementReader of the current thread, which the first call creates."""
         if not hasattr(self._own, "reader"):
             files = reading([RecordChecker(())], READ, self._jobs)
             (self._own.reader,) = self._open.enter_context(files)

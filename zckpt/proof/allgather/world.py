@@ -14,9 +14,9 @@ from ...errors import ProcessFailed, WrongOption
 
 
 class World(Struct, frozen=True):
-    """This process's rank among the processes that gather, and its devices.
+    """The place of this process among those that gather: its rank, and its devices.
 
-    `transport` is the device of the gathered buffer, and `device` the one on which buffers are
+    `transport` is the device on which tensors are gathered, `device` the one on which they are
     compared.
     """
 
@@ -33,10 +33,10 @@ class World(Struct, frozen=True):
 
 
 def join_world(asked: str | None) -> World:
-    """Connects the processes of a launch by torchrun's variables; without them, works alone.
+    """Connects the processes that torchrun started; without torchrun's variables, works alone.
 
-    NCCL gathers if every process has its own GPU. On the CPU, and if several processes share a GPU,
-    which NCCL refuses, gloo gathers in the processor's memory.
+    NCCL gathers if every process has its own GPU. gloo gathers in the CPU's memory otherwise: on
+    the CPU, and if several processes share a GPU, which NCCL refuses.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked == "cuda" and not gpus:
@@ -71,7 +71,7 @@ def join_world(asked: str | None) -> World:
 
 
 def _stated(*names: str, default: int) -> int:
-    """The number in the first of the environment variables `names` that is set.
+    """The number in the first environment variable of `names` that is set.
 
     `default` if none is set, or if the value is not a number.
     """
@@ -80,9 +80,9 @@ def _stated(*names: str, default: int) -> int:
 
 
 def exchanged(world: World, data: bytes) -> list[bytes]:
-    """Sends `data` to all processes, and returns the data of each process, by rank.
+    """Sends `data` to all processes; returns the data of every process, in the order of ranks.
 
-    torch's function to send objects is not used, because it would pickle them.
+    torch's own function for objects is not used, because it would pickle them.
     """
     if world.size == 1:
         return [data]
