@@ -25,7 +25,7 @@ from . import output
 
 
 class Failure(Struct, frozen=True):
-    """Why a command failed. `kind` is the exception's class, `code` the exit code."""
+    """Why a command failed: `kind` is the exception's class, `code` the exit code."""
 
     kind: str
     notice: Notice
@@ -51,7 +51,7 @@ class Failure(Struct, frozen=True):
 
 
 def failure_of(error: Exception) -> Failure:
-    """The failure of a command that raised this exception."""
+    """Turns an exception into a `Failure`, with the exit code of the command."""
     if isinstance(error, ZckptError):
         code = 2 if isinstance(error, WrongOption) else 1
         return Failure(type(error).__name__, error.notice, code)
@@ -74,9 +74,9 @@ UNREADABLE = ("file-damaged", "file-cut-short", "file-not-understood", "record-d
 
 
 def with_mend(error: Exception) -> Exception:
-    """Returns the error, with a hint about what `mend` would restore of the file that it names.
+    """Adds a hint to an error about a file that cannot be opened: what `zckpt mend` would restore.
 
-    Only for an error about a file that cannot be opened; any other error is returned unchanged.
+    Any other error is returned unchanged.
     """
     if not isinstance(error, CorruptCheckpoint) or error.code not in UNREADABLE:
         return error

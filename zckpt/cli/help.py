@@ -99,7 +99,7 @@ class Commands(click.Group):
 
 
 def format_names(targets: bool) -> dict[str, Any]:
-    """The keyword arguments of `click.option` for an option whose value is a format's name.
+    """The arguments of `click.option` for an option whose value is the name of a format.
 
     An unknown name is refused later, when the command runs.
     """

@@ -23,12 +23,13 @@ def write(
     resume: bool = False,
     **words: Any,
 ) -> Report | None:
-    """Runs a conversion, shared by all processes of a launch; only rank 0 returns the report.
+    """Runs a conversion in all processes of a launch, such as torchrun's.
 
-    The other ranks return None. With `single` or a `part`, the process works alone and returns a
-    report. If no launcher has set an address at which the processes can connect, each process
-    writes its own part. A launch that was restarted continues the conversion that it began before.
-    Raises MissingExtra if the processes need torch to connect and it is not installed.
+    Rank 0 returns the report, the other ranks None. With `single` or a `part`, the process works
+    alone and returns a report. If no launcher has set an address at which the processes can
+    connect, each writes its own part. A launch that was restarted continues the conversion that it
+    began before. Raises MissingExtra if the processes need torch to connect and it is not
+    installed.
     """
     launch = None if part is not None else _others(single)
     if launch is not None and address() is None:
@@ -65,9 +66,10 @@ def verify(
     gather: bool,
     **words: Any,
 ) -> Report | None:
-    """Runs `verify`, shared by all processes of a launch. Only rank 0 returns the report.
+    """Runs `verify` in all processes of a launch, such as torchrun's.
 
-    With `gather`, every process returns a report: all of them take part in torch's all-gather.
+    Rank 0 returns the report, the other ranks None. With `gather` every process returns a report,
+    because all take part in torch's all-gather.
     """
     from .. import api
 
@@ -87,20 +89,20 @@ def verify(
 
 
 def speaks(single: bool) -> bool:
-    """Whether this process prints progress: in a shared launch, only rank 0 does."""
+    """Whether this process prints progress: in a launch that shares the work, only rank 0 does."""
     launch = _others(single)
     return launch is None or not launch.rank
 
 
 def leave_to_rank_0(context: click.Context, _: click.Parameter, single: bool) -> None:
-    """Exits if this process is not rank 0 of its launch, unless it is `single`."""
+    """Exits unless this process is rank 0 of its launch, or `single`."""
     launch = _others(single)
     if launch is not None and launch.rank:
         context.exit()
 
 
 def _tell_torch(launch: Launch | None) -> None:
-    """Sets torchrun's variables RANK and WORLD_SIZE, also under another launcher.
+    """Sets the variables RANK and WORLD_SIZE as torchrun does, also under another launcher.
 
     Without a launch, removes WORLD_SIZE: the process runs alone. Raises WrongOption if no launcher
     has set an address at which the processes can connect.
@@ -113,9 +115,9 @@ def _tell_torch(launch: Launch | None) -> None:
 
 
 def _others(single: bool) -> Launch | None:
-    """The launch (such as torchrun's) to which this process and other processes belong.
+    """The launch, such as torchrun's, if this process is one of several in it.
 
-    None without a launch, for a launch of one process only, or with `single`.
+    None otherwise, and with `single`.
     """
     launch = None if single else launched()
     return launch if launch is not None and launch.size > 1 else None

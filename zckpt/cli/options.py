@@ -25,7 +25,7 @@ Decorator = Callable[[Command], Command]
 
 
 def stacked(*options: Decorator) -> Decorator:
-    """Combines decorators of options into one, in the order in which `--help` shows them."""
+    """Combines click's decorators of options into one; `--help` shows them in this order."""
     return lambda command: reduce(lambda inner, option: option(inner), reversed(options), command)
 
 
@@ -46,9 +46,9 @@ def declared_option(option: Option[Any], hidden: bool = False) -> Decorator:
 
 
 def of_targets(targets: Iterable[Format], without: Container[str]) -> Decorator:
-    """Returns a decorator that adds the options of the target formats, except those in `without`.
+    """Makes a decorator that adds the options of the target formats to a command.
 
-    An option that several formats declare is added once.
+    An option that several formats declare is added once. Those named in `without` are left out.
     """
     return stacked(
         *(declared_option(option) for option in declared(targets) if option.name not in without)
@@ -178,12 +178,12 @@ of_run = of_sources(True)
 
 
 def given(words: dict[str, Any]) -> dict[str, Any]:
-    """The options that the user gave. For the others, such as --jobs, the API has defaults."""
+    """The options that the user gave; for the others the API has defaults."""
     return {name: value for name, value in words.items() if value is not None}
 
 
 def threads(shown: str) -> Decorator:
-    """The option --jobs. `shown` describes its default in the help; the API computes the number."""
+    """Makes the option --jobs; `shown` describes the default in its help."""
     return grouped(
         "Copying",
         "-j",

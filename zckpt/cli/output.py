@@ -26,8 +26,8 @@ def open_standard_files() -> None:
     """Opens /dev/null for each of stdin, stdout and stderr that is closed.
 
     Otherwise the next file that zckpt opens, such as the target's, would get descriptor 0, 1 or 2,
-    and libraries print errors to descriptor 2. If a library has already opened a file with such a
-    number (libffi 3.5 opens itself), that file stays open, and zckpt prints nothing to it.
+    and libraries print errors to descriptor 2. If a library (libffi 3.5) has already opened a file
+    with such a number, that file stays open, and zckpt prints nothing to it.
     """
     for number in range(3):
         try:
@@ -39,7 +39,7 @@ def open_standard_files() -> None:
 
 
 def nowhere() -> TextIO:
-    """Opens a text file that discards everything written to it (/dev/null)."""
+    """Opens /dev/null as a text file: it discards everything that is written to it."""
     return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)
 
 
@@ -58,10 +58,9 @@ class Pipe(io.FileIO):
 
 
 def discard() -> None:
-    """Discards the text that standard output still buffers, and all text that is printed later.
+    """Discards the text that standard output still buffers, and all later text.
 
-    The buffered text could not be written. Without this, Python would try to write it again when it
-    exits.
+    The text cannot be written, and Python would try it again when it exits.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

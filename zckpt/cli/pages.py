@@ -32,7 +32,7 @@ def name_for(path: str) -> str:
 
 
 def check(path: str | None) -> None:
-    """Raises an error before the work begins if the page could not be written at the end.
+    """Raises an error before the work begins, if the page cannot be written at its end.
 
     Raises MissingExtra without jinja2, and WrongOption for a path that cannot be written, or at
     which there is a file that is not a page.
@@ -56,7 +56,6 @@ def check(path: str | None) -> None:
 
 
 def _pictures(path: str) -> list[str]:
-    """The path of the picture beside a Markdown file; empty for HTML."""
     return [f"{path.removesuffix(MARKDOWN)}.svg"] if path.endswith(MARKDOWN) else []
 
 
@@ -68,7 +67,7 @@ def _is_page(path: str) -> bool:
 
 
 def save(path: str | None, document: dict[str, Any], quiet: bool = True) -> None:
-    """Writes a report as an HTML page, or as Markdown and a picture; prints their paths.
+    """Writes a report as an HTML page, or as Markdown and a picture, and prints their paths.
 
     With `quiet` the paths are not printed. Without a `path` nothing is written.
     """

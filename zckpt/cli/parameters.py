@@ -89,7 +89,7 @@ def in_file(path: str, parse: Callable[[str], Any]) -> Any:
 
 
 def config(path: str) -> dict[str, Any]:
-    """The object in a JSON file."""
+    """Reads a JSON file that contains an object."""
     document = in_file(path, json.loads)
     if not isinstance(document, dict):
         raise click.BadParameter(f"{path} is not a JSON object")
@@ -102,7 +102,7 @@ def names_in(text: str) -> Any:
 
 
 class Names(tuple[str, ...]):
-    """Names that were read from the file at `path`."""
+    """Names that a user gives in the file `path`, such as those of `--param-names`."""
 
     path: str
 

@@ -31,7 +31,10 @@ def look_at_each(
     as_json: bool,
     quiet: bool,
 ) -> int:
-    """Prints the reports of all paths and returns the exit code. `show` prints one report."""
+    """Prints the reports of all paths, and returns the exit code.
+
+    `look` makes a report of a path, and `show` prints it.
+    """
     reports: list[Report] = []
     codes: list[int] = []
     for path in paths:
@@ -79,7 +82,7 @@ def look_for_a_job(command: str, paths: Sequence[str], look: Look, form: str, as
 
 
 def _looked(command: str, path: str, look: Look) -> tuple[Report, int]:
-    """The report of one path, or the document of the error that it raised; and its exit code."""
+    """The report of one path, or its error as a report; and the exit code."""
     try:
         return look(path)
     except (ProcessFailed, click.ClickException):  # of the command, and not of this path
@@ -91,9 +94,9 @@ def _looked(command: str, path: str, look: Look) -> tuple[Report, int]:
 
 
 def refuse_for_several(paths: Sequence[str], flag: str, is_given: object, way: str = "") -> None:
-    """Raises WrongOption if `flag`, an option for one PATH only, is given with several PATHs.
+    """Raises WrongOption if an option for one PATH is given with several PATHs.
 
-    `way` is the hint.
+    `flag` is the option, and `way` the hint.
     """
     if is_given and len(paths) > 1:
         raise WrongOption(
@@ -104,7 +107,10 @@ def refuse_for_several(paths: Sequence[str], flag: str, is_given: object, way: s
 
 
 def refuse_to_share(paths: Sequence[str], single: bool) -> None:
-    """Raises WrongOption for several paths in a launch of several processes without --single."""
+    """Raises WrongOption if several paths are given in a launch of several processes.
+
+    With `single` there is no error: each process works alone.
+    """
     launch = None if single or len(paths) == 1 else launched()
     if launch is not None and launch.size > 1:
         raise WrongOption(

@@ -52,16 +52,12 @@ def _after_finalizer(ignored: sys.UnraisableHookArgs) -> None:
 
 
 def ignore() -> None:
-    """Ignores signals from now on, if this is the main thread and zckpt handles them."""
+    """Ignores signals from now on, if zckpt handles them and this is the main thread."""
     if threading.current_thread() is threading.main_thread():
         _ignore()
 
 
 def _ignore() -> None:
-    """Ignores signals from now on, without a check that this is the main thread.
-
-    Signal handlers need no check: Python calls them in the main thread only.
-    """
     for number in SIGNALS:
         if signal.getsignal(number) in (stop, signal.default_int_handler):
             signal.signal(number, signal.SIG_IGN)

@@ -24,7 +24,10 @@ XML_1_0 = str.maketrans(
 
 
 class Finding(Struct, frozen=True):
-    """A finding as one sentence, with its code (see docs/codes.md) and its file, if any."""
+    """One sentence about a fault, for CI, with its code and the file that it is about.
+
+    docs/codes.md lists the codes. The file is None if the fault is not about one.
+    """
 
     code: str
     text: str
@@ -32,7 +35,10 @@ class Finding(Struct, frozen=True):
 
 
 class Case(Struct, frozen=True):
-    """A checkpoint with its findings and warnings; if `is_error`, it could not be read."""
+    """A checkpoint in a CI report, with its findings and warnings.
+
+    If `is_error`, it could not be read.
+    """
 
     name: str
     findings: list[Finding]
@@ -42,7 +48,10 @@ class Case(Struct, frozen=True):
 
 
 def annotated(command: str, reports: Sequence[Report], form: str) -> None:
-    """Prints reports of `verify`, `check` or `list` for CI; `form` is "github" or "junit"."""
+    """Prints reports of `verify`, `check` or `list` for continuous integration.
+
+    `form` is "github" or "junit".
+    """
     cases = [case for report in reports for case in _cases(command, report)]
     for line in (_github if form == "github" else _junit)(command, cases):
         print(line)

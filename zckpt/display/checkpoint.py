@@ -71,7 +71,6 @@ def summary(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
 
 
 def _unopened(count: int | None) -> str:
-    """Text about how many items of `.distcp` files were not opened; "" for none."""
     return f"{count:,}: their form is known from others; `zckpt verify` opens all" if count else ""
 
 
@@ -87,7 +86,6 @@ def summary_in_a_line(report: dict[str, Any], quiet: bool) -> None:
 
 
 def _unnamed(report: dict[str, Any]) -> str | None:
-    """The text that stands for an unnamed optimizer; None if there are no optimizer states."""
     states = report["slots"].keys() - {"param", "master", "state"}
     if {"exp_avg", "exp_avg_sq"} <= states:
         return "Adam-like (not named)"
@@ -95,7 +93,6 @@ def _unnamed(report: dict[str, Any]) -> str | None:
 
 
 def _experts(layers: Sequence[dict[str, Any]]) -> str:
-    """Text about the number of layers with experts, of experts, and of expert-parallel ranks."""
     kinds = Counter((layer["experts"], layer["ep"]) for layer in layers)
     return ", ".join(
         f"{counted(count, 'layer')} of {experts}, expert-parallel size {ep}"
@@ -117,7 +114,7 @@ OF_SOME = frozenset({
 
 
 def steps(manifest: Manifest) -> None:
-    """Prints every place that stores a step, and whether zckpt takes its value as the step."""
+    """Prints every place in the files that stores a step, and whether zckpt uses that step."""
     rows = [
         (cell(line.step), "true" if line.truth else "not used", line.where)
         for line in manifest.run.steps
@@ -128,7 +125,7 @@ def steps(manifest: Manifest) -> None:
 
 
 def tensors(listed: Sequence[dict[str, Any]], wide: bool) -> None:
-    """Prints one line per tensor."""
+    """Prints a table of tensors, with a line for each."""
     table(
         ("tensor", "dtype", "shape", "elements", "fragments"),
         [
@@ -227,7 +224,6 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[dict[str, Any
 
 
 def _copied(names: Sequence[str]) -> None:
-    """Prints how many files beside the checkpoint are copied, and which of these may run code."""
     if not names:
         return
     files = f"copied unchanged: {counted(len(names), 'file')}"

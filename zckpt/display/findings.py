@@ -60,9 +60,9 @@ def verified(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
 
 
 def verified_in_a_line(report: dict[str, Any], quiet: bool) -> None:
-    """Prints the report of `verify` in one line: the first finding, and how many more there are.
+    """Prints the report of `verify` in one line, for one of several paths.
 
-    This is for a command with several paths.
+    The line has the first finding, and how many more there are.
     """
     lines = [*findings_of(report), *_count(report)]
     findings = [line for line in lines if not line.startswith("  ")]  # without hints
@@ -73,9 +73,9 @@ def verified_in_a_line(report: dict[str, Any], quiet: bool) -> None:
 
 
 def _relation(report: dict[str, Any], is_wrong: bool) -> str:
-    """One line about a path: it is consistent, it equals the other side, or what is wrong.
+    """What a line of `verify` says about a path: consistent, equal to another, or what is wrong.
 
-    The other side is the checkpoint or proof with which it was compared, if any.
+    The other is the checkpoint or proof with which it was compared, if any.
     """
     path, other = safe(report["path"]), report["against"]
     if kinds := _unread(report):
@@ -96,7 +96,7 @@ def _relation(report: dict[str, Any], is_wrong: bool) -> str:
 def _fault(report: dict[str, Any]) -> str:
     """A phrase for what is wrong with a checkpoint, such as `is damaged` or `contradicts itself`.
 
-    If only files are damaged that resuming does not read, the phrase says so.
+    It adds if all damage is in files that resuming does not read.
     """
     codes = {line["code"] for line in report["problems"]}
     if codes and codes <= {*DAMAGED} and not any(report.get(key) for key in OF_VALUES):
@@ -112,12 +112,11 @@ UNREADABLE = {"IncompleteCheckpoint": "is not whole", "CorruptCheckpoint": "is d
 
 
 def _unread(report: dict[str, Any]) -> list[str]:
-    """The names of the errors because of which no tensor was read; empty if tensors were read."""
     return [line["error"] for line in report.get("problems", ()) if "error" in line]
 
 
 def _about(report: dict[str, Any]) -> str:
-    """Text about what `verify` has read: tensors, bytes, step, seconds, checksums, ranks."""
+    """A phrase on what `verify` has read: tensors, bytes, step, seconds, checksums, ranks."""
     if _unread(report):
         return "no tensor was read"
     step = "" if report.get("step") is None else f", step {report['step']}"
@@ -130,13 +129,12 @@ def _about(report: dict[str, Any]) -> str:
 
 
 def _selection(report: dict[str, Any]) -> str:
-    """Text about the options that limited the comparison, such as --weights-only; or ""."""
     flags = report.get("selection")
     return f" ({safe(' '.join(flags))})" if flags else ""
 
 
 def _both_have(report: dict[str, Any]) -> str:
-    """Text saying how many tensors both sides have, all equal, and how many only one of them has.
+    """A phrase on how many equal tensors both sides have, and how many only one side has.
 
     It is for reports in which the only differences are optimizer states that one side lacks.
     """
@@ -151,12 +149,11 @@ def _both_have(report: dict[str, Any]) -> str:
 
 
 def _side(report: dict[str, Any], side: str) -> object:
-    """The path of one side of a comparison. Its key differs between `verify` and `diff`."""
+    """The path of one side of a comparison, whose key differs in reports of `verify` and `diff`."""
     return report.get(side) or report[{"a": "path", "b": "against"}[side]]
 
 
 def _tensors(report: dict[str, Any]) -> str:
-    """Text about how many tensors were compared, and of which kinds (slots)."""
     slots = ", ".join(f"{count:,} {safe(slot)}" for slot, count in report["slots"].items())
     return counted(report["tensors"], "tensor") + (f" ({slots})" if slots else "")
 
@@ -193,10 +190,6 @@ def differing(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
 
 
 def _are_two_models(report: dict[str, Any]) -> bool:
-    """Whether two checkpoints seem to be different models.
-
-    This is so if each of them has more tensors that the other lacks than tensors that both have.
-    """
     only = min(len(report.get(key) or ()) for key in ("only_a", "only_b"))
     return only > int(report["tensors"])
 
@@ -212,7 +205,10 @@ DAMAGED = ("record-damaged", "file-damaged", "file-cut-short")
 
 
 def findings_of(report: dict[str, Any]) -> Iterator[str]:
-    """Yields lines about everything that differs or is wrong, except tensors that differ."""
+    """Yields lines about everything in a report that differs or is wrong.
+
+    Tensors that differ are left out: a table lists them.
+    """
     lines = (*report.get("problems", ()), *report.get("unproven", ()))
     # a sentence that several files have is printed once
     for line in {(line["message"], line.get("hint")): line for line in lines}.values():
@@ -228,7 +224,7 @@ def findings_of(report: dict[str, Any]) -> Iterator[str]:
         yield f"place of the step: {line['a']} against {line['b']}"
     for line in report.get("scalars", ()):
         where = f"{line['parameter']}, {line['scalar']}"
-        a, b = (_number_as_kept(line, side) for side in "ab")
+        a, b = (_number_text(line, side) for side in "ab")
         yield f"{safe(where)}: {a} against {b}"
     for line in report.get("groups", ()):
         where = line["key"] if line["group"] is None else f"group {line['group']}, {line['key']}"
@@ -241,13 +237,12 @@ def findings_of(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _count(report: dict[str, Any]) -> Iterator[str]:
-    """Yields a line with the number of tensors that differ, because the table may not show all."""
     if names := {line["tensor"] for line in report["differences"]}:
         yield f"{counted(len(names), 'tensor')} {'differs' if len(names) == 1 else 'differ'}"
 
 
-def _number_as_kept(line: dict[str, Any], side: str) -> str:
-    """The text of the number on one side, for a number that differs.
+def _number_text(line: dict[str, Any], side: str) -> str:
+    """The number that one side has, as text, in a report line about a number that differs.
 
     If types or shapes differ between the sides, the text has them too.
     """
@@ -281,7 +276,7 @@ def _differences(lines: Sequence[dict[str, Any]], wide: bool, all_lines: bool = 
         (
             _named(line),
             *(measured(line, key) for key in ("count", "first")),
-            *_apart(line.get("a"), line.get("b"), wide),
+            *_distinct_texts(line.get("a"), line.get("b"), wide),
             *_farthest(line),
             _cosine(line),
         )
@@ -323,15 +318,15 @@ def measured(line: dict[str, Any], key: str) -> object:
     return value
 
 
-def _apart(a: object, b: object, wide: bool) -> tuple[str, str]:
-    """Two values with enough digits to see that they differ."""
+def _distinct_texts(a: object, b: object, wide: bool) -> tuple[str, str]:
+    """Two numbers as texts with enough digits to see that they differ."""
     few = 4 if sys.stdout.isatty() and not wide else DIGITS[0]
     shown = [(cell(a, digits), cell(b, digits)) for digits in range(few, ALL_DIGITS + 1)]
     return next((pair for pair in shown if pair[0] != pair[1]), shown[-1] if a != b else shown[0])
 
 
 def _farthest(line: dict[str, Any]) -> tuple[object, object]:
-    """Two cells of the table: the largest absolute distance, and the largest distance in ULP.
+    """Two table cells: the largest absolute distance of two elements, and the largest in ULP.
 
     If a side has NaN, the first cell says which side, and the second is empty.
     """
@@ -342,7 +337,7 @@ def _farthest(line: dict[str, Any]) -> tuple[object, object]:
 
 
 def _cosine(line: dict[str, Any]) -> str:
-    """The cosine between a tensor's values in both checkpoints, as text with six digits.
+    """The cosine between a tensor's elements in both checkpoints, as text.
 
     It has six digits even in a narrow table, because 0.9996 must not become 1.
     """
@@ -388,9 +383,9 @@ def statistics(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
 
 
 def _layers(report: dict[str, Any]) -> None:
-    """Prints a heat map of the weights by layer, from the module's weights where they are stored.
+    """Prints a heat map of the weights, layer by layer.
 
-    For other parameters it shows the fp32 masters.
+    It shows the module's weights where they are stored, and the fp32 masters elsewhere.
     """
     cells: dict[str, float] = {}
     for slot in ("master", "param"):
@@ -404,7 +399,7 @@ def _layers(report: dict[str, Any]) -> None:
 
 
 def reported(document: dict[str, Any], quiet: bool) -> None:
-    """Prints what the page of `report` shows, in a few lines: the checkpoint and its faults."""
+    """Prints in a few lines what the page of `report` shows: the checkpoint and its faults."""
     line = document["line"]
     if not quiet:
         steps = line["steps"] if line["step"] is None else f"step {line['steps']}"
@@ -483,7 +478,7 @@ WIDTH = 16  # characters of a sparkline
 
 
 def _magnitudes(histogram: dict[str, Any] | None) -> str | None:
-    """A histogram of magnitudes as a line of block characters, whose heights are the counts.
+    """Draws a histogram as block characters; the height of each shows a count.
 
     The line begins with the smallest power of two and ends with the largest. None without a
     histogram.

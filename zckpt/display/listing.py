@@ -58,10 +58,10 @@ def listed_run(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
 
 
 def interrupted(report: Row | None) -> None:
-    """Prints what an interrupted save contains: how many files are complete, and which are not.
+    """Prints which files of an interrupted save are complete, and which are not.
 
-    Also prints the name of the newest complete checkpoint of the run, and how many tensors have the
-    same name, type and shape in it.
+    Also prints the newest complete checkpoint of the run, and how many tensors of the interrupted
+    one it has with the same name, type and shape.
     """
     if report is None:
         return
@@ -83,9 +83,9 @@ def interrupted(report: Row | None) -> None:
 
 
 def state_of(row: Row) -> str:
-    """The state of a checkpoint in one word, such as "whole" (complete) or "damaged".
+    """The state of a checkpoint in one word: "whole" (complete), "damaged", or another word.
 
-    "intact" means that all of its bytes were read, too.
+    "intact" means that it is complete and all of its bytes were read.
     """
     if row["whole"] is False:
         return "damaged"
@@ -128,7 +128,6 @@ def _sizes(sizes: Mapping[str, int]) -> str:
 
 
 def _local(saved: str | None) -> str:
-    """A time in the time zone of this machine, to the minute."""
     if saved is None:
         return "-"
     return datetime.fromisoformat(saved).astimezone().strftime("%Y-%m-%d %H:%M")
@@ -139,13 +138,12 @@ def _style(_head: str, value: object) -> str:
 
 
 def _why(row: Row) -> str:
-    """The first problem of a checkpoint, and the number of further problems."""
     sentences = dict.fromkeys(spoken(line) for line in row["problems"])  # equal ones once
     return first_of([*sentences] or [spoken(row["unread"][0])])
 
 
 def _print_obstacles(rows: Sequence[Row], sizes: str) -> None:
-    """Prints why checkpoints do not load: one line for all checkpoints with the same reasons."""
+    """Prints why checkpoints do not load; checkpoints with the same reasons share a line."""
     alike = by_key(
         (tuple(spoken(line) for line in row["obstacles"]), row) for row in rows if row["obstacles"]
     )
@@ -156,7 +154,7 @@ def _print_obstacles(rows: Sequence[Row], sizes: str) -> None:
 
 
 def _print_count(rows: Sequence[Row], wrong: int) -> None:
-    """Prints how many checkpoints are intact (all bytes were read), or complete by metadata."""
+    """Prints how many checkpoints are intact (all bytes were read), or else complete."""
     count = f"{len(rows) - wrong:,} of {counted(len(rows), 'checkpoint')}"
     if any(row["intact"] is not None for row in rows):
         print(f"intact, of which all bytes were read: {count}")
@@ -166,7 +164,7 @@ def _print_count(rows: Sequence[Row], wrong: int) -> None:
 
 
 def _warn(rows: Sequence[Row]) -> None:
-    """Prints warnings to stderr: the first one of each code, and how many more have this code."""
+    """Prints the first warning of each code to stderr, and how many more have this code."""
     alike = by_key((line["code"], line) for row in rows for line in row["warnings"])
     for lines in alike.values():
         warn(lines[:1], quiet=False)

@@ -21,7 +21,7 @@ Cell = float | None
 
 
 def shade(distance: Cell) -> int:
-    """The index of a shade, from 0 for equal tensors to 9; -1 if nothing was recorded."""
+    """The number of a shade: 0 for equal tensors, up to 9; -1 if nothing was recorded."""
     if distance is None:
         return -1
     if not distance:
@@ -83,12 +83,10 @@ def _block(cell: Cell, low: int, high: int) -> str:
 
 
 def _spark(height: float) -> str:
-    """The block character whose height is `height`, from 0 to 1."""
     return SPARKS[min(max(int(height * len(SPARKS)), 0), len(SPARKS) - 1)]
 
 
 def _cut(name: str, most: int) -> str:
-    """The last characters of a name, because names of modules differ at the end."""
     return name if len(name) <= most else f"...{name[3 - most :]}"
 
 
@@ -141,14 +139,14 @@ def curves(metrics: dict[str, Any]) -> Iterator[str]:
 
 
 def _scaled(curve: dict[str, Any]) -> tuple[dict[str, list[float]], float, float]:
-    """The values of both runs, then the smallest and the largest finite value of both."""
+    """A curve for each run, and the smallest and the largest finite value in both."""
     sides = {side: [float(value) for value in curve[side]] for side in "ab"}
     finite = [value for values in sides.values() for value in values if math.isfinite(value)]
     return sides, min(finite, default=0.0), max(finite, default=0.0)
 
 
 def _sparks(values: Sequence[float], low: float, high: float) -> str:
-    """Draws the values as at most COLUMNS block characters, each for several neighbors' mean.
+    """Draws values as at most COLUMNS block characters, each for the mean of several neighbors.
 
     The lowest character stands for `low`, and the highest for `high`. `!` stands for NaN or
     infinity.
@@ -228,5 +226,4 @@ def _plots(metrics: dict[str, Any], top: int, left: int) -> Iterator[str]:
 
 
 def _shown(name: str) -> str:
-    """The name escaped for XML, without control characters."""
     return escape(safe(name))

@@ -37,7 +37,7 @@ def table(
     right: Sequence[str] = (),
     wide: bool = False,
 ) -> None:
-    """Prints rows to stdout. Numbers, and the columns named in `right`, are right-aligned.
+    """Prints a table to stdout, with numbers and the columns `right` aligned to the right.
 
     With `prose`, the last column may be broken between words. `spare` are the columns that may be
     left out on a narrow terminal, the least important first.
@@ -103,7 +103,7 @@ def _fitting(
 def _print_left_out(
     heads: Sequence[str], rows: Sequence[Sequence[str]], kept: Sequence[int], width: int
 ) -> None:
-    """Prints the columns that were left out of a table.
+    """Prints the columns that were left out of a table, because the terminal is too narrow.
 
     If a column has the same value in all rows, this value is printed, or else only the column's
     name.
@@ -149,7 +149,6 @@ PARTS = re.compile(r"[^/.:-]*[/.:-]*(?:(?<=[/.:-])(?=\d)[^/.:-]*[/.:-]*)*")
 
 
 def _folded(text: str, width: int) -> list[str]:
-    """Breaks a text into lines between words; breaks a word only if it is wider than `width`."""
     from rich.cells import cell_len
 
     lines = [""]

@@ -22,7 +22,7 @@ from ..errors import WrongOption, counted, joined, safe
 def answer(
     report: dict[str, Any], as_json: bool, quiet: bool, show: Callable[..., None], *more: Any
 ) -> None:
-    """Prints the report of a command: as one JSON document, or by `show(report, quiet, *more)`."""
+    """Prints a command's report, as one JSON document or by the function `show`."""
     if as_json:
         document(report)
     else:
@@ -35,10 +35,10 @@ def document(value: Any) -> None:
 
 
 def states(lines: Sequence[dict[str, Any]], *keys: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Groups report lines about optimizer states; yields a text for each, and its first line.
+    """Groups report lines about optimizer states that are alike, for one line of output each.
 
-    A text is, for example, `GG and Q of 4 parameters`. Lines are in one group if their states
-    belong to the same number of parameters, and if the lines have equal values for `keys`.
+    Yields a text such as `GG and Q of 4 parameters`, and the first line of the group. Lines are
+    alike if their states belong to equally many parameters, and have equal values for `keys`.
     """
     alike = by_key(((line["parameters"], *(line.get(key) for key in keys)), line) for line in lines)
     for lines_alike in alike.values():
@@ -59,12 +59,12 @@ def warn(lines: Iterable[Mapping[str, Any]], quiet: bool) -> None:
 
 
 def spoken(line: Mapping[str, Any], stream: TextIO | None = None) -> str:
-    """The text of a report's notice: its message, and its code, which docs/codes.md explains."""
+    """The text of a notice in a report: its message, and its code, which docs/codes.md explains."""
     return safe(line["message"]) + shown(line["code"], sys.stdout if stream is None else stream)
 
 
 def shown(code: str, stream: TextIO | None) -> str:
-    """The code of a notice as text to print after its message; dim on a terminal.
+    """A notice's code as text to print after its message; dim on a terminal.
 
     If `stream` is None, the text is "". docs/codes.md explains the codes.
     """
@@ -91,11 +91,10 @@ def brief(value: Any) -> str:
 
 
 def checked(report: dict[str, Any]) -> str:
-    """Text about checksums for the end of a line.
+    """A phrase about checksums for the end of a line.
 
-    The text is "" if no checksum was checked, or one is wrong. `checksums ok` means that all
-    checksums of all files were checked and that no bytes lack one. Otherwise the text says how many
-    were checked.
+    It is "" if no checksum was checked, or one is wrong. `checksums ok` means that all checksums of
+    all files were checked, and no bytes lack one. Otherwise it says how many were checked.
     """
     records = report.get("records")
     lines = (*report.get("problems", ()), *report.get("notes", ()))
@@ -115,7 +114,7 @@ def checked(report: dict[str, Any]) -> str:
 
 
 def unchecked(report: dict[str, Any]) -> None:
-    """Prints how many records (byte ranges) of files were not checked, why, and what to do."""
+    """Prints how many byte ranges (records) of files were not checked, why, and what to do."""
     records = report.get("records") or {"unchecked": 0, "without_checksum": 0}
     without = records["without_checksum"]
     if without:
@@ -173,7 +172,7 @@ NUMBERS = 38  # characters: `999.9/999.9 GB 999.9 MB/s 0:00:00` and the gaps aro
 class Bar:
     """A progress bar of bytes, with a description of at most `room` characters.
 
-    `bar` is a `Progress` of rich. If the description were longer, rich would break the numbers.
+    `bar` is a `Progress` of rich, which would break the numbers if the description were longer.
     """
 
     def __init__(self, bar: Any, total: int, room: int = 100) -> None:
@@ -199,12 +198,13 @@ def progress(
 ) -> Iterator[Callable[[int], Callable[[int], None]] | None]:
     """Shows progress on stderr: a bar on a terminal, otherwise a line per minute.
 
-    If `asked` (by --progress), lines are printed on a terminal too, the first one immediately. With
-    `as_json` nothing is shown unless `asked`; the lines are then JSON documents. `about` names the
-    paths of the `command`.
+    command, about  the command, and the paths that it works on
+    hidden          show nothing
+    as_json         show nothing unless `asked`; then lines are JSON documents
+    asked           (by --progress) print lines on a terminal too, and the first one immediately
 
-    Yields None if progress is `hidden`. Otherwise yields a function to call with the total number
-    of bytes. It returns a second function, to call after each step with its number of bytes.
+    Yields None if `hidden`. Otherwise yields a function to call with the total number of bytes,
+    which returns a function to call after each step with the number of bytes done.
     """
     if hidden or sys.stderr is None or (as_json and not asked):
         yield None
