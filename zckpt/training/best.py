@@ -34,9 +34,9 @@ def best_of(siblings: Iterable[Sibling]) -> str | None:
 
 
 def is_best(siblings: Iterable[Sibling]) -> bool:
-    """Whether a checkpoint is the best one of its run; `siblings` are the files beside it.
+    """Whether a checkpoint is the best one of its run, by the path in its trainer_state.json.
 
-    Its trainer_state.json states the path of the best checkpoint.
+    `siblings` are the files beside it.
     """
     state = json_of(siblings, STATE) or {}
     match = CHECKPOINT.fullmatch(os.path.basename(os.path.normpath(str(state.get(KEY)))))
@@ -44,7 +44,7 @@ def is_best(siblings: Iterable[Sibling]) -> bool:
 
 
 def pointing_to(siblings: Iterable[Sibling], path: str) -> Shell:
-    """The content of trainer_state.json with `path` as the best checkpoint.
+    """Makes a trainer_state.json that names `path` as the best checkpoint.
 
     It is formatted as the Trainer formats it.
     """
@@ -54,11 +54,11 @@ def pointing_to(siblings: Iterable[Sibling], path: str) -> Shell:
 
 
 def not_written(best: str, siblings: Iterable[Sibling], keeps_format: bool) -> Notice:
-    """The warning that the run's best checkpoint is not converted, but only the one that was given.
+    """Warns that the run's best checkpoint is not converted, but only the one that was given.
 
-    The Trainer loads the best checkpoint at the end of training. The warning proposes
-    `--checkpoints`, which converts both, if both are in the same folder and `keeps_format` is True:
-    that option works only with commands that keep the format, such as `reshard`.
+    The Trainer loads the best checkpoint at the end of training. If both are in one folder, the
+    warning proposes `--checkpoints`, which converts both. This option works only if the format
+    stays the same (`keeps_format`).
     """
     text = (
         f"{STATE} names the best checkpoint {best}, which is not written: with "
@@ -77,11 +77,11 @@ def not_written(best: str, siblings: Iterable[Sibling], keeps_format: bool) -> N
 def chosen(
     run: str, which: str, oldest_first: Callable[[str, Iterable[str]], list[str]]
 ) -> list[str]:
-    """The paths of the checkpoints in a Trainer's output directory that `which` selects.
+    """The paths of the checkpoints in a Trainer's output directory that `--checkpoints` selects.
 
-    `which` is the value of `--checkpoints`: "all", or otherwise the best and the last one. The
-    function `oldest_first` sorts their names. Raises NotACheckpoint if the directory has no
-    checkpoints, or if the best one is missing.
+    `which` is the option's value: "all", or else the best and the last one. `oldest_first` sorts
+    their names. Raises NotACheckpoint if the directory has no checkpoints, or if the best one is
+    missing.
     """
     with os.scandir(run) as items:
         checkpoint_names = [

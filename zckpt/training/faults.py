@@ -11,10 +11,11 @@ from msgspec import Struct
 
 
 class Fault(Struct, frozen=True):
-    """A bug: the program, what is wrong, the sign in files, the source code, and zckpt's action.
+    """A bug of a program that saves or loads checkpoints, and what zckpt does about it.
 
-    `message` describes the bug as a part of a sentence, for reports and errors. `hint` says what
-    the user can do.
+    The fields are the program, what is wrong, the sign in files, the source code, and zckpt's
+    action. `message` describes the bug as a part of a sentence, for reports and errors. `hint` says
+    what the user can do.
     """
 
     name: str

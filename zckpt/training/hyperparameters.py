@@ -18,7 +18,7 @@ from .options import Options
 
 
 def are_inferred(source: Manifest) -> bool:
-    """Whether the source's hyper-parameters were read from the ds_config and the scheduler.
+    """Whether the hyper-parameters of the source come from its ds_config and scheduler.
 
     This is so for DeepSpeed's elastic files, because their optimizer groups contain no
     hyper-parameters (0.19.8).
@@ -27,14 +27,14 @@ def are_inferred(source: Manifest) -> bool:
 
 
 def are_given(source: Manifest) -> bool:
-    """Whether the hyper-parameters come from the user, because the source stores none."""
+    """Whether the hyper-parameters come from the user, because the source's files have none."""
     return isinstance(source.run.engine, FlatBufferEngine) and source.run.engine.given
 
 
 def given_groups(source: Manifest, options: Options) -> list[dict[str, Any]]:
-    """The hyper-parameters of every group, completed with `--group-defaults`.
+    """The hyper-parameters of every group, with those of `--group-defaults` added.
 
-    A value that the source stores takes precedence over `--group-defaults`, but a value that was
+    A value that the source stores takes precedence over `--group-defaults`. A value that zckpt
     inferred (see `are_inferred`) does not.
     """
     count = 1 + max((item.group or 0 for item in source.parameters.values()), default=0)
@@ -46,7 +46,7 @@ def given_groups(source: Manifest, options: Options) -> list[dict[str, Any]]:
 
 
 def unused_defaults(source: Manifest, options: Options, replaceable: bool) -> list[Notice]:
-    """A warning about values of `--group-defaults` that change nothing.
+    """Warns about values of `--group-defaults` that change nothing.
 
     This happens if the source stores another value for a hyper-parameter. If `replaceable`, the
     target supports `--set-group`, which the warning proposes.
@@ -78,10 +78,11 @@ def unused_defaults(source: Manifest, options: Options, replaceable: bool) -> li
 def torch_groups(
     source: Manifest, options: Options, named: str | None = None
 ) -> tuple[list[dict[str, Any]], list[Notice]]:
-    """Completes all groups with the keys of torch's own optimizer; warns about assumed values.
+    """Completes all groups with the hyper-parameters of torch's own optimizer.
 
-    `named` is the class given with `--optimizer`, which is always an Adam. DeepSpeed's and Apex's
-    Adam decay weights as AdamW does, unless the configuration states otherwise.
+    Also returns warnings about assumed values. `named` is the class given with `--optimizer`, which
+    is always an Adam. DeepSpeed's and Apex's Adam decay weights as AdamW does, unless the
+    configuration states otherwise.
     """
     groups = given_groups(source, options)
     name = likely_optimizer(source) or ("adam" if named else "")

@@ -28,11 +28,10 @@ META = "meta.pt"
 
 
 class Keys(Struct, frozen=True):
-    """Where Lightning stores the state dicts of model and optimizer: their keys, and a file.
+    """The keys under which Lightning stores the state dicts of model and optimizer, and a file.
 
     If the checkpoint is one file, `file` is its name. If it is a directory of
-    torch.distributed.checkpoint, the state dicts are items in its shards, and `file` is the file in
-    it that contains everything else.
+    torch.distributed.checkpoint, `file` is the file in it with everything but the state dicts.
     """
 
     model: tuple[Any, ...]
@@ -40,10 +39,10 @@ class Keys(Struct, frozen=True):
     file: str
 
     def numbered_as(self, optimizer: tuple[Any, ...] | None) -> Keys:
-        """These keys with the number of another optimizer, such as `optimizer_1` for `optimizer_0`.
+        """Replaces the optimizer's number in the keys: `optimizer_0` becomes `optimizer_1`.
 
-        `optimizer` are the keys of that optimizer in the source; the number at their end is taken.
-        If `optimizer` is None or has no number, the keys are returned unchanged.
+        The number is taken from the end of `optimizer`, the keys of the source's optimizer. If
+        `optimizer` is None or has no number, the keys are returned unchanged.
         """
         number = NUMBER.search(str(optimizer[-1])) if optimizer else None
         if number is None:
@@ -74,28 +73,28 @@ loads both from a single file only.
 
 
 def place_of(state: Collection[Any], model: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The keys under which a target stores a model.
+    """Chooses the keys under which a target stores a model, such as ("state_dict",).
 
-    These are usually the source's keys, `model`. But Lightning may store averages of the weights in
-    place of the model, and the trained weights elsewhere. If `model` are the keys of these trained
-    weights, the target stores them as the model.
+    Usually these are the source's keys, `model`. But Lightning may store averages of the weights as
+    the model, and the trained weights elsewhere. If `model` are the keys of these trained weights,
+    the target stores them as the model.
     """
     return WHOLE.model if LIGHTNING in state and model == (TRAINED,) else model
 
 
 def is_in(source: Manifest) -> bool:
-    """Whether the source has Lightning's own state (loops, callbacks) beside the state dicts."""
+    """Whether the source has Lightning's own state (loops, callbacks): Lightning saved it."""
     return LIGHTNING in (source.state.get("client_state") or {})
 
 
 def resuming(
     source: Manifest, otherwise: Callable[[str], str], file: str = ""
 ) -> Callable[[str], str]:
-    """Returns a function that maps a path to the line of code with which a program resumes from it.
+    """Returns a function that gives, for a path, the line of code that resumes from it.
 
     `file` is the name of the file that Lightning loads, if the path is a directory. `otherwise` is
-    the function to return if no known program saved the source, or if the source's optimizer is not
-    the first one of Lightning.
+    returned if Lightning did not save the source, or if the source's optimizer is not Lightning's
+    first.
     """
     if not is_in(source):
         return trainers.resuming(source.files.siblings, otherwise)
@@ -108,7 +107,7 @@ def resuming(
 
 
 def refuse_averages(source: Manifest) -> None:
-    """Raises AmbiguousCheckpoint if a program would continue training on averages of the weights.
+    """Raises AmbiguousCheckpoint if a program would continue to train averages of the weights.
 
     A target that is a single file keeps both the averages and the trained weights. For other
     targets, the user chooses one of the two by `--root`; then there is no error.

@@ -27,7 +27,7 @@ PADDED, DIVISOR = "padded_vocab_size", "make_vocab_size_divisible_by"
 
 
 def arguments(client_state: Mapping[Any, Any] | None) -> Mapping[Any, Any]:
-    """The saved arguments; empty if the program saved none."""
+    """The command-line arguments that Megatron's program saved; empty if it saved none."""
     args = (client_state or {}).get(ARGS)
     values = args.state if isinstance(args, Foreign) else args
     return values if isinstance(values, Mapping) else {}

@@ -37,12 +37,14 @@ ENDING = ".ckpt"
 
 
 class Need(Struct, frozen=True):
-    """A file that a trainer may read, and what happens if it is `missing` or `damaged`.
+    """A row of the table of files that trainers read when they resume.
 
-    `name` is the file's usual name, and `read_by` the function that reads it. Three fields say for
-    which checkpoints this holds, unless they are empty: those of the format `engine`, those of runs
-    whose scheduler belongs to the "program" or to the "engine" (`scheduler_of`), and those that
-    also have the file `beside`.
+    name              the file's usual name
+    read_by           the function of the trainer that reads it
+    missing, damaged  what happens then
+    engine            the row holds only for checkpoints of this format, if it is not empty
+    scheduler_of      the row holds only if the scheduler is the "program"'s or the "engine"'s
+    beside            the row holds only for checkpoints that also have this file
     """
 
     role: Role
@@ -147,9 +149,9 @@ OF_RUN = frozenset(
 
 
 def for_weights_alone(manifest: Manifest) -> Manifest:
-    """Leaves out the files that only a resumed run needs, such as a scheduler's; adds a note.
+    """Removes files that only a resumed run needs, such as a scheduler's, and notes them.
 
-    This is for weights-only targets. `OF_RUN` lists the roles of the files that are left out.
+    This is for targets with weights only. `OF_RUN` lists the roles of these files.
     """
     of_run = [
         item
@@ -167,7 +169,11 @@ def for_weights_alone(manifest: Manifest) -> Manifest:
 
 
 def of_program(manifest: Manifest) -> list[Need]:
-    """The rows of the table `NEEDS` that apply to a checkpoint: the first row for each role."""
+    """The rows of the table `NEEDS` that apply to the program of a checkpoint.
+
+    If several rows are about files of one role, such as "scheduler", the first that applies is
+    taken.
+    """
     rows: dict[str, Need] = {}
     scheduler_of = "engine" if _engine_has_scheduler(manifest) else "program"
     names = {os.path.basename(path) for path in manifest.files.paths}
@@ -184,9 +190,8 @@ def of_program(manifest: Manifest) -> list[Need]:
 def _engine_has_scheduler(manifest: Manifest) -> bool:
     """Whether the program loads its scheduler's state from the engine's files.
 
-    DeepSpeed saves the scheduler of Trainer and Accelerate if they pass one to it. They do so if
-    the ds_config defines an optimizer or a scheduler (transformers 5.24,
-    integrations/deepspeed.py).
+    DeepSpeed saves the scheduler if Trainer or Accelerate passes one to it. They do so if the
+    ds_config defines an optimizer or a scheduler (transformers 5.24, integrations/deepspeed.py).
     """
     engine = manifest.run.engine
     config = engine.config if isinstance(engine, FlatBufferEngine) else {}
@@ -195,7 +200,7 @@ def _engine_has_scheduler(manifest: Manifest) -> bool:
 
 
 def _program(manifest: Manifest) -> str | None:
-    """The program that resumes from a checkpoint; None if unknown.
+    """The program that resumes from a checkpoint, such as Hugging Face's Trainer; None if unknown.
 
     It is recognized by the trainer's files and by the names of the engine's files. One file is not
     enough, because any file may be missing: the Trainer, for example, writes its state last.

@@ -137,11 +137,11 @@ def runs_programs(name: str) -> bool:
 def without_others(
     manifest: Manifest, needed: Collection[str], admitted: Collection[str]
 ) -> Manifest:
-    """The manifest without values whose pickle would name a class or function that is not allowed.
+    """Removes values whose pickle would name a class or function that is not allowed.
 
     Allowed are `COMMON`, `needed` (names that engines put into their own files), and `admitted`
-    (those of `--allow-object`). Any other value is left out of the innermost dictionary that
-    contains it. Raises CorruptCheckpoint for a value that contains itself.
+    (from `--allow-object`). Such a value is removed from the innermost dictionary that contains it.
+    Raises CorruptCheckpoint for a value that contains itself.
     """
     filtered = _Filter((COMMON | {*needed, *admitted}) - {ITSELF.name})
     state = filtered.dictionary(manifest.state_with_states, "")
@@ -164,10 +164,10 @@ def without_others(
 
 
 def others_of(manifest: Manifest, needed: Collection[str]) -> list[str]:
-    """The classes and functions that a checkpoint's pickles name and that are not allowed.
+    """The classes and functions that a checkpoint's pickles name, without those that are allowed.
 
-    Names of functions whose result the pickle discards are included. `needed` are the names that
-    engines put into their own files.
+    Functions whose result the pickle discards are included. `needed` are the names that engines put
+    into their own files.
     """
     names = _Names()
     values = (manifest.state_with_states, manifest.groups, _config(manifest))
@@ -184,10 +184,10 @@ def _sorted(names: Iterable[str]) -> list[str]:
 
 
 def admissible(value: Any, needed: Collection[str]) -> list[str]:
-    """The classes and functions in a value that the user may allow with `--allow-object`, sorted.
+    """The classes and functions in a value that the user may allow with `--allow-object`.
 
-    The list is empty if one of them must never be allowed. `needed` are the names that engines put
-    into their own files.
+    They are sorted. The list is empty if one of them must never be allowed. `needed` are the names
+    that engines put into their own files.
     """
     names = _Names().of(value) - COMMON - {*needed}
     never = ITSELF.name in names or any(map(runs_programs, names))
@@ -199,7 +199,7 @@ def _config(manifest: Manifest) -> Mapping[str, Any] | None:
 
 
 def _refusal(names: list[str]) -> str:
-    """The reason, for a note, why a value that refers to these classes or functions is left out.
+    """The reason why a value with these classes or functions is left out, for a note.
 
     The text proposes `--allow-object`, unless a name can run programs.
     """
@@ -226,12 +226,12 @@ def _refusal(names: list[str]) -> str:
 
 
 class _Names(Struct, eq=False):
-    """Collects the classes and functions to which values refer; visits each container once."""
+    """Collects the names of classes and functions in values; visits each container once."""
 
     names_by_id: dict[int, frozenset[str]] = field(default_factory=dict)
 
     def of(self, value: Any, depth: int = 0) -> frozenset[str]:
-        """The names of the classes and functions to which a value refers, at any depth.
+        """The names of all classes and functions in a value, at any depth.
 
         Raises CorruptCheckpoint if the value is nested too deeply or contains itself.
         """
@@ -261,9 +261,9 @@ class _Names(Struct, eq=False):
 
 
 class _Filter(Struct, eq=False):
-    """Leaves out values that refer to classes or functions which are not `allowed`.
+    """Removes values whose pickle would name a class or function that is not `allowed`.
 
-    `omitted` collects a note for the report about each value that is left out.
+    `omitted` collects a note about each value that is removed.
     """
 
     allowed: Collection[str]
@@ -273,34 +273,33 @@ class _Filter(Struct, eq=False):
     omitted: list[Notice] = field(default_factory=list)
 
     def dictionary(self, value: Mapping[Any, Any], path: str) -> dict[Any, Any]:
-        """The dictionary without items that refer to a class or function which is not allowed.
+        """Removes items of a dictionary that name a class or function which is not allowed.
 
-        A note is added for each item that is left out. `path` is the dictionary's key in the state.
+        Adds a note about each. `path` is the dictionary's key.
         """
         kept: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
         for key, item in value.items():
             where = inside(path, key) if path else str(key)
-            if names := _sorted({*self._wrong(key), *self._lost(item)}):
+            if names := _sorted({*self._disallowed(key), *self._unavoidable(item)}):
                 message = f"{where}: {_refusal(names)}"
                 self.omitted.append(note("state-omitted", message, subject=where))
             else:
-                kept[key] = self._kept(item, where)
+                kept[key] = self._without_disallowed(item, where)
         return kept
 
-    def _wrong(self, value: Any) -> frozenset[str]:
-        """The classes and functions to which a value refers and that are not allowed."""
+    def _disallowed(self, value: Any) -> frozenset[str]:
         return self.named.of(value).difference(self.allowed)
 
-    def _lost(self, value: Any) -> frozenset[str]:
-        """The disallowed classes and functions in `value`, if only leaving it out avoids them.
+    def _unavoidable(self, value: Any) -> frozenset[str]:
+        """The disallowed classes and functions in a value that only leaving out the value avoids.
 
-        A dictionary in `value` can be kept without the items that refer to such names. So names
-        that occur only inside of dictionaries are not returned.
+        Names inside of dictionaries are not among them: the dictionary can be kept without these
+        items.
         """
-        if not self._wrong(value) or isinstance(value, dict):
+        if not self._disallowed(value) or isinstance(value, dict):
             return frozenset()
         if id(value) not in self.lost:
-            names = self._wrong(value)
+            names = self._disallowed(value)
             if isinstance(value, Foreign):
                 parts = (
                     value.function,
@@ -309,26 +308,26 @@ class _Filter(Struct, eq=False):
                     value.appended,
                     value.items,
                 )
-                names = frozenset().union(*map(self._wrong, parts), self._lost(value.state))
-                if ITSELF.name in self._wrong(value):  # it is written completely, or not at all
-                    names = self._wrong(value)
+                names = frozenset().union(
+                    *map(self._disallowed, parts), self._unavoidable(value.state)
+                )
+                if ITSELF.name in self._disallowed(
+                    value
+                ):  # it is written completely, or not at all
+                    names = self._disallowed(value)
             elif isinstance(value, (list, tuple)):
-                names = frozenset().union(*map(self._lost, value))
+                names = frozenset().union(*map(self._unavoidable, value))
             self.lost[id(value)] = names
         return self.lost[id(value)]
 
-    def _kept(self, value: Any, path: str) -> Any:
-        """The value without the items of dictionaries in it that refer to disallowed names.
-
-        This is done at any depth.
-        """
-        if not self._wrong(value):
+    def _without_disallowed(self, value: Any, path: str) -> Any:
+        if not self._disallowed(value):
             return value
         if id(value) not in self.kept:
             if isinstance(value, dict):
                 self.kept[id(value)] = self.dictionary(value, path)
             else:
                 self.kept[id(value)] = map_values(
-                    value, lambda item, key: self._kept(item, inside(path, key))
+                    value, lambda item, key: self._without_disallowed(item, inside(path, key))
                 )
         return self.kept[id(value)]

@@ -26,7 +26,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class KnownOptimizer(Struct, frozen=True):
-    """The states and default hyper-parameters of one optimizer.
+    """The states and the default hyper-parameters of one optimizer class.
 
     Optimizers of one `family` have the same states: one can continue the state of another.
     `defaults` are the defaults of the hyper-parameters; if it is empty, zckpt does not complete the
@@ -65,19 +65,23 @@ UNKNOWN = KnownOptimizer(None)
 
 
 def known_optimizer(name: str) -> KnownOptimizer:
-    """The states and hyper-parameters of the optimizer with this `plain_name`, or `UNKNOWN`."""
+    """The states and hyper-parameters of the optimizer with this `plain_name`.
+
+    `UNKNOWN` if zckpt does not know it.
+    """
     return OPTIMIZERS.get(name, UNKNOWN)
 
 
 def plain_name(name: str) -> str:
-    """An optimizer's name in lower case, without the words "fused", "cpu" and similar ones."""
+    """An optimizer's name in lower case, without words such as "fused" and "cpu"."""
     return IMPLEMENTATION.sub("", name.lower())
 
 
 def keep_other_states(ours: str | None, theirs: str | None) -> bool:
-    """Whether two optimizers, given by name, store different states: one cannot continue the other.
+    """Whether two optimizers store different states, so that one cannot continue the other.
 
-    Optimizers of one family (see `KnownOptimizer`) store the same states. False if one has no name.
+    They are given by name. Optimizers of one family (see `KnownOptimizer`) store the same states.
+    False if one has no name.
     """
     names = [plain_name(name or "") for name in (ours, theirs)]
     families = [known_optimizer(name).family or name for name in names]
@@ -99,7 +103,7 @@ class Signature(Struct, frozen=True):
     needed: frozenset[str] = frozenset()
 
     def fits(self, states: frozenset[str], group: frozenset[str]) -> bool:
-        """Whether the keys of a parameter's `states` and of its `group` match this optimizer."""
+        """Whether a parameter's state keys and its group's keys are those of this optimizer."""
         return (
             self.states <= states <= self.states | self.other_states
             and self.needed <= group <= self.keys | OF_PROGRAMS
@@ -154,7 +158,7 @@ SIGNATURES = (
 
 
 def strange_to_adam(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The keys in optimizer groups that are neither Adam's nor added by programs, sorted."""
+    """The keys in parameter groups that neither Adam nor a known program puts there, sorted."""
     known_keys = OF_PROGRAMS.union(*(each.keys for each in SIGNATURES if each.name == "Adam"))
     return sorted({str(key) for group in groups for key in group} - known_keys)
 
@@ -164,7 +168,7 @@ LAZY = frozenset(("sgd", "muon"))
 
 
 def needed_states(name: str) -> frozenset[str]:
-    """The states that an optimizer must have for each parameter that it has updated."""
+    """The states that an optimizer must have for each updated parameter, such as `exp_avg`."""
     plain = plain_name(name)
     plain = known_optimizer(plain).family or plain
     signatures = [each for each in SIGNATURES if each.name.lower() == plain and plain not in LAZY]
@@ -172,9 +176,9 @@ def needed_states(name: str) -> frozenset[str]:
 
 
 def infer_optimizer(keys: Iterable[str], group: Mapping[str, Any] | None) -> str | None:
-    """Infers an optimizer's name from its keys; None if no known optimizer has exactly these.
+    """Infers an optimizer's name from the keys of a parameter's state and of its group.
 
-    `keys` are the keys of a parameter's state, and `group` are the hyper-parameters.
+    None if no known optimizer has exactly these keys.
     """
     states, hyper = frozenset(keys) - {"step"}, group or {}
     name = next((each.name for each in SIGNATURES if each.fits(states, frozenset(hyper))), None)
@@ -184,7 +188,9 @@ def infer_optimizer(keys: Iterable[str], group: Mapping[str, Any] | None) -> str
 def name_of_groups(
     states: Sequence[Collection[str]], groups: Sequence[Mapping[str, Any]] | None
 ) -> str | None:
-    """The names of the optimizers with these groups ("Muon, AdamW"); None if one is unknown.
+    """Infers the names of the optimizers of all groups, such as "Muon, AdamW".
+
+    None if one is unknown.
 
     `states` are the keys of each group's states. If a group has no states, it is assumed to have
     the same optimizer as the other groups. Without groups, all states belong to one optimizer.
@@ -202,11 +208,11 @@ OF_MATRICES = re.compile(r"(inv_)?pre_?cond(itioner)?_?\d*|GG|[QULR]|Q[LR]")
 
 
 def is_of_axis(key: str, shapes: Iterable[Sequence[int]]) -> bool:
-    """Whether a state belongs to one axis of a parameter, not to its elements (a preconditioner).
+    """Whether a state belongs to one axis of a parameter, as a preconditioner does.
 
-    A square matrix's preconditioner has the matrix's shape, but its elements do not correspond to
-    those of the matrix. If the parameters' `shapes` are all square, only the name of the state
-    tells them apart.
+    The elements of such a state do not belong to the parameter's elements, even if it has the shape
+    of a square parameter. If the parameters' `shapes` are all square, only the state's name tells
+    it.
     """
     is_square = all(len(shape) == 2 and shape[0] == shape[1] for shape in shapes)
     return is_square and OF_MATRICES.fullmatch(key) is not None
@@ -218,7 +224,7 @@ def is_of_muon(group: Mapping[str, Any]) -> bool:
 
 
 def likely_optimizer(source: Manifest) -> str:
-    """The source's optimizer by its `plain_name`; "" if it is unnamed.
+    """Guesses the source's optimizer; returns its `plain_name`, such as "adamw", or "".
 
     Without optimizer states, AdamW is assumed if the groups' keys allow it.
     """
@@ -244,11 +250,11 @@ NUMBERS = {"mu_product": 1.0}
 
 
 def begins_with_zeros(key: str, group: Mapping[str, Any]) -> bool:
-    """Whether a state is all zeros before the first update; False also for an unknown state.
+    """Whether an optimizer state is all zeros before the first update; False if unknown.
 
-    `group` are the hyper-parameters. SGD sets its first momentum to the full gradient, which is the
-    same as if it began with zeros, unless `dampening` is set. Adagrad's sums do not begin with
-    zeros if `initial_accumulator_value` is set.
+    `group` are the hyper-parameters. SGD sets its first momentum to the gradient, which is the same
+    as if it began with zeros, unless `dampening` is set. Adagrad's sums do not begin with zeros if
+    `initial_accumulator_value` is set.
     """
     unlike = {"sum": "initial_accumulator_value", "momentum_buffer": "dampening"}
     return key in ZEROS and not group.get(unlike.get(key, ""))

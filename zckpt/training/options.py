@@ -36,17 +36,17 @@ By name for all groups, under a group's number for one group ({"eps": 1e-8, 1: {
 
 
 class Option(Struct, Generic[Value], frozen=True, eq=False):
-    """The declaration of one option, for Python, the command line and messages.
+    """The declaration of an option of conversions, for Python, the command line and messages.
 
-    name       the keyword argument in Python
-    flag       the option on the command line, usually of the same name
-    default    the value if the option is not given; `usual` describes it in the help
-    help       a sentence without its period
-    choices    the allowed values
-    kind       without choices: how the value is parsed, a key of `KINDS` in cli/parameters.py
-    check      raises WrongOption for a value that no format accepts
-    reason     why the option does not apply to other formats, for the error message
-    group      its section of `--help`; only `--help-all` shows a `rare` option
+    name     the keyword argument in Python
+    flag     the option on the command line, usually of the same name
+    default  the value if the option is not given; `usual` describes it in the help
+    help     a sentence without its period
+    choices  the allowed values
+    kind     without choices: how the value is parsed, a key of `KINDS` in cli/parameters.py
+    check    raises WrongOption for a value that no format accepts
+    reason   why the option does not apply to other formats, for the error message
+    group    its section of `--help`; only `--help-all` shows a `rare` option
     """
 
     name: str
@@ -93,13 +93,10 @@ def _check_dp(dp: int) -> None:
 
 
 def _by_group(defaults: GroupDefaults) -> dict[Any, Any]:
-    """Returns hyper-parameters as one dictionary: a list becomes a dictionary by group number."""
     return dict(defaults) if isinstance(defaults, Mapping) else dict(enumerate(defaults))
 
 
 def _check_groups(name: str) -> Callable[[GroupDefaults], None]:
-    """Returns a function that checks the value of `name`, an option with values for groups."""
-
     def check(values: GroupDefaults) -> None:
         for key, value in _by_group(values).items():
             numbered = isinstance(key, int) and key >= 0 and isinstance(value, Mapping)
@@ -377,7 +374,7 @@ class Options(Struct, frozen=True):
 
     @property
     def unread(self) -> list[Option[Any]]:
-        """The given options whose values no code has looked up: they had no effect."""
+        """The given options whose values no code has looked up, so they had no effect."""
         return [option for option, _ in self.given if option.name not in self.names_read]
 
     @property
@@ -386,7 +383,7 @@ class Options(Struct, frozen=True):
 
     @property
     def module_dtype(self) -> str | None:
-        """The type that `--dtype` asks for, as safetensors calls it (such as BF16); or None."""
+        """The type that `--dtype` asks for, spelled as in safetensors, such as BF16; or None."""
         dtype = self[DTYPE]
         return None if dtype is None else DTYPES[dtype]
 
@@ -397,7 +394,7 @@ class Options(Struct, frozen=True):
         return FILE_SIZE if size is None else size
 
     def by_group(self, option: Option[GroupDefaults]) -> dict[Any, Any]:
-        """The value of an option with hyper-parameters of groups (--group-defaults, --set-group).
+        """The hyper-parameters that --group-defaults or --set-group gives.
 
         The dictionary has values for all groups under their names, and values for single groups in
         dictionaries under the groups' numbers.
@@ -405,9 +402,10 @@ class Options(Struct, frozen=True):
         return _by_group(self[option])
 
     def defaults_of(self, group: int, count: int) -> dict[str, Any]:
-        """The `--group-defaults` for one of `count` groups, including values for all groups.
+        """The `--group-defaults` for parameter group number `group` of `count` groups.
 
-        Raises WrongOption if values are given for a group that the source does not have.
+        Includes values for all groups. Raises WrongOption if values are given for a group that the
+        source does not have.
         """
         by_key = self.by_group(GROUP_DEFAULTS)
         numbers = [key for key in by_key if isinstance(key, int)]
@@ -435,7 +433,7 @@ def refuse(
     understood: Sequence[Option[Any]],
     reasons: Mapping[str, str],
 ) -> None:
-    """Raises WrongOption for an option or a value that the target does not support.
+    """Raises WrongOption for an option, or a value of it, that the target does not support.
 
     `target` is the target's name in the error, such as `--to dcp`. `understood` are the options of
     its writer. `reasons` state, by an option's name, why it does not apply to the target.

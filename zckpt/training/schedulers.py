@@ -29,9 +29,10 @@ Scheduler = Mapping[str, Any]
 
 
 def for_groups(scheduler: Scheduler, origins: Sequence[int]) -> dict[str, Any]:
-    """Returns a scheduler's state for new optimizer groups: changes its lists of values per group.
+    """Changes a learning rate scheduler's state for new parameter groups.
 
-    `origins` has, for each new group, the number of the old group whose values it gets.
+    Its lists have a value for each group. `origins` has, for each new group, the number of the old
+    group whose values it gets.
     """
 
     def moved(key: str, values: list[Any]) -> list[Any]:
@@ -41,7 +42,7 @@ def for_groups(scheduler: Scheduler, origins: Sequence[int]) -> dict[str, Any]:
 
 
 def with_rates(scheduler: Scheduler, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns a scheduler's state in which the learning rates are those of `groups`."""
+    """Sets the learning rates in a scheduler's state to those of `groups`."""
 
     def rated(key: str, values: list[Any]) -> list[Any]:
         name = RATES.get(key)
@@ -55,10 +56,9 @@ def with_rates(scheduler: Scheduler, groups: Sequence[Mapping[str, Any]]) -> dic
 def keeps_rates(scheduler: Scheduler) -> bool:
     """Whether a checkpoint stores the rates from which a scheduler computes its learning rates.
 
-    This is so if the scheduler's state has `base_lrs`, or `min_lrs` (ReduceLROnPlateau, which
-    multiplies the rates in the optimizer's groups). Any other scheduler computes rates from the
-    arguments of its constructor, which the training program sets. A scheduler that contains other
-    schedulers stores the rates only if all of these do.
+    It does if the scheduler's state has `base_lrs`, or `min_lrs` (ReduceLROnPlateau). Any other
+    scheduler computes rates from the arguments of its constructor, which the training program sets.
+    A scheduler with schedulers inside stores the rates only if all of these do.
     """
     inside = scheduler.get(INSIDE)
     every = inside if isinstance(inside, list) and inside else [scheduler]
@@ -68,9 +68,10 @@ def keeps_rates(scheduler: Scheduler) -> bool:
 def _with_lists(
     scheduler: Scheduler, change: Callable[[str, list[Any]], list[Any]]
 ) -> dict[str, Any]:
-    """Applies `change` to a scheduler's lists with an item per group, also in inner schedulers.
+    """Changes a scheduler's lists that have a value for each parameter group.
 
-    `change` gets the key and the list, and returns the new list.
+    `change` gets the key and the list, and returns the new list. Schedulers inside it are changed
+    too.
     """
     result = dict(scheduler)
     for key, value in scheduler.items():

@@ -70,11 +70,11 @@ SCHEDULER_COUNTERS = ("last_epoch", "_step_count")
 
 
 def kept_place(source: Manifest) -> StepPlace:
-    """Where the source's optimizer stores its step; a target stores the step in the same place.
+    """Where a target stores the optimizer's step: usually where the source has it.
 
-    This is because a program keeps its optimizer class, even under another engine. The result is
-    torch's usual place if the files show no other one, or if the source's engine has its own
-    optimizers, such as ONNX Runtime's.
+    The reason is that a program keeps its optimizer class, even under another engine. If the
+    source's files show no place, or if its engine has its own optimizers (ONNX Runtime), it is
+    torch's place.
     """
     if source.run.step_place is None or isinstance(source.run.engine, NamedWeightsEngine):
         return WRITTEN["torch"]
@@ -82,9 +82,9 @@ def kept_place(source: Manifest) -> StepPlace:
 
 
 def torch_place(source: Manifest, named: str | None = None) -> StepPlace:
-    """Where a target for a torch program stores the step.
+    """Where a target for a torch program stores the optimizer's step.
 
-    This is the place of the class `named` if given, else that of the source's optimizer. In two
+    It is the place of the class `named` if given, or else that of the source's optimizer. In two
     cases it is the place of torch's own optimizers. DeepSpeed's optimizers, which a ds_config
     names, do not exist in a torch program. And if the source has an optimizer of torch, the
     optimizer needs a tensor in its state, even if the source stores a number.
@@ -100,7 +100,7 @@ def torch_place(source: Manifest, named: str | None = None) -> StepPlace:
 
 
 def steps_of_groups(manifest: Manifest, count: int) -> list[set[Step]]:
-    """For each of `count` groups, the set of steps that its trained parameters have."""
+    """For each of `count` parameter groups, the different steps of its trained parameters."""
     groups: list[set[Step]] = [set() for _ in range(count)]
     for parameter in manifest.parameters.values():
         number = parameter.group or 0
@@ -112,16 +112,20 @@ def steps_of_groups(manifest: Manifest, count: int) -> list[set[Step]]:
 def counter_sightings(
     where: str, counters: Mapping[str, Any], keys: Iterable[str]
 ) -> list[Sighting]:
-    """Lists counters of an engine or a scheduler, to be reported as places that store a step.
+    """Lists counters of an engine or a scheduler as places that store a step.
 
-    They are marked as not being the optimizer's step. `keys` are the counters' keys in `counters`.
+    They are only reported: none is the optimizer's step. `keys` are the counters' keys in
+    `counters`.
     """
     numbers = [(key, step_of(counters.get(key))) for key in keys]
     return [Sighting(f"{where}, {key}", step, False) for key, step in numbers if step is not None]
 
 
 def step_of(value: Any) -> Step | None:
-    """The step in a 0-d tensor or a number; integral values become int; None for other values."""
+    """Reads a step from a 0-d tensor or a number; an integral float becomes an int.
+
+    None for others.
+    """
     number = value.value if isinstance(value, Scalar) else value
     if not is_step(number):
         return None
@@ -136,8 +140,10 @@ def kind_of(value: Any) -> str:
 class StatedSteps(Struct):
     """The steps that files store in one kind of place: in optimizer states, or in groups.
 
-    `where` is "state" or "group". `steps` are keyed by their owner, a rank or a parameter. `kinds`
-    are the types of the steps, and `shapes` the shapes of those that are tensors.
+    where   "state" or "group"
+    steps   the step of each rank or parameter
+    kinds   the types of the steps
+    shapes  the shapes of those steps that are tensors
     """
 
     where: str
@@ -146,9 +152,9 @@ class StatedSteps(Struct):
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def add(self, owner: str, value: Any, shape: tuple[int, ...] = ()) -> None:
-        """Adds the step of `owner`, a rank or a parameter; `value` is a `Scalar` or a number.
+        """Adds the step of a rank or a parameter (`owner`); ignores a value that cannot be a step.
 
-        A value that cannot be a step is ignored.
+        `value` is a `Scalar` or a number.
         """
         if (step := step_of(value)) is not None:
             self.steps[owner] = step
@@ -156,17 +162,17 @@ class StatedSteps(Struct):
             self.shapes[owner] = shape
 
     def place(self) -> StepPlace | None:
-        """The place and type of the first stated step; None if no step is stated."""
+        """Where and in which type the first stated step is stored; None if no step is stated."""
         owner = next(iter(self.steps), None)
         if owner is None:
             return None
         return StepPlace(self.where, self.kinds[owner], self.shapes[owner])
 
     def settled(self, policy: str | None) -> dict[str, Step]:
-        """The step of each owner (rank or parameter), after `--step-policy` is applied.
+        """The step of each rank or parameter, after `--step-policy` is applied.
 
-        If `policy` is max, min or a number, all owners get one step. Raises InconsistentCheckpoint
-        if a step is not an integer and no policy is given.
+        If `policy` is max, min or a number, all get one step. Raises InconsistentCheckpoint if a
+        step is not an integer and no policy is given.
         """
         if policy is None:
             need_whole((f"{self.where} of {owner}", step) for owner, step in self.steps.items())
@@ -177,7 +183,7 @@ class StatedSteps(Struct):
 
 
 def believed(in_states: StatedSteps, *in_groups: StatedSteps) -> StatedSteps:
-    """Chooses the stored steps that zckpt uses.
+    """Chooses which of the stored steps zckpt uses.
 
     They are the steps in the optimizer states, if any state has one; otherwise the steps in the
     first of `in_groups` that has one. If no step is stored, the result is empty.
@@ -186,11 +192,11 @@ def believed(in_states: StatedSteps, *in_groups: StatedSteps) -> StatedSteps:
 
 
 def place_of(believed: StatedSteps, in_groups: StatedSteps, named: str | None) -> StepPlace | None:
-    """Where and in which type an optimizer stores its step; None if it does so as torch's own.
+    """Where and in which type an optimizer stores its step; None if it does as torch's own does.
 
-    torch's place is assumed too if no step is stored, or if steps have several types. `named` is
-    the class that `--optimizer` named when the files were written. If it is given, the result is
-    never None, and contains this name.
+    It is also None if no step is stored, or if steps have several types. `named` is the class that
+    `--optimizer` named when the files were written. If it is given, the result contains this name,
+    and is never None.
 
     Apex's and TransformerEngine's FusedAdam store one step per group and none in states. Apex's
     step is a tensor of shape [1] if `capturable` is set, because it is incremented in place (commit
@@ -210,10 +216,10 @@ def place_of(believed: StatedSteps, in_groups: StatedSteps, named: str | None) -
 def sightings_of(
     statements: StatedSteps, believed: StatedSteps
 ) -> Iterator[tuple[Sighting, Notice | None]]:
-    """Yields each different step of `statements`, as a `Sighting` that says where it is stored.
+    """Yields each different step in `statements`, with the place that stores it.
 
-    With it comes a warning if the step has reached the limit of its type, else None. Owners (ranks
-    or parameters) with the same step share one sighting. `believed` are the steps that zckpt uses.
+    A warning comes with it if the step has reached the limit of its type, else None. Ranks or
+    parameters with the same step share one place. `believed` are the steps that zckpt uses.
     """
     is_true = statements.where == believed.where
     owners = by_key(
@@ -228,10 +234,10 @@ def sightings_of(
 def counted_by_last(
     in_states: StatedSteps, in_groups: StatedSteps, groups: Iterable[Sequence[str]]
 ) -> StatedSteps:
-    """The steps in states, corrected for optimizers that count only in a group's last parameter.
+    """Corrects steps of optimizers that count only in the state of a group's last parameter.
 
-    For these, all parameters of a group get the step of the last one. `groups` lists the parameters
-    of each group, in order. DeepSpeed's FusedAdam and FusedLion (0.19.8, ops/adam/fused_adam.py)
+    All parameters of such a group get the step of the last one. `groups` lists the parameters of
+    each group, in order. DeepSpeed's FusedAdam and FusedLion (0.19.8, ops/adam/fused_adam.py)
     increment the step only in the state of the last parameter with a gradient, and use it for the
     whole group. They store 0 in the group and in the other states.
     """
@@ -246,7 +252,7 @@ def counted_by_last(
 
 
 def counts_by_last(place: StepPlace) -> bool:
-    """Whether an optimizer that stores its step at `place` may count in the last parameter only.
+    """Whether an optimizer with this place of the step may count in a group's last parameter only.
 
     Such optimizers (see `counted_by_last`) store an int in the state, and 0 in the group.
     """
@@ -277,7 +283,7 @@ def check_policy(policy: str | None) -> None:
 
 
 def stalled(step: Step, kind: str, where: str) -> Notice | None:
-    """Warns if a step is so large that adding 1 no longer changes it in its type (such as bf16)."""
+    """Warns if a step is so large that adding 1 no longer changes it in its type, such as bf16."""
     if STALLS.get(kind) == step:
         return warning(
             "step-doubtful",
@@ -289,7 +295,7 @@ def stalled(step: Step, kind: str, where: str) -> Notice | None:
 
 
 def may_be_unstepped(manifest: Manifest) -> bool:
-    """Whether the step is 1: then `never_stepped` must be called, with checksums of the moments."""
+    """Whether the step is 1, so that `never_stepped` must look at checksums of the moments."""
     return manifest.step == 1
 
 

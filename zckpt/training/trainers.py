@@ -74,8 +74,8 @@ def _program(names: Collection[str]) -> str | None:
 def not_loaded(files: str, dialects: Sequence[str]) -> Notice:
     """Warns that the trainer does not load `files` of the target, because of their names.
 
-    The warning proposes the values `dialects` of the option `--dialect`: with each of them, the
-    files get names that the trainer finds. The warning's subject is the first of `dialects`.
+    The warning proposes `--dialect` with each of `dialects`: then the files get names that the
+    trainer finds. Its subject is the first of `dialects`.
     """
     ways = " or ".join(f"--dialect {name} ({LOADED_WITH[name]})" for name in dialects)
     message = f"the trainer does not find {files}: to resume with it, add {ways}"
@@ -83,7 +83,7 @@ def not_loaded(files: str, dialects: Sequence[str]) -> Notice:
 
 
 def resuming(siblings: Iterable[Sibling], otherwise: Callable[[str], str]) -> Callable[[str], str]:
-    """Returns a function that maps a path to the line of code with which a program resumes from it.
+    """Returns a function that gives, for a path, the line of code that resumes from it.
 
     The program is recognized by its files (`siblings`). If it is unknown, `otherwise` is returned.
     """
@@ -102,10 +102,10 @@ RESUMING = {
 
 
 def of_model(siblings: Iterable[Sibling], number: int) -> tuple[list[Sibling], list[str]]:
-    """Selects the files beside a checkpoint of several models that are needed for model `number`.
+    """Selects the files beside a checkpoint of several models that model number `number` needs.
 
-    Of the schedulers' files, only that of this model is kept, and renamed as if there were only one
-    model. Also returns the names of the other schedulers' files, which are left out.
+    Of the schedulers' files, only the one of this model is kept, and renamed as if there were only
+    one model. Also returns the names of the other schedulers' files, which are left out.
     """
     files, other_names = [], []
     for item in siblings:
@@ -143,7 +143,7 @@ def config_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:
 
 
 def counter(folder: str) -> int | None:
-    """The `global_step` in trainer_state.json of a checkpoint's folder; None if not stated.
+    """Reads the `global_step` in trainer_state.json of a checkpoint's folder; None if not stated.
 
     Usually only the beginning of the file is read: the Trainer sorts the keys (transformers 5.23),
     so this key comes before the long history of logs.
@@ -161,7 +161,7 @@ def counter(folder: str) -> int | None:
 
 
 def fresh_scheduler(step: int, groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The state of a torch LambdaLR after `step` updates, as schedulers of transformers have it."""
+    """The state of a torch LambdaLR after `step` updates, as transformers stores it."""
     rates = [number(group.get("lr")) for group in groups]
     return {
         "base_lrs": [number(group.get("initial_lr", group.get("lr"))) for group in groups],
@@ -174,15 +174,15 @@ def fresh_scheduler(step: int, groups: Sequence[dict[str, Any]]) -> dict[str, An
 
 
 def number(value: Any) -> Any:
-    """The number in a `Scalar`, such as the learning rate of a capturable optimizer.
+    """Returns the number in a `Scalar`, a tensor of one element such as `lr`.
 
-    Any other value is returned unchanged.
+    Other values unchanged.
     """
     return value.value if isinstance(value, Scalar) else value
 
 
 def files_to_load_by(siblings: Iterable[Sibling]) -> list[Sibling]:
-    """The files that from_pretrained needs beside the weights: configuration, tokenizer, processor.
+    """Selects the files that from_pretrained needs beside the weights, such as the tokenizer.
 
     Some programs store them in a subfolder, whose name is removed from the names of the files.
     """
@@ -195,7 +195,7 @@ def files_to_load_by(siblings: Iterable[Sibling]) -> list[Sibling]:
 
 
 def without_folder(name: str) -> str:
-    """Removes from a file's name the folder in which programs store files for from_pretrained.
+    """Removes from a file's name the subfolder in which programs store files for from_pretrained.
 
     Other names stay unchanged.
     """
@@ -206,13 +206,15 @@ def without_folder(name: str) -> str:
 def beside(
     root: str, own_paths: Collection[str], source: str | None = None
 ) -> tuple[list[Sibling], list[Notice]]:
-    """The files in a directory beside the checkpoint, and notes on those that are left out.
+    """Lists the files that lie beside a checkpoint in its directory, such as a tokenizer.
 
-    `own_paths` are the checkpoint's own files and folders. Three kinds of folders are included:
-    those with only configuration and tokenizer files (verl's `huggingface`), those with only one
-    file per rank (`rng` and `dataloader` of NeMo AutoModel 0.7), and `.hf_metadata`. Other folders
-    are left out, with a note. Links are followed only within the directory `source`, by default
-    `root`.
+    root       the directory
+    own_paths  the checkpoint's own files and folders
+    source     links are followed only within this directory, by default `root`
+
+    Three kinds of folders are included: those with only configuration and tokenizer files (verl's
+    `huggingface`), those with only one file per rank (`rng` and `dataloader` of NeMo AutoModel
+    0.7), and `.hf_metadata`. Other folders are left out, with a note.
     """
     siblings = SiblingList(source or root, OPEN_FOLDERS)
     folders: list[Notice] = []
@@ -242,10 +244,10 @@ def inside(
 ) -> tuple[list[Sibling], list[Notice]]:
     """The trainer's files in a folder of the checkpoint, and notes on those that are left out.
 
-    `own_paths` are the checkpoint's own files in this folder. NeMo AutoModel puts other files into
-    it: the model's configuration and tokenizer (in `.hf_metadata`), a second copy of the weights
-    (in `consolidated`), and a script that writes this copy and contains the folder's path. The copy
-    and the script are left out.
+    NeMo AutoModel puts three things into a folder with shards. The model's configuration and
+    tokenizer (in `.hf_metadata`) are used. A second copy of the weights (in `consolidated`), and a
+    script that writes this copy, are left out. `own_paths` are the checkpoint's own files in this
+    folder.
     """
     siblings = SiblingList(source, OPEN_FOLDERS)
     lines: list[Notice] = []
@@ -268,7 +270,7 @@ def inside(
 
 
 def once_more(folder: str, source: str) -> list[Sibling]:
-    """The files in the subfolder `consolidated`: a second copy of the weights, by NeMo AutoModel.
+    """The files of the second copy of the weights, which NeMo AutoModel puts into `consolidated`.
 
     These files are not copied to a target. Links are followed only within the directory `source`.
     """
@@ -290,7 +292,7 @@ def vocabulary(path: str) -> int | None:
 
 
 def ranks_of(siblings: Iterable[Sibling]) -> dict[str, int]:
-    """Maps each folder with one file per rank to the number of its files."""
+    """Maps each folder that has one file per rank, such as `rng`, to the number of its files."""
     matches = filter(None, (_OF_RANKS.fullmatch(item.name) for item in siblings))
     return Counter(match["folder"] for match in matches)
 
@@ -300,9 +302,9 @@ def for_ranks(
 ) -> tuple[list[Sibling], list[Notice]]:
     """Selects the trainer's files for a run of `ranks` data-parallel ranks.
 
-    Also returns notes on files that are left out: if the data-parallel size changes, these are the
-    random states of single ranks. `before` is the source's size, or 1 or less if it is unknown:
-    then the random states are counted.
+    If their number changes, the random states of single ranks are left out, with notes. `before` is
+    the source's number of ranks. If it is 1 or less, it is unknown: then the random states are
+    counted.
     """
     taken, lines = list(siblings), []
     of_ranks = [item for item in taken if _RANDOM_STATE.fullmatch(item.name)]

@@ -71,7 +71,6 @@ def _of_files(manifest: Manifest, number_in: Number) -> Iterator[Sighting]:
 
 
 def _number(item: Sibling, key: str, number_in: Number) -> int | None:
-    """The counter under `key` in a file; None if the file is damaged, too large, or unreadable."""
     if sources.is_denied(item.path):
         return None
     if item.name == STATE:
@@ -84,7 +83,6 @@ def _number(item: Sibling, key: str, number_in: Number) -> int | None:
 
 
 def _folder(manifest: Manifest) -> str:
-    """The path of the folder in which a trainer put its files; "" if there are no such files."""
     paths = [item.path for item in manifest.files.siblings if "/" not in item.name]
     return os.path.dirname(paths[0]) if paths else ""
 
@@ -95,7 +93,7 @@ def global_step(manifest: Manifest) -> int | None:
 
 
 def counted_updates(source: Manifest) -> int:
-    """The number of updates of a run whose engine does not count its updates.
+    """The number of updates of a run, for an engine that does not count them.
 
     It is the Trainer's `global_step`, or else the optimizer's step.
     """
@@ -109,7 +107,7 @@ def _seen(manifest: Manifest, kind: str) -> int | None:
 
 
 def disagreements(manifest: Manifest) -> list[Notice]:
-    """Notices if the Trainer's `global_step` is not the engine's counter or the folder's number.
+    """Notices if the Trainer's `global_step` contradicts the engine or the folder's name.
 
     If it is not the engine's counter, the files are from two saves, which is a problem. In one case
     this is only a warning: if gradients are accumulated, and the engine has counted less, by at
@@ -151,7 +149,6 @@ def disagreements(manifest: Manifest) -> list[Notice]:
 
 
 def _epochs(manifest: Manifest) -> float:
-    """The epochs that the Trainer has completed; 0 if its state does not state the epoch."""
     epoch: Any = (json_of(manifest.files.siblings, STATE) or {}).get("epoch")
     return epoch // 1 if is_step(epoch) else 0
 
