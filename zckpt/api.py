@@ -70,7 +70,7 @@ class Export(SourceKeywords, RunningKeywords, hf.Keywords, total=False):
 
 
 def _reading(source: Mapping[str, Any], **more: Any) -> Reading:
-    """Collects the keyword arguments about the source in a `Reading`.
+    """Collects the keyword arguments about a source in a `Reading`, the options for reading.
 
     `more` are fields of `Reading` that users do not give. Raises TypeError for an unknown argument.
     """
@@ -106,12 +106,12 @@ def _split(words: Mapping[str, Any], **more: Any) -> tuple[Reading, Running, Tar
 
 
 def _of_ranks(words: Mapping[str, Any], is_resharded: bool = True) -> dict[str, bool]:
-    """Two options for reading a source, which tell what `reshard` does with its model ranks.
+    """Two options for reading a source, which tell what `reshard` does with model-parallel ranks.
 
-    `ranks_apart`: each model-parallel rank keeps its slices, because neither --tp nor --groups-from
-    is given, so the manifests of the ranks are not joined. `with_slicings`: the reader must find
-    out how tensor-parallel ranks slice parameters, because --tp asks for other slices. Both are
-    False for `convert` (`is_resharded` is False).
+    `ranks_apart`: each rank keeps its slices, because neither --tp nor --groups-from is given. So
+    the ranks' manifests are not joined. `with_slicings`: --tp asks for other slices, so the reader
+    must find out how tensor-parallel ranks slice parameters. Both are False for `convert`
+    (`is_resharded` is False).
     """
     tp = words.get("tp")
     cuts = tp is not None and (tp > 1 or words.get("vocab_size") is not None)
@@ -142,12 +142,12 @@ def read(
                         checkpoint does not state it
         buffers         globs: buffers of which each rank stores its own values
         param_names     the names of the parameters, if the optimizer only numbers them
+        weights_only    leave out an optimizer that only numbers its parameters
+        nameless        read the states of such an optimizer without names, if no file has them
+        by_checksums    do not compare replicas in files without checksums; `uncompared` counts them
+        opens_items     open every item of `.distcp` files, for callers that read their tensors; by
+                        default zckpt infers the byte layout of most items from similar ones
 
-    An optimizer that only numbers its parameters may be left unread with `weights_only`. With
-    `nameless`, its state is read without names if no file has them. With `by_checksums`, replicas
-    in files without checksums are not compared either: `uncompared` counts them. `opens_items` is
-    for callers that read tensors of torch.distributed.checkpoint. It opens every item of the
-    `.distcp` files. Without it, zckpt infers the byte layout of most items from similar ones.
     Raises a ZckptError.
     """
     more = {"weights_only": weights_only, "nameless": nameless, "by_checksums": by_checksums}
@@ -155,7 +155,7 @@ def read(
 
 
 def inspect(manifest: Manifest) -> Report:
-    """The report of what a checkpoint contains.
+    """Reports what a checkpoint contains, as `zckpt inspect --json` does.
 
     `objects` in the report are pickled classes and functions that no engine needs.
     """
@@ -287,11 +287,11 @@ def try_out(
 
 
 def decided(source: Path, to: str, **words: Unpack[Conversion]) -> tuple[Decision, Reading]:
-    """What a conversion to the format `to` would write, and the options for reading the source.
+    """Finds out what a conversion to the format `to` would write, without writing.
 
-    It is for callers that load the result into memory instead of writing files. Such callers then
-    call `check_beforehand`, which reads the tensors that `convert` checks before it writes. Both
-    functions raise the same errors as `convert`.
+    Also returns the options for reading the source. This is for callers that load the result into
+    memory. They then call `check_beforehand`, which reads the tensors that `convert` checks before
+    it writes. Both functions raise the same errors as `convert`.
     """
     reading, _, options = _split(words)
     manifest = read_source(source, reading, options)
@@ -336,7 +336,7 @@ def export(
 
 @takes_urls("path", "older")
 def mend_step(path: Path, *, older: Path | None = None, tag: str | None = None) -> Report | None:
-    """What `mend` would restore of a checkpoint that cannot be opened, and the command to type.
+    """What `mend` would restore of a checkpoint that cannot be opened, and the command for it.
 
     `older` is an earlier checkpoint of the run that may be given as `--older`. In the result,
     `makes_up` tells whether any restored value would differ from the lost one. The result is None
@@ -385,14 +385,19 @@ def mend(
     another rank, the same tensor of the checkpoint `older`, a 16-bit weight beside its master), or
     if `accept_chance` is true.
 
-    A lost file is written if all other ranks, at least two, have the same bytes. If a lost file had
-    masters and moments and the weights are left, `rebuild` chooses replacements: "masters" from the
-    weights, and "moments=zero" or "moments=older". "model" writes a lost model file: its weights
-    are the rounded masters, and all else is that of `older`, advanced where possible. `tell` is
-    called with the damaged places and the losses, before anything is written. With `dry_run`
-    nothing is written, and `target` may be None. `words` are the arguments of `read`; the other
-    arguments are those of `convert`. Raises a ZckptError if something that is needed stays lost, or
-    if nothing is damaged; then `target` does not exist.
+    A lost file is written again if all other ranks, at least two, have the same bytes. If lost
+    files had masters and moments, and the weights are left, `rebuild` chooses what replaces them:
+
+        masters         masters are made from the weights
+        moments=zero    moments are zero
+        moments=older   moments are those of `older`
+        model           a lost model file gets weights from the masters, and all else from `older`,
+                        advanced where possible
+
+    `tell` is called with the damaged places and the losses, before anything is written. With
+    `dry_run` nothing is written, and `target` may be None. `words` are the arguments of `read`; the
+    other arguments are those of `convert`. Raises a ZckptError if something that is needed stays
+    lost, or if nothing is damaged; then `target` does not exist.
     """
     from .mending.mend import mend as write_mended
 
@@ -435,17 +440,20 @@ def verify(
 ) -> Report:
     """Checks the checkpoint at `path` for contradictions, or compares it with `against`.
 
-    `gather` rebuilds the tensors as the engine does, by all-gathering the ranks' partitions (needs
-    torch), on `device` (cuda or cpu; by default a GPU if there is one). Under torchrun every
-    process gathers, and all ranks but 0 return a report without findings.
+        gather          rebuild the tensors as the engine does, by all-gathering the ranks'
+                        partitions (needs torch); under torchrun every process gathers, and all
+                        ranks but 0 return a report without findings
+        device          where `gather` runs, "cuda" or "cpu"; by default on a GPU if there is one
+        tensors         a glob that selects tensors
+        weights_only    compare only weights
+        drop_state      optimizer states that are not compared; other states are a difference if
+                        only one side has them
+        rename          pairs of a regular expression and its replacement, for the names of `path`
+        family          rename and repack the parameters of `path` for the other program
+        sharing         a `zckpt.group()`, whose processes share the reading; all return the report
 
-    `tensors` is a glob that selects tensors. `weights_only` compares only weights. `drop_state` are
-    optimizer states that are not compared; other states are a difference if only one side has them.
-    `rename` are pairs of a regular expression and its replacement, for the names of `path`.
-    `family` renames and repacks the parameters of `path` for the other program. `source` are the
-    arguments of `read`. If `sharing` is a `zckpt.group()`, its processes share the reading, and all
-    return the report. The report contains all findings. A ZckptError is raised only if the
-    checkpoint could not be read at all.
+    `source` are the arguments of `read`. The report contains all findings: a ZckptError is raised
+    only if the checkpoint could not be read at all.
     """
     from .proving import prove
 

@@ -40,9 +40,9 @@ def removal(path: str) -> str:
 
 
 def listed(items: Sequence[object], most: int = 8) -> str:
-    """Lists names or numbers in a sentence: `a, b and 3 more`, with at most `most` of them.
+    """Lists names or numbers for a sentence, such as `a, b and 3 more`.
 
-    Line breaks in names are escaped.
+    At most `most` are listed. Line breaks in names are escaped.
     """
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return ", ".join(str(item).replace("\n", "\\n") for item in items[:most]) + more
@@ -78,7 +78,7 @@ def literal(text: str) -> str:
 def meant(word: str, names: Iterable[str]) -> str:
     """A hint for a misspelled word, such as "Did you mean --dp?"; "" if no name is similar.
 
-    A name that differs from `word` only by swapped letters is preferred.
+    If a name differs from `word` only by swapped letters, it is preferred.
     """
     names = [*names]
     swapped = [name for name in names if name != word and sorted(name) == sorted(word)]
@@ -92,7 +92,7 @@ def short(value: object, digits: int = 6) -> str:
 
 
 def safe(text: object) -> str:
-    """`text` on one line and without control characters, as names in files are not trusted."""
+    """A text on one line, without control characters; names in files are not to be trusted."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
@@ -102,7 +102,10 @@ def brief(value: object) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """Why a file could not be read, shortened: some exceptions contain the text of the file."""
+    """A short text that says why a file could not be read.
+
+    It is shortened, because some exceptions contain the text of the file.
+    """
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, MemoryError):
@@ -119,10 +122,14 @@ Kind = TypeVar("Kind", bound="ZckptError")
 
 
 class Notice(Struct, frozen=True, kw_only=True):
-    """An error, a warning or a note as data. `message` and `hint` are only for people.
+    """An error, a warning or a note of zckpt.
 
-    `code` is stable and tells what the user should do next; `notices.py` lists all codes. `subject`
-    is a parameter, a state or a rank, and `file` a path, if the notice is about one.
+    code      a stable name that tells what the user should do next; notices.py lists all
+    severity  "error", "warning" or "note"
+    message   one sentence, only for people
+    subject   the parameter, the state or the rank that it is about, if any
+    file      the path that it is about, if any
+    hint      what to do, only for people
     """
 
     code: str
@@ -167,7 +174,10 @@ def note(code: str, message: str, *, subject: str | None = None, file: str | Non
 
 
 class ZckptError(Exception):
-    """The base class of zckpt's errors. The fields are those of `Notice`."""
+    """The base class of zckpt's errors.
+
+    `code`, `message`, `hint`, `subject` and `file` are those of `Notice`.
+    """
 
     usual_hint = ""
 
@@ -198,7 +208,7 @@ class ZckptError(Exception):
         return self.again(hint=f"{self.hint}; {way}")
 
     def as_lost(self, what: str, *, hint: str, subject: str | None, file: str) -> Notice:
-        """A notice that the optimizer is left out because of this error.
+        """Turns the error into a notice that the optimizer is left out because of it.
 
         Its message is the error's message, a colon, and `what`.
         """
@@ -219,7 +229,7 @@ class ZckptError(Exception):
 
     @property
     def notices(self) -> tuple[Notice, ...]:
-        """The error as notices, one for each fault."""
+        """The error as notices: one for each fault."""
         return (self.notice,)
 
 
@@ -230,7 +240,10 @@ def log(logger: Logger, notices: Iterable[Notice]) -> None:
 
 
 def again(kind: type[Kind], fields: Mapping[str, Any]) -> Kind:
-    """Creates an exception of class `kind` with the attributes `fields`, as pickle does."""
+    """Creates an exception of the class `kind` without calling it, as pickle does.
+
+    `fields` are its attributes.
+    """
     error = kind.__new__(kind, fields["message"])
     error.__dict__.update(fields)
     return error
@@ -277,7 +290,7 @@ class CorruptCheckpoint(ZckptError):
 
 
 def not_understood(path: str, error: Exception) -> CorruptCheckpoint:
-    """The error for a file that cannot be read: damaged, or intact but of an unknown layout."""
+    """Makes the error for a file that is damaged, or intact but of an unknown layout."""
     return CorruptCheckpoint(
         "file-not-understood",
         f"{path} is damaged, or has a layout that zckpt does not know: {cause(error)}",

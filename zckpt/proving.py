@@ -115,7 +115,7 @@ def _verify(
     copying: Copying,
     begin: Begin | None,
 ) -> Report:
-    """The report of `verify` on one checkpoint, or on two that are compared tensor by tensor."""
+    """Makes the report of `verify` on one checkpoint, or on two that are compared."""
     contents, lines = None, list[Notice]()
     if against is None:
         manifest = other = read(path, replace(reading, nameless=True))
@@ -158,9 +158,9 @@ def _verify(
 
 
 def _with_next_step(line: Report, path: Path) -> Report:
-    """Adds a `zckpt mend` command to a report's line about damaged bytes.
+    """Adds to a report's line about damaged bytes the `zckpt mend` command to run next.
 
-    The command restores them, or lists what can be restored.
+    The command restores the bytes, or lists what can be restored.
     """
     if line["code"] != "record-damaged":
         return line
@@ -180,7 +180,7 @@ def _gather(
     memory: int,
     begin: Begin | None,
 ) -> Report:
-    """The report of `verify --gather`: the tensors are joined as the engine joins them."""
+    """Makes the report of `verify --gather`: tensors are joined as the engine joins them."""
     from .proof.allgather import verify_gathered  # which imports torch
 
     manifest = read(path, reading, alone=False)

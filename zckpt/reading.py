@@ -60,8 +60,8 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
     """Reads the manifest of the checkpoint at `path`, with its parameters renamed. Reads no tensor.
 
     The manifest's warnings name parameters that lack optimizer states. Raises SourceChanged if a
-    file of the checkpoint changes meanwhile. If a file is missing and another folder nearby has a
-    file of that name, the error says so. `alone` is False if a second checkpoint is read to compare
+    file of the checkpoint changes meanwhile. If a file is missing, the error names another folder
+    nearby that has a file of that name. `alone` is False if a second checkpoint is read to compare
     the two: then --root may name a model of the second one.
     """
     try:
@@ -75,11 +75,12 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
 
 
 def _read_opened(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manifest:
-    """Reads a manifest, and opens every item of `.distcp` files, for a caller that reads all bytes.
+    """Reads a manifest for a caller that reads all bytes, and opens every item of `.distcp` files.
 
-    To save memory, the byte layout of most items (each a torch file) is first inferred from similar
-    items, and compared when the item is opened. If an item has another layout, the checkpoint is
-    read again without inferring. All processes that share a conversion get the same result.
+    An item is a torch file inside a `.distcp` file. To save memory, the byte layout of most items
+    is first inferred from similar ones, and compared when the item is opened. If an item has
+    another layout, the checkpoint is read again without inferring. All processes that share a
+    conversion get the same result.
     """
     # masters are read immediately
     planned = replace(reading, opens_items=reading.masters_from_weights)
@@ -151,7 +152,7 @@ def _read(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manife
 
 
 def _own_tensors(manifest: Manifest) -> list[Notice]:
-    """Notices that a target with only weights will lack the tensors in the program's own state.
+    """Notices that a target with weights only will lack the program's own tensors.
 
     For example, these may be the averages of an EMA.
     """
@@ -171,10 +172,10 @@ def _own_tensors(manifest: Manifest) -> list[Notice]:
 
 
 def _rebuilt(manifest: Manifest, format: Format, is_shared: bool) -> Manifest:
-    """Replaces masters by values made from the weights (`Functions.rebuilt` of the format).
+    """Replaces fp32 masters by values made from the weights.
 
-    If the conversion `is_shared`, only the beginnings of masters are compared here. Raises
-    WrongOption for a format without such a function.
+    If several processes share the conversion (`is_shared`), only the beginnings of masters are
+    compared here. Raises WrongOption for a format without a function for it (`Functions.rebuilt`).
     """
     rebuilt = format.functions.rebuilt
     if rebuilt is None:
@@ -224,7 +225,7 @@ def _odd(paths: Sequence[str], when: str) -> list[Notice]:
 
 
 def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[Notice]:
-    """Warns about --buffers, --tp-rules and --replicas if they have changed nothing."""
+    """Warns about --buffers, --tp-rules and --replicas if they change nothing."""
     buffers = [] if reading.for_target or manifest.notices.buffers_named else reading.buffers
     lines = [
         warning(
@@ -250,10 +251,10 @@ def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[Notice
 
 
 def _in_other_order(manifest: Manifest, reading: Reading) -> list[Notice]:
-    """Warns that the order of --param-names has no effect, because files name the parameters.
+    """Warns that the order of the names in --param-names has no effect.
 
-    Files without names get no warning: the reader has used the option's names and order. Nor does
-    a run with several pipeline stages, because each stage has its own order.
+    The files themselves name the parameters, in another order. There is no warning if they do not,
+    and none for a run with several pipeline stages, because each stage has its own order.
     """
     if manifest.run.origin.pp not in (None, 1):
         return []
@@ -315,8 +316,8 @@ def read_both(
     """Reads two checkpoints to compare them; the second gets the parameter names of the first.
 
     If only one of them has wrappers' prefixes in its names, such as `_orig_mod`, the prefixes are
-    removed from both; the returned notices say so. If the optimizers of both identify their
-    parameters by number, and no file states the names, their states are compared without names.
+    removed from both. Returns both manifests, and notices about this. If the optimizers of both
+    number their parameters, and no file states the names, their states are compared without names.
     """
 
     def pair(reading: Reading) -> tuple[Manifest, Manifest, list[Notice]]:
@@ -354,7 +355,7 @@ def alike(first: Manifest, other: Manifest) -> tuple[Manifest, Manifest, list[No
     """Gives the manifest `other` the parameter names of `first`, so that both can be compared.
 
     If only one of them has wrappers' prefixes in its names, such as `_orig_mod`, the prefixes are
-    removed from both; the returned notices say so.
+    removed from both. Returns both manifests, and notices about this.
     """
     lines = about_other_words(first, other)
     other = called_as(other, names_of(first))
@@ -367,9 +368,10 @@ def alike(first: Manifest, other: Manifest) -> tuple[Manifest, Manifest, list[No
 def _read_second(path: str | os.PathLike[str], first: Manifest, reading: Reading) -> Manifest:
     """Reads the checkpoint at `path`, to compare it with `first`.
 
-    Options that describe only the files of `first` are left out, such as `--tag`. `--step-policy`
-    is kept only if it is `keep`. `--from gathered` is kept if `path` is a safetensors file: it says
-    that the file is a complete model, even if its name looks like one shard of several.
+    Options that are about the files of `first` only, such as `--tag`, do not apply to it.
+    `--step-policy` applies only if it is `keep`. `--from gathered` applies if `path` is a
+    safetensors file: it says that the file is a complete model, even if its name looks like one
+    shard of several.
     """
     is_whole = reading.format == "gathered" and os.fspath(path).endswith(".safetensors")
     options = Reading(
@@ -389,14 +391,17 @@ def _read_second(path: str | os.PathLike[str], first: Manifest, reading: Reading
 
 
 def _need_shared(first: Manifest, other: Manifest) -> None:
-    """Raises AmbiguousCheckpoint if no parameter name is in both, and one has several models."""
+    """Raises AmbiguousCheckpoint if two checkpoints share no parameter name.
+
+    It is raised only if one of them has several models, from which the user can choose.
+    """
     if set(names_of(first)).isdisjoint(names_of(other)):
         for manifest, twin in ((first, other), (other, first)):
             refuse_several(manifest, like=twin)
 
 
 def _roots_like(manifest: Manifest, other: Manifest) -> list[str]:
-    """The models of `manifest` whose parameters have the names and shapes of those of `other`.
+    """The models of `manifest` that have the parameter names and shapes of `other`.
 
     If `other` states the name of its model, and that model matches, only that one is returned.
     """

@@ -22,11 +22,11 @@ from .keys import KeyMeaning, KeyNames
 
 
 class Groups(Struct, frozen=True, eq=False, dict=True):
-    """Looks up the source's hyper-parameters for the groups of a program's state dict.
+    """Looks up hyper-parameters in a checkpoint for the parameter groups of a running program.
 
-    `state` is the flattened state dict. `keys` maps its keys of hyper-parameters to their meanings.
-    `members` has the names of the parameters in each group of the program's optimizer, if it was
-    given.
+    state    the program's flattened state dict
+    keys     maps its keys of hyper-parameters to their meanings
+    members  the names of the parameters in each group of the program's optimizer, if it was given
     """
 
     names: KeyNames
@@ -36,10 +36,10 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
     _sources: dict[str, dict[int, str]] = field(default_factory=dict)
 
     def values(self, meaning: KeyMeaning) -> list[Any]:
-        """A list with the value of a hyper-parameter; empty if the source has none for this group.
+        """The source's value of a hyper-parameter for a group of the program, in a list.
 
-        Raises InconsistentCheckpoint if parameters of the program's group have different values in
-        the source.
+        The list is empty if the source has no value. Raises InconsistentCheckpoint if the
+        parameters of the program's group have different values in the source.
         """
         groups = self._groups
         values = [
@@ -56,7 +56,10 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def _groups(self) -> Sequence[Mapping[str, Any]]:
-        """The source's groups, with the step if the source's optimizer stores it in groups."""
+        """The source's parameter groups.
+
+        They include the step if the source's optimizer keeps it there.
+        """
         manifest = self.names.manifest
         groups, place = manifest.groups or (), steps.torch_place(manifest)
         if place.where != "group":
@@ -82,10 +85,10 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
         )
 
     def sources(self, meaning: KeyMeaning) -> dict[int, str]:
-        """Finds the source's groups that contain parameters of the program's group.
+        """Finds the source's groups that contain parameters of a group of the program.
 
         Maps the number of each such group to the name of one of these parameters. `meaning` is that
-        of a hyper-parameter of the program's group.
+        of any hyper-parameter of the program's group.
         """
         parameters = self.names.manifest.parameters
         parameter = parameters.get(meaning.name)
@@ -102,12 +105,13 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
         return self._sources[name_or_front]
 
     def _companions(self, meaning: KeyMeaning) -> Sequence[str]:
-        """The source's names of all parameters in the program's group that `meaning` belongs to.
+        """The source's names of all parameters in one of the program's parameter groups.
 
-        A numbered group lists them as `params`. A flattened state dict has no groups: torch takes
-        the values of a group from its first parameter, which may be frozen, and no file states the
-        group of a frozen parameter. So the group comes from the program's optimizer. If that is not
-        given, all parameters with the same hyper-parameters count as one group.
+        `meaning` is that of any hyper-parameter of the group. A numbered group lists its parameters
+        as `params`. A flattened state dict has no groups; there, the program's optimizer tells the
+        group. If it is not given, parameters with equal hyper-parameters count as one group. (torch
+        takes the values of a group from its first parameter. That may be frozen, and no file states
+        the group of a frozen parameter.)
         """
         if not meaning.name:
             listed = self.state.get(f"{meaning.front}params")
@@ -122,7 +126,10 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def _equal_groups(self) -> list[list[str]]:
-        """Lists of the parameters whose hyper-parameters are equal in a flattened state dict."""
+        """Groups the parameters of a flattened state dict by equal hyper-parameters.
+
+        Returns their names.
+        """
         values: dict[str, dict[str, str]] = {}
         for key, meaning in self.keys.items():
             if meaning.name:

@@ -33,11 +33,11 @@ NUMBERED = re.compile(r"(?:^|\.)state\.\d+\.[^.]+$")
 class KeyMeaning(Struct, frozen=True):
     """What a key of a program's state dict stands for in the source.
 
-    `kind` is weight, state, group or extra. `name` is the source's name of a parameter, a buffer or
-    a module's extra state; it is "" for a numbered group. `slot` is the key of a state or a
-    hyper-parameter. `front` is the part before the parameter's name or, for a group, the beginning
-    of the group's keys. `rule` is the prefix rule that turned the program's name into the source's
-    name.
+    kind   "weight", "state", "group" or "extra"
+    name   the source's name of a parameter, buffer or extra state; "" for a numbered group
+    slot   the key of an optimizer state or a hyper-parameter, such as "exp_avg" or "lr"
+    front  the part of the key before the parameter's name or, for a group, before `param_groups`
+    rule   the prefix rule that turned the program's name into the source's name
     """
 
     kind: str
@@ -48,12 +48,12 @@ class KeyMeaning(Struct, frozen=True):
 
 
 class KeyNames(Struct, eq=False, dict=True):
-    """Looks up the keys of a program's state dict among the source's names.
+    """Finds out what the keys of a program's state dict mean, from the names in a checkpoint.
 
-    `numbers` has the names of the program's parameters in the order in which its optimizer numbers
-    them, if the optimizer was given. `words` are the first parts of the dotted keys that the source
-    stores. If a key begins with one of these, it must also have the source's prefix. `weights` maps
-    stored keys of weights to names.
+    numbers  the names of the program's parameters in the order in which its optimizer numbers them
+    words    the first words of the dotted keys that the checkpoint stores; a key that begins with
+             one of them must have the checkpoint's prefix too
+    weights  maps stored keys of weights to the weights' names
     """
 
     manifest: Manifest
@@ -85,10 +85,10 @@ class KeyNames(Struct, eq=False, dict=True):
 
     def meaning(self, key: str) -> KeyMeaning | None:
         if key not in self._meanings:
-            self._meanings[key] = self._optimizer_s(key) or self._module_s(key)
+            self._meanings[key] = self._in_optimizer(key) or self._in_module(key)
         return self._meanings[key]
 
-    def _optimizer_s(self, key: str) -> KeyMeaning | None:
+    def _in_optimizer(self, key: str) -> KeyMeaning | None:
         """Looks a key up as an optimizer's state or hyper-parameter; None if it is neither.
 
         This is tried before the look-up as a weight or buffer, because a buffer may be named
@@ -110,7 +110,7 @@ class KeyNames(Struct, eq=False, dict=True):
                 return KeyMeaning(kind, owner[0], slot, front, owner[1])
         return None
 
-    def _module_s(self, key: str) -> KeyMeaning | None:
+    def _in_module(self, key: str) -> KeyMeaning | None:
         """Looks a key up as a weight, a buffer or an extra state; None if it is none of these."""
         _, own_rule = self.rules["weight"]
         if key in self.weights:
@@ -134,9 +134,9 @@ class KeyNames(Struct, eq=False, dict=True):
         return KeyMeaning("extra" if name in self.extra else "weight", name, "", "", rule)
 
     def parameter(self, name: str | int) -> tuple[str, PrefixRule] | None:
-        """The source's name of the parameter that an optimizer calls `name`, and the rule used.
+        """Finds the source's name of the parameter that a program's optimizer calls `name`.
 
-        The rule is the one that replaced the prefix of `name`. None if the source has no such
+        Also returns the prefix rule that was applied to the name. None if the source has no such
         parameter.
         """
         if isinstance(name, int) or (name.isdecimal() and name not in self._names):
@@ -151,9 +151,9 @@ class KeyNames(Struct, eq=False, dict=True):
         return self._parameters[name]
 
     def _lookup(self, name: str, rules: Iterable[PrefixRule]) -> tuple[str, PrefixRule] | None:
-        """Applies the prefix `rules` to a name until one gives a name of the source.
+        """Applies prefix rules to a name until one gives a name that the source has.
 
-        Returns the source's name and that rule, or None. A tied weight gets the name under which
+        Returns the source's name and this rule, or None. A tied weight gets the name under which
         the source stores it.
         """
         for rule in rules:
@@ -164,7 +164,10 @@ class KeyNames(Struct, eq=False, dict=True):
         return None
 
     def entries(self, meaning: KeyMeaning) -> list[Entry]:
-        """The entries that can fill a tensor: for a weight, the module's value and the master."""
+        """The tensors of the source that can fill a key.
+
+        For a weight, its value and its fp32 master.
+        """
         name, slots = meaning.name, ["param", "master"]
         if meaning.kind == "state":
             slots = [slot_name(meaning.slot)]
@@ -176,12 +179,12 @@ class KeyNames(Struct, eq=False, dict=True):
         return [entry for entry in entries if entry is not None]
 
     def unused(self, meanings: Iterable[KeyMeaning]) -> list[str]:
-        """The names in the source to which no key of the state dict refers."""
+        """The names in the source that no key of the state dict asks for."""
         used = {meaning.name for meaning in meanings}
         names = (*self.manifest.parameters, *self.manifest.buffers)
         return [name for name in names if name not in used]
 
 
 def _root(path: Sequence[Any]) -> str:
-    """The prefix of all keys below a path: the dotted path and a dot; "" for an empty path."""
+    """The prefix of all keys below a path, such as "model."; "" for an empty path."""
     return f"{dotted(tuple(path))}." if path else ""

@@ -23,10 +23,10 @@ PARTIAL = (
 
 
 class Lookup(Struct, eq=False, dict=True):
-    """The meanings of the keys to load, and which keys cannot be filled.
+    """The meaning of every key to load, and the keys that cannot be filled.
 
-    The checkpoint does not have the keys in `missing`. zckpt cannot restore the keys in
-    `not_loaded`, for the reason in the error. Both grow during the look-up.
+    The checkpoint does not have the keys in `missing`. zckpt cannot restore those in `not_loaded`,
+    each for the reason in the error. Both grow while keys are looked up.
     """
 
     source: Source
@@ -42,7 +42,7 @@ class Lookup(Struct, eq=False, dict=True):
         return {key: each for key, each in self.meanings.items() if isinstance(each, KeyMeaning)}
 
     def _match_rules(self) -> None:
-        """Requires one prefix rule for the names of all weights, and one for those of all states.
+        """Requires that one prefix rule fits the names of all weights, and one those of all states.
 
         If several rules were allowed, a second copy of the weights (such as an average) would get
         the model's values. Raises MissingData if the names need different rules. But if the program
@@ -70,7 +70,10 @@ class Lookup(Struct, eq=False, dict=True):
                 )
 
     def _asks_for_stored(self, front: str) -> bool:
-        """Whether the program asks for stored keys of a DCP directory that begin with `front`."""
+        """Whether the program asks for stored keys that begin with `front`.
+
+        Only a DCP directory has stored keys.
+        """
         return self.source.stored is not None and any(
             key.startswith(front)
             for key, meaning in self.meanings.items()
@@ -102,7 +105,7 @@ class Lookup(Struct, eq=False, dict=True):
             raise MissingData("program-does-not-fit", f"{MISSING}{'. '.join(sentences)}. {PARTIAL}")
 
     def _missing(self, keys: Sequence[str]) -> list[str]:
-        """Sentences about the missing keys, and about the checkpoint's keys that stay unused."""
+        """Sentences that name the missing keys, and keys of the checkpoint that stay unused."""
         source = self.source
         numbered = [key for key in keys if NUMBERED.search(key)]
         if numbered and not source.numbers and not any(map(NUMBERED.search, source.listing.items)):

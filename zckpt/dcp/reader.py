@@ -24,24 +24,23 @@ from .values import NotLoaded, rebuilt
 
 
 class StorageReader(storage.StorageReader):
-    """Reads the checkpoint at `path`, of any format, into the state dict of any torch program.
+    """Loads the checkpoint at `path`, of any format, into the state dict of any torch program.
 
     `format`, `tag`, `root`, `step_policy`, `param_names`, `tp_rules` and `buffers` are as for
     `zckpt.read`, `replicas` and `accept_weights` as for `zckpt.load`. `rename` are pairs (regex,
-    replacement) as in `--rename`. A checkpoint that `convert` refuses is refused before a tensor is
-    loaded; the coordinator of a load checks this for all ranks. A state dict from
-    `optimizer.state_dict()` numbers the parameters. So it needs `model` and `optimizer`, which also
-    state the groups of frozen parameters.
+    replacement) as in `--rename`. If the state dict is from `optimizer.state_dict()`, which numbers
+    the parameters, give `model` and `optimizer`: they tell the names, and the groups of frozen
+    parameters.
 
-    If the source has a key of the state dict, the value is loaded unchanged. Other keys are looked
-    up by name. A float32 weight gets the fp32 master, if there is one. Other weights get the
-    module's value, or the rounded master. Hyper-parameters are matched by parameter, not by the
-    number of a group. The program's own values stay for hyper-parameters that the source lacks, and
-    so do the members of its groups.
+    A value whose key the source has too is loaded unchanged. Other keys are looked up by name. A
+    float32 weight gets the fp32 master, if there is one. Other weights get the module's value, or
+    the rounded master. Hyper-parameters are found by parameter, not by the number of a group. The
+    program keeps its own values of hyper-parameters that the source lacks, and the members of its
+    groups.
 
     Raises a ZckptError. The constructor raises it for the path. Loading raises it (inside torch's
-    CheckpointException) for keys that the source lacks, and for objects whose pickles zckpt would
-    have to run.
+    CheckpointException) for keys that the source lacks, for objects whose pickles zckpt would have
+    to run, and for a checkpoint that `convert` refuses; then no tensor was loaded on any rank.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class StorageReader(storage.StorageReader):
             self._open(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Lists the source's keys. Every rank gets the keys of all ranks."""
+        """Lists the keys of the checkpoint; every rank gets the keys of all ranks."""
         if not self._source.is_current:
             self._open(self.path)
         stored = self._source.stored
@@ -139,7 +138,7 @@ class StorageReader(storage.StorageReader):
     def set_up_storage_reader(
         self, metadata: metadata.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Prepares the metadata so that torch's planner finds every key while it makes its plan."""
+        """Keeps the metadata, so that torch's planner finds every key while it makes its plan."""
         self._is_checked |= not is_coordinator  # the coordinator checks for all ranks
         table = metadata.state_dict_metadata
         self._table = table if isinstance(table, KeyTable) else None
@@ -152,9 +151,9 @@ class StorageReader(storage.StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[planner.LoadPlan]) -> list[planner.LoadPlan]:
-        """Checks the source as `convert` does; torch calls this on the coordinator only.
+        """Refuses a checkpoint that `convert` refuses, before a tensor is read.
 
-        An error ends the load on all ranks, before a tensor is read.
+        torch calls this on the coordinator only. An error ends the load on all ranks.
         """
         self._check(plans)
         return plans
@@ -166,7 +165,7 @@ class StorageReader(storage.StorageReader):
             self._is_checked = True
 
     def read_data(self, plan: planner.LoadPlan, planner: planner.LoadPlanner) -> Future[None]:
-        """Fills the values in this process's plan; if the source lacks a key, changes nothing."""
+        """Fills the values of this process's plan; changes nothing if the source lacks a key."""
         self._check([plan])
         LoadTarget(self._source, planner, plan.items).fill()
         done: Future[None] = Future()
@@ -181,7 +180,10 @@ def _no_tensor(_: Any) -> torch.Tensor:
 def _groups(
     model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
 ) -> list[list[str]]:
-    """The names of the parameters in each group, in the order of the optimizer's numbers."""
+    """Lists the parameter names of each of the optimizer's groups.
+
+    Their order is that in which the optimizer numbers parameters.
+    """
     if (model is None) != (optimizer is None):
         raise WrongOption(
             "option-needed",

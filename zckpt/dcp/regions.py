@@ -28,7 +28,10 @@ BLOCK = 16 << 20  # bytes: the buffer that is read, and then copied into the ten
 
 
 class BoxRegion(Struct, frozen=True, eq=False):
-    """A block of an entry: [offset, offset + size) along each axis, and the tensor it fills."""
+    """A block of a stored tensor, and the program's tensor that it fills.
+
+    The block has the elements [offset, offset + size) along each axis.
+    """
 
     entry: Entry
     offsets: tuple[int, ...]
@@ -41,7 +44,7 @@ class BoxRegion(Struct, frozen=True, eq=False):
 
     @property
     def inner(self) -> int:
-        """The first axis such that the region has all of this axis and of all later ones.
+        """The first axis from which on the region contains all elements.
 
         For example 1, if the region has some rows of a matrix.
         """
@@ -51,7 +54,7 @@ class BoxRegion(Struct, frozen=True, eq=False):
         return axis
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """Yields the row-major ranges [start, stop) of consecutive elements in the region."""
+        """Yields the region's elements as row-major ranges [start, stop) of the stored tensor."""
         shape, axis = self.entry.shape, max(self.inner - 1, 0)
         strides = row_major(shape)
         length = prod(self.sizes[axis:])
@@ -62,9 +65,9 @@ class BoxRegion(Struct, frozen=True, eq=False):
             yield start, start + length
 
     def cut(self, most: int) -> Iterator[BoxRegion]:
-        """Yields parts of the region with at most `most` elements.
+        """Divides the region into parts of at most `most` elements.
 
-        The region is cut along its first axis with more than one index.
+        It is cut along its first axis with more than one index.
         """
         if self.numel <= most:
             yield self
@@ -80,10 +83,7 @@ class BoxRegion(Struct, frozen=True, eq=False):
             yield from BoxRegion(self.entry, tuple(offsets), tuple(sizes), part).cut(most)
 
     def position(self) -> tuple[str, int]:
-        """The file and the byte offset at which the region's first element is stored.
-
-        Regions are sorted by this place.
-        """
+        """The file and the offset of the region's first byte, by which regions are sorted."""
         start, stop = next(self.runs())
         for fragment in self.entry.fragments.overlapping(start, stop):
             size = SIZES[self.entry.dtype]
@@ -128,5 +128,4 @@ def fill(regions: Iterable[BoxRegion], records: Sequence[Record]) -> None:
 
 
 def _room(region: BoxRegion) -> int:
-    """The bytes that a region takes in the buffer, rounded up so that the next one is aligned."""
     return align(region.numel * SIZES[region.entry.dtype], 8)

@@ -63,9 +63,10 @@ Meaning = StoredTensor | StoredValue | KeyMeaning
 class Listing(Struct):
     """The keys that a checkpoint lists, in the order in which a program would save them.
 
-    `items` has the tensor or value under each key, and `paths` the key's path in the state dict.
-    `weights` maps every key of a weight to its name in the manifest. `assumed` are warnings about
-    hyper-parameters that are defaults, because the source does not have them.
+    items    the tensor or value under each key
+    paths    each key's path in the state dict
+    weights  maps every key of a weight to its name in the manifest
+    assumed  warnings about hyper-parameters that are defaults, because the source has none
     """
 
     items: dict[str, StoredTensor | StoredValue]
@@ -75,10 +76,11 @@ class Listing(Struct):
 
 
 class Source(Struct, eq=False, dict=True):
-    """The checkpoint to load; `groups` has the names of parameters in each group of the program.
+    """The checkpoint from which a program loads.
 
-    `stored` has the items of a DCP directory that is loaded unchanged; it is None for other
-    checkpoints. Raises a ZckptError if the path holds no checkpoint.
+    `groups` has the names of the parameters in each of the program's groups. `stored` has the items
+    of a DCP directory that is loaded unchanged; it is None for other checkpoints. Raises a
+    ZckptError if the path holds no checkpoint.
     """
 
     path: str
@@ -110,7 +112,6 @@ class Source(Struct, eq=False, dict=True):
 
     @property
     def _format(self) -> str | None:
-        """The requested format. The default is `dcp` if the path has a `.metadata`, else None."""
         file = os.path.join(self.path, self.reading.tag or "", METADATA)
         return self.reading.format or ("dcp" if sources.is_file(file) else None)
 
@@ -127,7 +128,7 @@ class Source(Struct, eq=False, dict=True):
         return read(self.path, replace(self.reading, format=self._format))
 
     def check(self, accept_weights: bool, keys: Collection[str]) -> None:
-        """Makes the checks of `convert` before a load; raises the errors of `zckpt.load`.
+        """Checks the source as `convert` does before it writes; raises the errors of `zckpt.load`.
 
         The stored items of a DCP directory are checked only if zckpt finds a model or an optimizer
         among them. `keys` are the keys to load.
@@ -148,10 +149,7 @@ class Source(Struct, eq=False, dict=True):
 
     @property
     def _readable(self) -> Manifest:
-        """The manifest of the source.
-
-        If no file states the names of the optimizer's parameters, it is read without them.
-        """
+        """Reads the manifest; without the names of optimizer parameters, if no file states them."""
         try:
             return self.manifest
         except MissingData:
@@ -163,7 +161,6 @@ class Source(Struct, eq=False, dict=True):
         return read(self.path, replace(self.reading, format=self._format, weights_only=True))
 
     def _has_optimizers(self, keys: Collection[str]) -> bool:
-        """Whether any of these keys of a DCP directory belongs to its optimizer."""
         place = keys_of(self._weights.run.engine).optimizer
         if self.stored is None or place is None:
             return True
@@ -178,7 +175,7 @@ class Source(Struct, eq=False, dict=True):
 
     @cached_property
     def names(self) -> KeyNames | None:
-        """An object that looks up keys by name; None if a DCP directory contains no model."""
+        """Looks up keys by name; None if a DCP directory contains no model."""
         if self.stored is None:
             return KeyNames(self.manifest, self.numbers, weights=self.listing.weights)
         words = {key.partition(".")[0] for key in self.stored.items}
@@ -189,17 +186,17 @@ class Source(Struct, eq=False, dict=True):
             return None
 
     def meaning(self, key: str) -> Meaning | None:
-        """What a key stands for: an item that the checkpoint lists, or something found by name.
+        """Finds out what a key of the program stands for; None if the checkpoint does not have it.
 
-        None if the key is neither listed nor found.
+        It is an item that the checkpoint lists under this key, or something found by name.
         """
         item = self.listing.items.get(key)
-        if item is not None and self._is_own(key, item):
+        if item is not None and self._is_loaded_unchanged(key, item):
             return item
         by_name = None if self.names is None else self.names.meaning(key)
         return by_name or item
 
-    def _is_own(self, key: str, item: StoredTensor | StoredValue) -> bool:
+    def _is_loaded_unchanged(self, key: str, item: StoredTensor | StoredValue) -> bool:
         """Whether the item that the checkpoint lists under a key is loaded unchanged.
 
         Otherwise the key is looked up by name.
@@ -212,7 +209,7 @@ class Source(Struct, eq=False, dict=True):
 
 
 def listing_of(manifest: Manifest) -> Listing:
-    """The keys and items that `zckpt convert --to dcp` would write."""
+    """Lists the keys and items that `zckpt convert --to dcp` would write."""
     listing = Listing({}, {})
     try:
         dicts = StateDicts(manifest, Options(), None)

@@ -30,7 +30,7 @@ STEP = re.compile(r"(?:^|\.)state\..+\.step$")
 
 
 class KeyTable(dict[str, Any]):
-    """The `state_dict_metadata` that torch's planner sees during a load.
+    """The `state_dict_metadata` that torch's planner sees during a load: the keys to choose from.
 
     `is_loading` is True while the planner makes a plan.
     """
@@ -72,18 +72,18 @@ class KeyTable(dict[str, Any]):
     def keys(self) -> KeysView[str]:  # type: ignore[override]  # of any dictionary
         """The listed keys; during a load, only those that torch before 2.4 would have saved.
 
-        If a program does not ask for every key that it sees here, torch's DefaultLoadPlanner
-        concludes that torch 2.3 wrote the checkpoint, since torch 2.3 did not flatten dictionaries
-        without tensors. This conclusion may be wrong: some ranks have no shard of some of FSDP1's
-        weights (torch 2.13), and do not ask for these keys. So during a load the planner sees only
-        keys whose values are such dictionaries.
+        torch 2.3 saved a dictionary without tensors under one key; later versions save each of its
+        items under a key. If a program does not ask for every key that it sees here, torch's
+        DefaultLoadPlanner concludes that torch 2.3 wrote the checkpoint. This may be wrong: some
+        ranks have no shard of some of FSDP1's weights (torch 2.13), and do not ask for these keys.
+        So during a load the planner sees only keys whose values are such dictionaries.
         """
         if not self.is_loading:
             return super().keys()
         return dict.fromkeys(key for key in self if self._is_container(key)).keys()
 
     def _is_container(self, key: str) -> bool:
-        """Whether the value under this key is a dictionary, or a list that contains one."""
+        """Whether a key's value is a dictionary, or a list with a dictionary or tensor in it."""
         stored, item = self.source.stored, self.source.listing.items[key]
         if stored is None or stored.version is not None or not isinstance(item, StoredValue):
             return False
@@ -114,7 +114,7 @@ def metadata_of(item: StoredTensor | StoredValue) -> metadata.STORAGE_TYPES:
 def tensor_metadata(
     dtype: str, shape: tuple[int, ...], stored: StoredTensor | None = None
 ) -> metadata.TensorStorageMetadata:
-    """The metadata of a tensor: its stored chunks, or else one chunk for the complete tensor."""
+    """Makes torch's metadata of a tensor: its stored chunks, or one chunk for the full tensor."""
     size, kind = torch.Size(shape), getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
         raise UnsupportedCheckpoint(

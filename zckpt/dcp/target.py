@@ -39,7 +39,7 @@ GROUP = re.compile(r"((?:^|.*?\.)param_groups\.\d+\.)[^.]+")
 
 
 class LoadTarget:
-    """The items of one process's load plan, to be filled in the planner's state dict."""
+    """What one process loads: the items of its plan, and the planner's state dict to fill."""
 
     def __init__(
         self, source: Source, filler: planner.LoadPlanner, items: Sequence[planner.ReadItem]
@@ -86,7 +86,7 @@ class LoadTarget:
     # -- values that are not tensors in the source
 
     def _values(self, item: planner.ReadItem) -> list[Any]:
-        """A list with the value of an item; empty if nothing is set or it cannot be loaded."""
+        """The value of an item, in a list; empty if nothing is set or it cannot be loaded."""
         key = item.storage_index.fqn
         if key in self.lookup.missing:
             return []
@@ -97,7 +97,7 @@ class LoadTarget:
         return []
 
     def _looked_up(self, key: str, name: str) -> list[Any]:
-        """A list with the value of the checkpoint's `key`; empty if nothing is set.
+        """The checkpoint's value under `key`, in a list; empty if nothing is set.
 
         `name` is the key in the program's state dict.
         """
@@ -126,7 +126,6 @@ class LoadTarget:
         return []
 
     def _tensor(self, name: TensorName) -> torch.Tensor:
-        """Loads a tensor of the source that belongs to no parameter, such as an RNG state."""
         manifest = self.source.manifest
         return as_torch(manifest.entries[name.name, "state"], manifest.files.records)
 
@@ -150,9 +149,9 @@ class LoadTarget:
         return Groups(names, self.source.groups, self.state, keys)
 
     def _is_regrouped(self, key: str) -> bool:
-        """Whether the source's group of the same number has other parameters than the target's.
+        """Whether the source's group of a number has other parameters than the program's.
 
-        The number of the group is part of `key`.
+        `key` contains the number of the group.
         """
         match = GROUP.fullmatch(key)
         if match is None:
@@ -174,12 +173,11 @@ class LoadTarget:
         return bool(self._groups.sources(meaning))
 
     def _hyper_parameter(self, key: str, name: str) -> list[Any]:
-        """A list with the value of a hyper-parameter for a program's key; empty if none is set.
+        """The value of a hyper-parameter for a program's key, in a list; empty if none is set.
 
         It is the value that the source's groups have for the parameters of the program's group. If
         the source has no such value and the program's value is only a placeholder, it is the value
-        stored under the key. The members of a group (`params`) are never taken from the source's
-        groups.
+        stored under the key. The members of a group (`params`) are never taken from the source.
         """
         groups, stored = self._groups, self.source.listing.items.get(key)
         assert groups is not None
@@ -200,7 +198,7 @@ class LoadTarget:
         return []
 
     def _is_blank(self, meaning: KeyMeaning, name: str) -> bool:
-        """Whether the program's value of a hyper-parameter is only a placeholder of torch.
+        """Whether the program's value of a hyper-parameter is a placeholder from torch.
 
         A numbered group is blank if its `params` are no list. A value is blank if it is None, a
         metadata record or "<bytes_io>".
@@ -213,7 +211,10 @@ class LoadTarget:
         return is_mark or value is None
 
     def _put(self, item: planner.ReadItem, value: Any) -> None:
-        """Sets a value in the type of the state dict's value; a tensor is filled in place."""
+        """Stores a value in the state dict, in the type of the value there.
+
+        Fills a tensor in place.
+        """
         current = self.state.get(item.dest_index.fqn)
         is_number = isinstance(value, (int, float))
         is_tensor = isinstance(value, torch.Tensor) and not value.shape
@@ -231,10 +232,10 @@ class LoadTarget:
     # -- tensors
 
     def _entries(self, item: planner.ReadItem) -> list[list[Entry]]:
-        """A list with the entries that can fill an item; empty if the item cannot be loaded.
+        """The stored tensors that can fill an item of the plan, in a list; empty if there are none.
 
-        If the key is loaded unchanged, the entry is one stored chunk. If the key was found by name,
-        the entries are the tensors of that name: for a weight, the module's value and the master.
+        If the key is loaded unchanged, it is one stored chunk. If the key was found by name, these
+        are the tensors of that name: for a weight, the module's value and the fp32 master.
         """
         key, meaning = item.storage_index.fqn, self.meanings[item.storage_index.fqn]
         if key in self.lookup.missing:
@@ -324,7 +325,7 @@ class LoadTarget:
     def _is_trained(self, key: str) -> bool:
         """Whether a key is a weight that an optimizer updates.
 
-        True for a key that was not found by name, because nothing more is known of it.
+        True for a key that was not found by name: then nothing else is known about it.
         """
         meaning = self.meanings[key]
         if not isinstance(meaning, KeyMeaning):
@@ -334,25 +335,24 @@ class LoadTarget:
 
 
 def _rebuilt(stored: StoredValue) -> Any:
-    """The value stored under a key; raises NotLoaded if zckpt cannot restore this value."""
+    """Reads the value that is stored under a key; raises NotLoaded if zckpt cannot restore it."""
     item = stored.open()
     return rebuilt(item.value, lambda tensor: as_torch(item.entry(tensor), item.records))
 
 
 def _offsets(item: planner.ReadItem) -> tuple[int, ...]:
-    """The offsets of the stored chunk that an item of a plan reads from."""
     return tuple(item.storage_index.offset or ())
 
 
 def _local(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The shards of a tensor in this process, or the tensor itself if it is not distributed."""
+    """The shards of a tensor in this process; a plain tensor is its only shard."""
     if hasattr(tensor, "local_shards"):
         return [shard.tensor for shard in tensor.local_shards()]
     return [getattr(tensor, "_local_tensor", tensor)]
 
 
 def _fitting(entries: Sequence[Entry], tensor: torch.Tensor) -> Entry:
-    """The entry that fills a tensor: for a weight in fp32 or fp64, the master if it exists."""
+    """Chooses the stored tensor that fills a tensor: for a weight in fp32 or fp64, the master."""
     slots = {entry.slot: entry for entry in entries}
     if not WEIGHTS & slots.keys():
         return entries[0]

@@ -1,7 +1,7 @@
-"""Converts inert records of a program's state to objects of Python, torch and numpy.
+"""Converts plain records of a program's state to objects of Python, torch and numpy.
 
-A checkpoint's pickles are never run. They are read as plain data, in which an object is an inert
-record: the name of its class and its state (see inert.py). This module converts records to objects,
+A checkpoint's pickles are never run. They are read as plain data, in which an inert record stands
+for an object: the name of its class and its state. This module makes objects from these records,
 but only of the classes in the tables below: zckpt calls these classes itself, with plain arguments.
 
 If a pickle refers to one value twice, the result has one object for both.
@@ -30,11 +30,14 @@ from ..files.torchfile import Tensor
 
 
 class NotLoaded(Exception):
-    """A value cannot be restored; the message is a clause, such as `it is an object of ...`."""
+    """Raised if a value cannot be restored.
+
+    The message is a clause, such as `it is an object of ...`.
+    """
 
 
 def rebuilt(value: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
-    """Converts a value that contains inert records to one that contains objects.
+    """Replaces the inert records in a value (class names with states) by objects of these classes.
 
     `tensor` loads a tensor in the value. Raises NotLoaded for an object of a class that is not in
     this module's tables.
@@ -50,9 +53,10 @@ def rebuilt(value: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
 
 
 class _Rebuilding(Struct, eq=False):
-    """The conversion of one value, `whole`.
+    """The conversion of one value (`whole`) from inert records to objects.
 
-    `done` maps the Python `id` of each part that was converted to the result.
+    `done` maps the Python `id` of each part that was converted to the result, so that a part which
+    occurs twice becomes one object.
     """
 
     whole: Any
@@ -88,7 +92,7 @@ class _Rebuilding(Struct, eq=False):
         return result
 
     def named(self, value: Global) -> Any:
-        """Restores a class or a constant that is used as a value, such as a dtype."""
+        """Returns a class or a constant that a pickle names, such as `torch.float32`."""
         module, _, name = value.name.rpartition(".")
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
