@@ -23,10 +23,12 @@ PARTIAL = (
 
 
 class Lookup(Struct, eq=False, dict=True):
-    """The meaning of every key to load, and the keys that cannot be filled.
+    """What the keys to load mean, and which of them cannot be filled.
 
-    The checkpoint does not have the keys in `missing`. zckpt cannot restore those in `not_loaded`,
-    each for the reason in the error. Both grow while keys are looked up.
+    missing     keys that the checkpoint does not have
+    not_loaded  keys that zckpt cannot restore, each with an error that tells the reason
+
+    Both grow while keys are looked up.
     """
 
     source: Source

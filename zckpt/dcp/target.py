@@ -86,7 +86,10 @@ class LoadTarget:
     # -- values that are not tensors in the source
 
     def _values(self, item: planner.ReadItem) -> list[Any]:
-        """The value of an item, in a list; empty if nothing is set or it cannot be loaded."""
+        """The value of an item of the load plan, in a list of one.
+
+        The list is empty if the value cannot be loaded, or if the program keeps its own.
+        """
         key = item.storage_index.fqn
         if key in self.lookup.missing:
             return []

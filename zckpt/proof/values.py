@@ -66,10 +66,10 @@ def steps(a: Manifest, b: Manifest) -> list[Report]:
 def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
     """Compares where and in which type two checkpoints store the optimizer's step.
 
-    Returns report lines and notices. An optimizer reads its step from one place, a parameter's
-    state or the group, and begins at 1 if there is none. So another place or type is a difference.
-    But if a configuration or the user names the optimizer, another place is only a notice, and
-    types are not compared.
+    Returns report lines and notices. An optimizer looks for its step in one place, a parameter's
+    state or the group; if it finds none there, it counts from 1 again. So another place or type is
+    a difference. But if a configuration or the user names the optimizer, another place is only a
+    notice, and types are not compared.
 
     Between files of the same engine and stage it is also a difference if one side stores the step
     in the state of each parameter, and the other only in that of a group's last parameter.
@@ -206,11 +206,11 @@ def trainable(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def with_trained_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
-    """Marks a parameter as frozen in both manifests if one of the files cannot tell whether it is.
+    """Marks parameters as frozen in both manifests if they count as trained in only one.
 
-    A torch state dict without optimizer state of a parameter does not tell whether it is frozen. It
-    is marked only if the other checkpoint disagrees. Files of DeepSpeed tell it, because groups
-    lack frozen parameters.
+    This is done only for a torch state dict that has no optimizer state of the parameter: such a
+    file does not tell whether it is frozen. Files of DeepSpeed tell it, because groups lack frozen
+    parameters.
     """
     sides = [side for side in (a, b) if isinstance(side.run.engine, StateDictEngine)]
     untouched_of = {name for side in sides for name in untouched(side)}

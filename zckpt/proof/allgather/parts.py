@@ -49,10 +49,11 @@ def alone(entry: Entry) -> Named:
 
 
 class WithNames(NamedTuple):
-    """The shards in the ranks' files (`parts`), of which each has a tensor's name.
+    """The shards in the ranks' files, after each has got the name of its tensor.
 
-    Where no file states the name, it is the one that zckpt's reader has given; `of_reader` lists
-    these. `unsupported` are tensors that zckpt's reader does not read, so they have no name.
+    parts        the shards
+    of_reader    names that no file states; they are those that zckpt's reader has given
+    unsupported  tensors without a name, because zckpt's reader does not read them
     """
 
     parts: list[Named]
