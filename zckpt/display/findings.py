@@ -242,9 +242,9 @@ def _count(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _number_text(line: dict[str, Any], side: str) -> str:
-    """The number that one side has, as text, in a report line about a number that differs.
+    """The number that one side has, as a string, in a report line about a number that differs.
 
-    If types or shapes differ between the sides, the text has them too.
+    If types or shapes differ between the sides, the string has them too.
     """
     kind = line.get(f"{side}_type")
     if kind is None:
@@ -319,7 +319,7 @@ def measured(line: dict[str, Any], key: str) -> object:
 
 
 def _distinct_texts(a: object, b: object, wide: bool) -> tuple[str, str]:
-    """Two numbers as texts with enough digits to see that they differ."""
+    """Two numbers as strings with enough digits to see that they differ."""
     few = 4 if sys.stdout.isatty() and not wide else DIGITS[0]
     shown = [(cell(a, digits), cell(b, digits)) for digits in range(few, ALL_DIGITS + 1)]
     return next((pair for pair in shown if pair[0] != pair[1]), shown[-1] if a != b else shown[0])
@@ -337,7 +337,7 @@ def _farthest(line: dict[str, Any]) -> tuple[object, object]:
 
 
 def _cosine(line: dict[str, Any]) -> str:
-    """The cosine between a tensor's elements in both checkpoints, as text.
+    """The cosine between a tensor's elements in both checkpoints, as a string.
 
     It has six digits even in a narrow table, because 0.9996 must not become 1.
     """

@@ -37,7 +37,7 @@ def document(value: Any) -> None:
 def states(lines: Sequence[dict[str, Any]], *keys: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Groups report lines about optimizer states that are alike, for one line of output each.
 
-    Yields a text such as `GG and Q of 4 parameters`, and the first line of the group. Lines are
+    Yields a string such as `GG and Q of 4 parameters`, and the first line of the group. Lines are
     alike if their states belong to equally many parameters, and have equal values for `keys`.
     """
     alike = by_key(((line["parameters"], *(line.get(key) for key in keys)), line) for line in lines)

@@ -113,7 +113,7 @@ def meaning(
 ) -> str:
     """A sentence about the likely cause of the first difference between two runs.
 
-    `a` and `b` are the records that differ, and `what` is a text with the two numbers that differ
+    `a` and `b` are the records that differ, and `what` is a string with the two numbers that differ
     most. `is_merged` tells that the records of all ranks were merged into one.
     """
     if what.startswith(("shape", "type")):

@@ -308,7 +308,7 @@ class ManifestBuilder:
         for key, value in self.optimizer.state.get(name, {}).items():
             if key == "step" and _is_step(value):
                 continue
-            is_named = isinstance(key, str)  # zckpt names a tensor whose key was no text
+            is_named = isinstance(key, str)  # zckpt names a tensor whose key was no string
             is_slot = isinstance(value, Leaf) and value.shape == parameter.shape and not value.name
             if _is_missing(value) and not is_slot:
                 continue

@@ -178,7 +178,7 @@ def _optimizer(
         return _flat(state_dict), []
     groups = _listed(state_dict["param_groups"]) or []
     members = [member for group in groups for member in _members(group) or ()]
-    # planners of torch.distributed.checkpoint turn numbers into text
+    # planners of torch.distributed.checkpoint turn numbers into strings
     values = (state_dict.get("state") or {}).items()
     states = {str(key): value for key, value in values if isinstance(value, dict)}
     if any(type(member) is int for member in members):

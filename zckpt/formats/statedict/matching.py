@@ -90,7 +90,7 @@ def match(
 def keeps_order(names: Sequence[str]) -> bool:
     """Whether the order of these names is the order in which the module defines its parameters.
 
-    It is not if the names are sorted, as text or by the numbers in them. safetensors files sort
+    It is not if the names are sorted, as strings or by the numbers in them. safetensors files sort
     names, and so does a program that saves again what it loaded from such a file.
     """
     return list(names) not in (sorted(names), sorted(names, key=_by_number))

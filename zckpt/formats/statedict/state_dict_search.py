@@ -146,7 +146,7 @@ def read_optimizer(state_dict: dict[Any, Any]) -> OptimizerState:
     optimizer = OptimizerState("nested", state, groups, members, other_values)
     if not optimizer.is_numbered:
         return optimizer
-    # planners of torch.distributed.checkpoint turn the numbers into text
+    # planners of torch.distributed.checkpoint turn the numbers into strings
     state, other_values = (
         {int(key) if str(key).isdecimal() else key: own for key, own in values_by_key.items()}
         for values_by_key in (state, other_values)

@@ -55,7 +55,7 @@ TreePath = tuple[Any, ...]
 
 
 def dotted(path: TreePath) -> str:
-    """The path of a value as text, such as "optim.state.0.exp_avg"."""
+    """The path of a value as a string, such as "optim.state.0.exp_avg"."""
     return ".".join(map(str, path))
 
 

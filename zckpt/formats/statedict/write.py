@@ -309,7 +309,7 @@ class StateDicts:
 
 
 def _kept_key(key: Any) -> Any:
-    """Converts a key to text unless it is a text or a number.
+    """Converts a key to a string unless it is a string or a number.
 
     torch.distributed.checkpoint allows no other keys.
     """
