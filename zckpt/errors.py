@@ -204,7 +204,7 @@ class ZckptError(Exception):
         return again(type(self), self.__dict__ | fields)
 
     def with_way(self, way: str) -> Self:
-        """A copy of the error whose hint also contains `way`."""
+        """A copy of the error whose hint ends with `way`, one more thing that the user can do."""
         return self.again(hint=f"{self.hint}; {way}")
 
     def as_lost(self, what: str, *, hint: str, subject: str | None, file: str) -> Notice:

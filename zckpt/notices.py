@@ -23,8 +23,9 @@ do what was asked.
 class Code(Struct, frozen=True):
     """One code: its exit codes, what it means, the usual cause, and what the user should do.
 
-    `exits` has a pair of exit codes (see `FAULT`) for each kind of error that uses the code. It is
-    empty for a code of warnings and notes only: they never change an exit code.
+    `exits` has a pair of exit codes for each kind of error that uses the code: the exit code of
+    commands that only read (such as verify), and that of commands that write. It is empty for a
+    code of warnings and notes only: they never change an exit code.
     """
 
     exits: tuple[tuple[int, int], ...]

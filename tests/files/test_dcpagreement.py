@@ -54,7 +54,7 @@ CONTRADICTIONS: dict[str, tuple[Change, type[Exception], str]] = {
     "a damaged key in a path": (
         lambda m: m.planner_data.update({"m.w": ("m", "u")}),
         errors.CorruptCheckpoint,
-        r"the path of m\.w leads to another item",
+        r"the state dict path of m\.w is that of another item",
     ),
     "a damaged key of an item": (
         lambda m: renamed(m, "m.w", "m.u"),
@@ -74,7 +74,7 @@ CONTRADICTIONS: dict[str, tuple[Change, type[Exception], str]] = {
     "a location of no item": (
         lambda m: m.state_dict_metadata.pop("m.w"),
         errors.CorruptCheckpoint,
-        r"files for m\.w, but has no such items",
+        r"the files of m\.w, but does not describe these items",
     ),
     "a value without a location": (
         lambda m: m.storage_data.pop(MetadataIndex("note.epoch")),

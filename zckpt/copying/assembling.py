@@ -37,9 +37,10 @@ class Target(Protocol):
     def file(self) -> int: ...
 
     def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
-        """Yields the CRC-32s of the parts of `data`, to combine them to the file's checksums.
+        """Yields CRC-32s of `data`: of the parts that lie in zip members (or the like), and of all.
 
-        `data` are the bytes of the file from byte `start` on.
+        `data` are the bytes of the file from byte `start` on. The CRC-32s of neighboring parts are
+        combined later to that of the zip member, or of the file.
         """
 
 
@@ -176,8 +177,8 @@ class Assembler(Struct, frozen=True, eq=False):
     ) -> list[Passed]:
         """Computes the CRC-32s of a chunk: of tensors' parts, of checksummed ranges, of all bytes.
 
-        Only tensors with an index in `numbers` are hashed. `crcs` maps bytes (begin, end) of `view`
-        to CRC-32s that were computed before.
+        `view` holds the bytes of the chunk. Of the tensors, only those in `self.numbers` get a
+        CRC-32. `crcs` maps bytes (begin, end) of `view` to CRC-32s that were computed before.
         """
         passed: list[Passed] = []
         begin = chunk.offset

@@ -38,8 +38,9 @@ NO_NUMBERS = -1  # in place of a distance; as bits it is a NaN, which no distanc
 class ComparedPart(Struct, frozen=True):
     """Elements [start, stop) of two tensors that are compared in one step.
 
-    `number` is the index of the two tensors in their row. `region` is the first byte of the row's
-    region to which the elements belong.
+    `row` has all pairs of tensors of one check, in a sequence; `number` is the index of this pair.
+    A row is divided into regions of some 256 MiB. `region` is the byte of the row at which the
+    region of these elements begins.
     """
 
     row: Row
@@ -64,8 +65,9 @@ class _Region(Struct, eq=False):
 class Row:
     """All tensors that `check` compares, as one sequence of bytes that is divided into regions.
 
-    `name` stands for the row in the journal, like the name of a file. A region is compared in parts
-    that need `memory` bytes in three buffers.
+    The journal of a conversion lists the complete regions of files and of rows. `name` identifies
+    the row there, and ends with a slash, as no file name does. A region is compared in parts that
+    need `memory` bytes in three buffers.
     """
 
     def __init__(self, name: str, check: FullCheck, memory: int) -> None:
@@ -150,7 +152,11 @@ class Row:
 
 
 def rows_of(checks: Sequence[FullCheck], memory: int) -> dict[str, Row]:
-    """Makes a row for each check that compares tensors; maps its name in the journal to the row."""
+    """Makes a row for each check that compares tensors, and maps the row's name to the row.
+
+    A row has all tensors that the check compares. `memory` is the size in bytes of the three
+    buffers in which they are compared.
+    """
     rows: dict[str, Row] = {}
     for check in checks:
         if check.matches:
@@ -166,7 +172,10 @@ def is_row(name: str) -> bool:
 
 
 def buffers_for(rows: Mapping[str, Row], memory: int) -> Buffers | None:
-    """The buffers in which one thread compares tensors; None if there are no tensors to compare."""
+    """The buffers in which one thread compares tensors; None if there are no tensors to compare.
+
+    Together the buffers have `memory` bytes.
+    """
     if not rows:
         return None
     matches = (match for row in rows.values() for match in row.check.matches)
@@ -181,9 +190,10 @@ def _noted(number: int, difference: Differing) -> Passed:
 
 
 def differing(passed: Sequence[Passed]) -> dict[int, Differing]:
-    """The differences that were recorded in the journal when a region was compared.
+    """Parses the differences that the journal records for a compared region.
 
-    Maps the index of each differing match (two compared tensors) to its difference.
+    `passed` has what `Row.compared` has put into the region. The result maps the index of each
+    differing match (two compared tensors) to its difference.
     """
     return {
         number: Differing(first, count, _distance(bits), nans)

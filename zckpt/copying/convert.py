@@ -1,4 +1,4 @@
-"""The five steps of a conversion: shells, read back, join, copy, seal and rename.
+"""The five steps of a conversion: empty files, read back, join, copy, seal.
 
     1. shells      the target's files, with their headers and with holes where tensors go
     2. read back   the target format's own reader says which bytes of the shells are which elements
@@ -74,12 +74,16 @@ def convert(
     checks: Sequence[FullCheck] = (),
     has_digests: HasDigests = lambda _: True,
 ) -> CopyOutcome | None:
-    """Writes `source` as the target of `staging`, with the files of `layout`.
+    """Writes `source` as the target directory of `staging`, with the files of `layout`.
 
         size           the bytes of all these files
+        read_shells    reads the manifest of the new files in a directory, before they have data
+        seal           writes checksums into the files after the copy
+        begin          called with the number of bytes to process; returns the function that is
+                       called with each number of processed bytes
         checks         tensors to compare meanwhile
-        has_digests    called with the files without tensor data; says whether to compute a CRC-32
-                       of each tensor
+        has_digests    called with the result of `read_shells`; says whether to compute a CRC-32 of
+                       each tensor
 
     The result is None if another part of the run will complete the target. If an error is raised,
     there is no target. Raises NotEnoughSpace, CorruptCheckpoint if the source's bytes do not have
@@ -145,7 +149,7 @@ def _beside(layout: Layout, root: str) -> Iterator[plan.Pair]:
 def naming_full_disk(target: str, size: int, partial: str) -> Iterator[None]:
     """Turns an OSError of a full disk into NotEnoughSpace; `target` needs `size` bytes.
 
-    The hint mentions the directory `partial` if it still exists, as it always does with --part.
+    The hint mentions the directory of the unfinished target, `partial`, if it still exists.
     """
     try:
         yield
@@ -175,8 +179,8 @@ def take_part(
 ) -> None:
     """Writes this process's share of a target that another process creates and completes.
 
-    Raises the errors of `convert`, and Interrupted for a KeyboardInterrupt, since the target has
-    been begun.
+    Raises the errors of `convert`. On a filesystem with locks, a KeyboardInterrupt becomes
+    Interrupted, since the user can continue the unfinished target.
     """
     if (begun := sharing.begun()) is None:
         sharing.end()

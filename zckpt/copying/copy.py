@@ -352,18 +352,22 @@ class _Copy(Struct, eq=False, dict=True):
 
 
 def scattered(pairs: Sequence[Pair]) -> set[int]:
-    """The indices of pairs whose target tensor is cut along another axis than the first."""
+    """The indices of pairs whose target tensor is cut along another axis than the first.
+
+    A pair is a tensor of the target and the tensor of the source that fills it.
+    """
     return {number for number, pair in enumerate(pairs) if not _is_in_order(pair.target.fragments)}
 
 
 def counted(pairs: Sequence[Pair], checker: RecordChecker) -> set[int]:
     """Selects the pairs whose bytes are hashed to compare them with the source's checksums.
 
-    Returns their Python `id`s. If a source tensor is in several pairs, only one of them is
-    selected. A tensor is recognized by its fragments, because several model ranks may have tensors
-    of one name. If all its target tensors are cut along inner axes, no pair is selected, and
-    `checker` reads its bytes once more at the end.
+    A pair is a tensor of the target and the tensor of the source that fills it. Returns the pairs'
+    Python `id`s. If a source tensor fills several target tensors, only one of these pairs is
+    selected. If all these target tensors are cut along inner axes, no pair is selected, and
+    `checker` reads the source tensor once more at the end.
     """
+    # by the identity of a tensor's fragments, since model ranks may have tensors of equal names
     first: dict[int, int] = {}
     cut = scattered(pairs)
     for number, pair in enumerate(pairs):

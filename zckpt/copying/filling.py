@@ -35,7 +35,11 @@ class Sums(Struct, eq=False):
     _covers: dict[Key, Cover | Scattered] = field(default_factory=dict)
 
     def add(self, passed: Iterable[Passed], cover_of: CoverOf) -> None:
-        """Adds the CRC-32s of parts; `cover_of` creates the `Cover` that joins parts of a key."""
+        """Adds the CRC-32s of parts.
+
+        `cover_of` is called with the key of a tensor, file or record, and creates the `Cover` that
+        joins its parts.
+        """
         alone, covers = self._alone, self._covers
         for part in passed:
             key, start, stop, crc = part

@@ -333,12 +333,12 @@ def lines_of(file: int) -> list[bytes]:
 def set_mark(
     folder: Folder, above: Folder, target: str, identity: Identity, beside: bool = True
 ) -> bool:
-    """Marks a directory that will become `target` with the identity of its run.
+    """Marks `folder`, which will become the directory `target`, as written by this run.
 
-    The mark is an extended attribute. If the filesystem or Python has none (macOS), it is in a
-    hidden file beside the target. That file is not written if `beside` is False, nor if something
-    that cannot be removed is at its path. Returns False only if `beside` is False and no attribute
-    could be set.
+    The mark is `identity.mark()` as JSON. It is kept in an extended attribute. If the filesystem or
+    Python has none (macOS), it is in a hidden file beside the target, in the directory `above`.
+    That file is not written if `beside` is False, nor if something that cannot be removed is at its
+    path. Returns False only if `beside` is False and no attribute could be set.
     """
     try:
         os.setxattr(folder.file, MARK, _text(identity.mark()))
@@ -350,7 +350,10 @@ def set_mark(
 
 
 def set_mark_file(above: Folder, target: str, identity: Identity) -> None:
-    """Marks a target by a hidden file beside it, unless something else is at that file's path."""
+    """Marks a target by a hidden file beside it, unless something else is at that file's path.
+
+    `above` is the directory that contains the target.
+    """
     path = mark_file(target)
     with suppress(PermissionError, IsADirectoryError, FileExistsError):
         with suppress(FileNotFoundError):
@@ -360,7 +363,11 @@ def set_mark_file(above: Folder, target: str, identity: Identity) -> None:
 
 
 def mark_of(target: str) -> dict[str, str]:
-    """Reads the mark of a complete target; empty if it has none, or one of another user."""
+    """Reads the mark by which a run has marked its complete target.
+
+    The mark is the result of `Identity.mark`, which identifies the run. It is empty if the target
+    has no mark, or one of another user.
+    """
     try:
         text = os.getxattr(target, MARK)
     except (AttributeError, OSError):

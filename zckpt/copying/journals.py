@@ -1,15 +1,17 @@
 """Journals of several processes that write one target.
 
-Each process has a journal beside the file `journal`, so that no process waits for another.
+The run has a file named `journal`. Beside this file, each part of the run and each further process
+has its own journal, such as `journal-2-of-8`, so that no process waits for another.
 
-The lock of `journal` shows which processes are at work. A process that leads others holds it as an
-exclusive lock. The parts of a run (--part K/N), which do not communicate, hold it as a shared lock.
-A part that has written its regions asks for the exclusive lock: only the last part gets it, and
-completes the target.
+The lock of the file `journal` shows which processes are at work. A process that leads others holds
+it as an exclusive lock. The parts of a run (--part K/N), which do not communicate, hold it as a
+shared lock. A part that has written its regions asks for the exclusive lock: only the last part
+gets it, and completes the target.
 
-The first line of `journal` identifies the run. A part that finds `journal` without this line, while
-no other part is at work, writes the line. Only then does a part create its own journal. So a part
-of another run leaves nothing beside `journal`, whenever it is killed.
+The first line of the file `journal` identifies the run. If the line is missing and no other part is
+at work, a part writes the line. A part that finds the line of another run fails. Only after this
+check does a part write into its own journal. So even if a part of another run is killed, its
+journal is empty.
 """
 
 from __future__ import annotations

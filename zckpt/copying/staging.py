@@ -42,19 +42,21 @@ class Staging:
     """`with Staging(target) as staging:` writes below `staging.root`; the end of the block renames.
 
         identity         the run: its source, options and target files
-        chunk            the number of bytes that it copies in one step
+        chunk            the number of bytes that a thread copies in one step
         resume           continue `<target>.partial` of an earlier run with the same identity; its
                          complete regions are in `journal.regions`
         sharing          which other processes write this target; their files are never removed
         before_rename    called just before the last check for another run's target
-        above            the directory of the target, if that is a part of an unfinished target
-        begins_anew      without locks: a run with `resume` starts from the beginning
+        above            the directory that contains the target, if another, unfinished target
+                         contains this one
+        begins_anew      on a filesystem without locks: `resume` starts from the beginning
         warnings         failures after the rename, and unfinished targets of other runs
 
     After `postpone`, another process completes the target.
 
-    Without locks, `partial` is a directory of this run alone. Nothing can be continued there:
-    `resume` raises WrongOption unless `begins_anew` is set, and so does a part (--part K/N).
+    On a filesystem without locks, `partial` is a directory of this run alone. Nothing can be
+    continued there: `resume` raises WrongOption unless `begins_anew` is set, and so does a part
+    (--part K/N).
 
     Raises TargetExists if the target or, without `resume`, `<target>.partial` exists already. With
     `resume`, it is also raised if another run is writing there, if the earlier run had another
@@ -242,7 +244,10 @@ class Staging:
         return self.root.opened(path, flags, mode)
 
     def lay_beside(self, siblings: Sequence[tuple[str, Sibling]]) -> None:
-        """Creates files below `.zckpt`, with holes, for the files that are copied unchanged."""
+        """Creates files below `.zckpt`, with holes, for the files that are copied unchanged.
+
+        `siblings` has the name of each of these files in the target, and the source file.
+        """
         for name, _ in siblings:
             path_inside(self.path, name, "the source")
         self._lay((Shell(waiting("", name), own.size, ()) for name, own in siblings), 0o600)

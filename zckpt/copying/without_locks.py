@@ -173,9 +173,9 @@ def clear(above: Folder, name: str) -> Left:
     """Removes unfinished targets in the directory `above` whose processes have ended.
 
     It is for a filesystem without locks, and removes only targets of this machine's processes. The
-    result also lists targets that could not be removed, targets of other machines, and
-    `name`.partial of a run with locks. A target that a living process of this machine writes is not
-    listed.
+    result also lists targets that could not be removed, targets of other machines, and the
+    directory `<name>.partial`, which is of a run that had locks. A target that a living process of
+    this machine writes is not listed.
     """
     left = Left([], [])
     with suppress(PermissionError):  # a directory may be writable and not listable

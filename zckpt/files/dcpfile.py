@@ -257,7 +257,10 @@ def _item(key: str, record: Any, most: int, columns: _Columns) -> TensorItem | N
     if not fields:  # BytesStorageMetadata
         return None
     if not {"properties", "size", "chunks"} <= fields.keys():
-        raise CorruptCheckpoint("file-damaged", f"{safe(key)}: its record is incomplete")
+        raise CorruptCheckpoint(
+            "file-damaged",
+            f"the description of the tensor {safe(key)} lacks its properties, size or chunks",
+        )
     # TensorProperties pickles a tuple; the dtype is its first element
     properties = fields["properties"]
     properties = properties.state if isinstance(properties, Foreign) else None
@@ -335,9 +338,11 @@ class _Columns:
         return places.in_order()
 
     def _stated(self, storage: Mapping[Any, Any]) -> Iterator[tuple[str, int, str, int, int]]:
-        """Yields each item's key, index of its offsets in `shapes`, file, offset and length.
+        """Yields, for each item: key, index of the chunk's offsets, file, offset and length.
 
-        The offsets are those of a chunk in its tensor; the index is -1 if the item is not a chunk.
+        A chunk of a tensor begins at some offset along each axis. The index is that of the tuple of
+        these offsets in `self.shapes`; it is -1 if the item is not a chunk. `offset` and `length`
+        are bytes of the file.
         """
         for index, info in storage.items():
             if type(index) is Run:
@@ -385,7 +390,9 @@ def _path(key: str, path: Any) -> KeyPath:
     texts = [*map(str, path)] if numbers else path
     # first compare lengths, since many paths may refer to one long text
     if len(path) - 1 + sum(map(len, texts)) != len(key) or ".".join(texts) != key:
-        raise CorruptCheckpoint("file-damaged", f"the path of {safe(key)} leads to another item")
+        raise CorruptCheckpoint(
+            "file-damaged", f"the state dict path of {safe(key)} is that of another item"
+        )
     return tuple(path)
 
 
@@ -434,10 +441,11 @@ def attributes(record: Any) -> dict[str, Any]:
 def need_agreement(table: ItemTable, name: str) -> None:
     """Raises an error about the file `name` if parts of its table contradict each other.
 
-    CorruptCheckpoint: an item without a path, a location of no item, a box (chunk) with another
-    number of axes than its tensor. IncompleteCheckpoint: an item without a location.
-    InconsistentCheckpoint: a box that lies outside of its tensor, or items that share bytes of a
-    file.
+    CorruptCheckpoint         an item has no path in the state dict, a location is stated for an
+                              item that is not described, or a box (chunk) has another number
+                              of axes than its tensor
+    IncompleteCheckpoint      an item has no location
+    InconsistentCheckpoint    a box lies outside of its tensor, or items share bytes of a file
     """
     if table.paths:  # a path without an item is no error: torch before 2.4 wrote some
         pathless = [key for key in table.items if key not in table.paths]
@@ -460,7 +468,8 @@ def need_agreement(table: ItemTable, name: str) -> None:
         unlisted_files = dict.fromkeys(key for key, _ in table.locations.named(rows))
         raise CorruptCheckpoint(
             "file-damaged",
-            f"{name}: it states files for {_all_shown([*unlisted_files])}, but has no such items",
+            f"{name}: it states the files of {_all_shown([*unlisted_files])}, "
+            "but does not describe these items",
         )
     _need_separate(table, name)
 

@@ -57,9 +57,9 @@ class ItemFiles:
     A file has thousands of items, and opening it takes a millisecond on some network filesystems.
     So files stay open while this object lives (`keeps_open`), but at most a quarter of the
     process's limit of open files. `sizes` has the size of every opened file, by path. `records` are
-    the zip members of all items that were read as files of torch.save. With `plans`, tensors whose
-    data offset can be computed are not opened when the structure is read; with `is_laid`, also not
-    later, because zckpt has just written the files without tensor data.
+    the zip members of all items that were read as files of torch.save. With `plans`, an item whose
+    data offset can be computed is opened only when its CRC-32 is needed. With `is_laid`, zckpt has
+    just written the files without tensor data, and such an item is never opened.
     """
 
     def __init__(self, keeps_open: bool = True, plans: bool = False, is_laid: bool = False) -> None:
@@ -78,9 +78,9 @@ class ItemFiles:
     def missing(
         self, location: ItemLocation, key: str, dtype: str, sizes: tuple[int, ...]
     ) -> SavedTensor | None:
-        """Describes a tensor of a lost file as if the file were there; None if it is not lost.
+        """Describes a tensor of a lost file as if the file were there; None for any other file.
 
-        Another rank's file stands in for the lost one (see `sources.standing_in`).
+        At the path of a lost file there is a copy of another rank's (see `sources.standing_in`).
         """
         if not sources.is_stand_in(location.file):
             return None
@@ -136,7 +136,7 @@ class ItemFiles:
         """The `Record` (bytes and CRC-32) of the data of a tensor or box, without opening its item.
 
         The elements are row-major. None if the item must be opened: the first item of each file,
-        and the first of each kind.
+        and the first of several items of one dtype whose keys differ only in numbers.
         """
         if not self.plans or location.shared or location.file not in self.sizes:
             return None
@@ -269,7 +269,7 @@ class ItemFiles:
         return unused
 
     def pread(self, path: str, length: int, offset: int) -> bytes:
-        """Reads bytes of an item file; raises as `_opened`."""
+        """Reads bytes of the item file at `path`; raises as `sources.open_file`."""
         with self.lock, self._opened(path) as file:
             return sources.pread(file, length, offset)
 
@@ -531,7 +531,7 @@ class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
         return bool(self._crcs) and self._crcs[place] != UNOPENED
 
     def crc(self, place: int) -> int | None:
-        """The stated CRC-32 of box number `place`, from the box's item; raises as `_Planned`."""
+        """The CRC-32 that the item of box number `place` states; the first call opens the item."""
         if not self.is_open(place):
             location, sizes = self.places.at(self._rows[place]), self._box(place).sizes
             item = self.key, self.dtype, sizes, self._extent(place)

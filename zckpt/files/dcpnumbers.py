@@ -34,10 +34,11 @@ Places = dict[str, list[tuple[int, int]]]
 
 
 def numbers_in(folder: str, choice: Choice) -> list[float]:
-    """The numbers in the items that `choice` selects by their keys, without duplicates.
+    """The numbers in some items of `.metadata`, without duplicates.
 
-    Empty if the folder has no `.metadata`, or no such items. The items must be files of torch.save.
-    Raises as `read_table` and `TorchFile`, and OSError.
+    `choice` is called with all keys in `.metadata`, and returns the keys of these items. Empty if
+    the folder has no `.metadata`, or no such items. The items must be files of torch.save. Raises
+    as `read_table` and `TorchFile`, and OSError.
     """
     path = os.path.join(folder, METADATA)
     if not sources.is_file(path) or sources.size(path) > most_metadata():

@@ -190,11 +190,14 @@ class Rows:
         self._place_words: tuple[bytes, ...] = ()
 
     def match(self, cls: str, data: Any, position: int, memo: dict[int, Any]) -> Any:
-        """Matches the object that follows the class name `cls`; returns it, and where it ends.
+        """Recognizes the object that the pickle `data` builds from `position` on.
 
-        The object is in a list, as a value or as a row. The list has two rows if an index is
-        followed by its location. None if the class has no pattern (form), or the bytes do not match
-        it.
+            cls     the name of the object's class, which the pickle has just named
+            memo    the unpickler's values by memo number
+
+        Returns a list and the position at which the object ends. The list has one item: the object,
+        or a row that stands for it. If the object is an index and its location follows, the list
+        has the rows of both. None if the class has no pattern (form), or the bytes do not match it.
         """
         form = self._forms.get(cls)
         return None if form is None else form(data, position, memo)
@@ -329,10 +332,11 @@ class Rows:
         return None
 
     def build(self, value: Foreign, state: Any, position: int) -> None:
-        """Notes an object that gets its state from the instruction that ends at this position.
+        """Notes that the instruction BUILD, which ends at `position`, gives `state` to the object.
 
-        Raises Unusual for an object that has a state already: one description object may belong to
-        several keys, so its state must not change.
+        `value` is the object. If it describes a tensor, later descriptions with the same bytes
+        reuse it. Raises Unusual for an object that has a state already: one description may belong
+        to several keys, so its state must not change.
         """
         if value.state is not None:
             raise Unusual

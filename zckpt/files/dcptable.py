@@ -148,7 +148,7 @@ class ItemLocation(Struct, frozen=True):
 class Places(Mapping[ItemKey, ItemLocation]):
     """The location of each item, as columns of numbers.
 
-    The rows of the columns are sorted by key, in the order of `key_numbers`, and then by the
+    The rows of the columns are sorted by the number of the key in `key_numbers`, and then by the
     offsets of boxes (chunks). For each row, `files` has the index of the item's file in `paths`,
     and `offsets` and `lengths` its bytes in this file.
     """

@@ -45,11 +45,11 @@ class FileBlock(Struct, frozen=True):
 
 
 class Blocks(Struct, eq=False, dict=True):
-    """Collects the blocks of a file of the old kind, and checks that they do not share bytes.
+    """Collects the blocks of an HDF5 file of the old kind, and checks that they share no bytes.
 
-    A block is a range of bytes with one owner, such as a header or the data of a dataset. Files of
-    the old kind have no checksums. For files of the new kind, groups and datasets are ignored.
-    Methods raise CorruptCheckpoint and OSError.
+    A block is a range of bytes with one owner, such as a header or the data of a dataset. The old
+    kind has version 0 of the superblock, as h5py writes it by default, and no checksums. For newer
+    files, groups and datasets are ignored. Methods raise CorruptCheckpoint and OSError.
     """
 
     path: str

@@ -42,7 +42,7 @@ class Persistent(Struct, frozen=True):
 
 
 class Repeated(Struct, frozen=True, eq=False):
-    """A value that occurs many times; later occurrences reuse its bytes (see `_Writer.again`)."""
+    """A value that occurs many times: from the third time on, its pickled bytes are reused."""
 
     value: Any
 

@@ -125,7 +125,9 @@ def split(
 ) -> list[tuple[str, list[T]]]:
     """Distributes tensors over files of at most `most` bytes; returns each file's name and tensors.
 
-    A tensor that is larger than `most` gets a separate file.
+    `stem` is the file name's beginning: a single file is `model.safetensors` for the stem `model`,
+    the first of two files `model-00001-of-00002.safetensors`. `length` returns the bytes of a
+    tensor. A tensor that is larger than `most` gets a separate file.
     """
     parts = [*portions(tensors, length, most)] or [[]]
     if len(parts) == 1:

@@ -262,8 +262,9 @@ class TorchFile:
     def kept(self, value: Any, path: str, entries: dict[Key, Entry]) -> Any:
         """Copies a value, with a name in place of each tensor; adds the tensors to `entries`.
 
-        The tensors get the slot `state`. A 0-d tensor is replaced by its value. `path` is the
-        value's path in the saved dictionary, from which the names are made.
+        A tensor's name is its path in the saved dictionary, such as `client_state.rng`; `path` is
+        the path of `value`. In `entries`, the key of a tensor is this name and the word `state`. A
+        0-d tensor is replaced by its number.
         """
         if isinstance(value, Tensor):
             if not value.shape and value.dtype != "C64":

@@ -232,7 +232,11 @@ def _entry(inside: bytes, name: int, crc: int, length: int, offset: int) -> tupl
 
 
 def seal_records(root: Folder, manifest: Manifest, outcome: Any) -> None:
-    """Writes the CRC-32s of filled records (zip members) into their files' zip directories."""
+    """Writes the CRC-32s of filled records (zip members) into their files' zip directories.
+
+    `manifest` is that of the target, whose files lie in `root`; `outcome` is the `CopyOutcome` of
+    the copy, which has computed the CRC-32s.
+    """
     by_file: dict[str, dict[int, int]] = {}
     for record in manifest.files.records:
         extent = record.extent
@@ -251,7 +255,8 @@ def seal_whole(
 ) -> None:
     """Writes the CRC-32s of members into a file that is one zip from its first byte to its last.
 
-    The arguments are those of `state_checksums`.
+    `path` is a file in the folder `root`. `crcs` maps the offset of a member's data to its CRC-32.
+    `directories` has parsed directories of other files (see `read_directory`).
     """
     with root.opened(path, os.O_RDWR) as file:
         state_checksums(file, Extent(path, 0, os.fstat(file).st_size), crcs, directories)

@@ -368,7 +368,10 @@ class Unpickler:
         return value
 
     def need_plain(self) -> None:
-        """Raises Unusual if objects may be shared, because one of them gets more values."""
+        """Raises Unusual if this unpickler fills `rows`; called before an object gets more values.
+
+        With `rows`, objects with equal bytes may be one object, so none may change.
+        """
         if self.rows is not None:
             raise Unusual
 

@@ -27,9 +27,10 @@ HINT = (
 def refuse_holes(manifest: Manifest, reader: str) -> None:
     """Raises UnsupportedCheckpoint if a reader located some element of a tensor nowhere, or twice.
 
-    It also checks replicas, and the tensors of model ranks that are not merged. `reader` is the
-    name of the format. The error blames zckpt's reader and not the user's files, since the reader
-    has already checked that the files fit together.
+    It also checks replicas. If the manifest keeps the tensors of each pipeline stage and tensor
+    rank separate, it checks those too. `reader` is the name of the format. The error blames zckpt's
+    reader and not the user's files, since the reader has already checked that the files fit
+    together.
     """
     wrong = [entry.name for entry in uncovered(_tensors(manifest))]
     if wrong:

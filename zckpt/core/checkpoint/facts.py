@@ -163,11 +163,12 @@ class StateDictEngine(Struct, frozen=True):
 
 
 class NamedWeightsEngine(Struct, frozen=True):
-    """An engine with its own optimizers, whose files identify weights by name (Megatron).
+    """An engine with its own optimizers, whose files identify weights by name.
 
-    ONNX Runtime is another one.
+    Megatron and ONNX Runtime are such engines.
 
-        dialect    the kind of the engine's files, or how they shard the optimizer's state
+        dialect    the kind of the engine's files, such as `hdf5`, or how they shard the optimizer's
+                   state, such as `dp_reshardable`
         dtype      the type of the 16-bit copies of the weights; F32 if there are no copies
         moments    the type of the optimizer states
         ordered    True if the user stated the order of the module's parameters; no file states it
@@ -301,7 +302,8 @@ class TensorParallel(Struct, frozen=True):
     def to_state(self) -> dict[str, Any]:
         """Converts this record to JSON, the value of `state.tensor_parallel`.
 
-        Each parameter's cut becomes a string such as `0:2x`.
+        Each parameter's cut becomes a string. `0:2x` says that ranks cut dimension 0, which has two
+        equal parts, and that each part is cut.
         """
         rules = {name: own.text for name, own in self.placements.items()}
         return dict(to_builtins(_Rules(rules, self.vocabularies)))

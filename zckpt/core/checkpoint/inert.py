@@ -150,7 +150,8 @@ def types_in(values: Iterable[Any]) -> set[type]:
 def map_values(value: Any, change: Callable[[Any, Any], Any]) -> Any:
     """Copies a container, and replaces each item by `change(item, key)`.
 
-    `key` is different for each item. Numbers, strings and other items of the types PLAIN stay as
+    `key` is the item's key in a dictionary, its index in a list, or a name of its place in an
+    object, such as `("argument", 0)`. Numbers, strings and other items of the types PLAIN stay as
     they are.
     """
     kind = type(value)
@@ -180,10 +181,10 @@ def map_values(value: Any, change: Callable[[Any, Any], Any]) -> Any:
 
 
 def inside(path: str, key: Any) -> str:
-    """Appends a key to the path of a container, as in `client_state.rng`; equal paths never occur.
+    """Appends a key to the path of a container, as in `client_state.rng`.
 
-    Unusual keys are written as by `repr`. A path longer than MAX_PATH ends with a hash instead,
-    because every value below a long key would repeat that key.
+    Different keys give different paths. Unusual keys are written as by `repr`. A path longer than
+    MAX_PATH ends with a hash instead, because every value below a long key would repeat that key.
     """
     full = f"{path}.{key if isinstance(key, str) and _is_word(key) else repr(key)}"
     if len(full) <= MAX_PATH:
@@ -237,8 +238,8 @@ def require_tree(
         most_containers    the allowed number of containers
         most_nested        the allowed depth
 
-    A container that contains itself is refused. In an object, a reference to itself is replaced by
-    ITSELF.
+    A container that contains itself is refused. If an object contains a reference to itself, the
+    reference is replaced by the constant ITSELF.
     """
     # of each finished container: values, containers, depth
     done: dict[int, tuple[int, int, int]] = {}

@@ -84,7 +84,7 @@ def parameters_from_json(
 ) -> tuple[dict[str, Parameter], list[StateRow]]:
     """Parses the JSON of `parameters_to_json`: returns the parameters and their one-number states.
 
-    Malformed JSON raises one of the errors in MALFORMED.
+    Malformed JSON raises one of the exceptions in `errors.MALFORMED`, such as ValueError.
     """
     parameters, numbers = {}, list[StateRow]()
     for name, item in document.items():

@@ -89,7 +89,7 @@ def from_json(value: Any) -> tuple[Mended, ...]:
 
 
 def text_of(mended: Iterable[Mended]) -> bytes:
-    """Makes the contents of zckpt-mended.json, which lists these repairs."""
+    """Makes the contents of the file zckpt-mended.json, which lists the repairs in `mended`."""
     document = {"zckpt": 1, "mended": to_json(mended)}
     return json.dumps(document, indent=1).encode() + b"\n"
 

@@ -50,13 +50,15 @@ class StateRow(Struct, frozen=True):
     """One optimizer state that is not a tensor of its parameter's shape.
 
     key           the key in the optimizer's state, such as `mu_product`
-    form          what the state is: see the table at the top of this module
+    form          what the state is, such as `number`; the top of this module explains all forms
     parameters    the parameters that have it; several if it belongs to a part of a flat buffer, or
                   if zckpt did not interpret it
-    value         plain data, without imported classes; for `partition` and `estimate` a list of the
-                  values of all ranks; for `unsupported` JSON text that names `tensors`, or ""
+    value         plain data, without imported classes; for the forms `partition` and `estimate` a
+                  list of the values of all ranks; for `unsupported` the value as JSON text, or ""
     group         the param group of an estimated hyper-parameter
     reason        why an unsupported state is unsupported
+    part          the flat buffer, for the form `partition`
+    tensors       the tensors inside `value`
     """
 
     key: Any
@@ -114,11 +116,12 @@ class States(Struct, frozen=True, dict=True):
         return self._by_parameter("other")
 
     def by_rank(self, groups: int) -> list[dict[Any, Any]]:
-        """Lists, for each param group, the hyper-parameters that ranks estimate for themselves.
+        """Lists, for each param group, the hyper-parameters that ranks estimate while they train.
 
-        A dictionary maps each hyper-parameter to the values of all ranks. The list is empty if no
-        rank estimates any. Otherwise it has `groups` items, or more if an estimate belongs to a
-        later group.
+        Prodigy, for example, estimates its `d`, and each rank has another value. The dictionary of
+        a group maps each such hyper-parameter to the values of all ranks. The list is empty if
+        there are none. Otherwise it has `groups` items, or more if a hyper-parameter belongs to a
+        group beyond this number.
         """
         rows = self.of_form("estimate")
         last = max((row.group or 0 for row in rows), default=-1)

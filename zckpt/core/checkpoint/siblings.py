@@ -181,8 +181,8 @@ class SiblingList(Struct, eq=False):
     def add(self, name: str, path: str) -> None:
         """Adds a file to those to copy, or to those left out if it may not be copied.
 
-        A link is recorded with the fingerprint of the file at its end. If the link leads to another
-        file at the time of the copy, the file counts as changed. Raises OSError.
+        A link is recorded with the size and the time of the file at its end. If the link leads to
+        another file at the time of the copy, the file counts as changed. Raises OSError.
         """
         status: os.stat_result | None = os.lstat(path)
         assert status is not None
@@ -240,13 +240,16 @@ class SiblingList(Struct, eq=False):
                 self.add(name, entry.path)
 
     def is_folder(self, entry: os.DirEntry[str]) -> bool:
-        """Whether a directory entry is a folder, or a link to a folder inside of the directory."""
+        """Whether a directory entry is a folder, or a link to a folder inside of `root`.
+
+        Links that lead out of `root` count too if the user lets zckpt follow them.
+        """
         if entry.is_symlink():
             return not self.is_out(entry.path) and sources.is_folder(entry.path)
         return entry.is_dir()
 
     def is_out(self, path: str) -> bool:
-        """Whether a link leads out of the directory and may not be followed."""
+        """Whether a link leads out of the directory `root` and may not be followed."""
         return not _follows.get() and leads_out(path, self.root)
 
     def is_closed(self, entry: os.DirEntry[str]) -> bool:

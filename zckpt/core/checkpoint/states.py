@@ -100,8 +100,9 @@ def states_of(manifest: Manifest) -> dict[str, State]:
     """Lists the optimizer states of a checkpoint by key, such as `exp_avg`.
 
     A state may have different forms, such as a number for some parameters and a tensor for others.
-    Then its record has the form that is last in FORMS. The states of model ranks that are not
-    merged are combined by key.
+    Then its record has only one of these forms: that which comes last in FORMS decides whether a
+    target can have the state. If the manifest keeps pipeline stages and tensor ranks separate,
+    their states are combined by key.
     """
     if manifest.ranks:
         return _united(states_of(rank).values() for rank in manifest.ranks)
@@ -202,7 +203,7 @@ def untouched(manifest: Manifest) -> list[str]:
 def harmless(state: State, manifest: Manifest) -> str:
     """The reason why a checkpoint may lack this state without harm; "" if there is none.
 
-    The state is None, or the optimizer recomputes it before it uses it.
+    A state is harmless if its value is None, or if the optimizer recomputes it before it uses it.
     """
     if state.form == "none":
         return "it is None"
@@ -215,8 +216,8 @@ def missing_in(source: Manifest, target: Manifest) -> list[State]:
     """The optimizer states of `source` that `target` lacks, each with the parameters concerned.
 
     A parameter may have another name in `target`, or be a part of another parameter. Its state then
-    counts as missing only if no parameter of `target` has this state. If both manifests have the
-    same model ranks, which are not merged, they are compared rank by rank.
+    counts as missing only if no parameter of `target` has this state. If both manifests keep the
+    same pipeline stages and tensor ranks separate, they are compared rank by rank.
     """
     ours, theirs = ([own.parameters.keys() for own in side.ranks] for side in (source, target))
     if ours and ours == theirs:

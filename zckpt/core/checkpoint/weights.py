@@ -65,7 +65,10 @@ class Weight(Struct, frozen=True):
     master: Entry | None
 
     def supply(self, slot: str, dtype: str, from_masters: bool = False) -> Entry:
-        """The tensor that supplies a target's `param` or `master` (the `slot`) of type `dtype`."""
+        """The tensor that supplies a target's `param` or `master` (the `slot`) of type `dtype`.
+
+        With `from_masters`, the master supplies the `param` too.
+        """
         if slot == "param" and not from_masters and self.param and self.param.dtype == dtype:
             return self.param
         return self.trained
@@ -115,12 +118,16 @@ def counterpart(entry: Entry, other_weight: Weight, weight: Weight) -> tuple[Ent
 
     It is called if the other checkpoint has no tensor of the same slot and type. `weight` is the
     weight to which `entry` belongs, `other_weight` the same weight in the other checkpoint. The
-    comparison is `bits` or `rounded`, as in `agreement`. The candidates, by the kind of `entry`:
+    comparison is `bits` or `rounded`, as in `agreement`. The candidates for a `param`:
 
-        a `param`                     the other `master` or `param`: equal, or rounded to `entry`
-        a `master`                    the other `param`: equal, or of fp64 and rounded to `entry`
-        a `master`, a `param`         the other 16-bit `param`: `entry` is rounded to it
-        without `master`
+        the other `master` or `param`: of the same type, or rounded to the type of `entry`
+        the other 16-bit `param`, to which `entry` is rounded, if `weight` has no `master`
+
+    The candidates for a `master`:
+
+        the other `master` or `param` of the same type
+        the other fp64 `param`, rounded to the type of `entry`
+        the other 16-bit `param`, to which `entry` is rounded
 
     None if no candidate fits.
     """

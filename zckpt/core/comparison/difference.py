@@ -30,7 +30,8 @@ class Difference(Struct, eq=False):
 
         squares             the sum of squared distances
         changes             the number of distances by power of two
-        ulps                the number of distances in units in the last place, in the bins of ULPS
+        ulps                the number of distances in units in the last place, in bins: 0, 1, 2,
+                            3-4, 5-8, ..., >1024
         nans                the number of NaNs in `a` and in `b`
 
     The distance of a NaN from any number is infinite.

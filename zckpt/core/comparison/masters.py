@@ -168,7 +168,8 @@ class Rounding:
     def refuse(self, differing: Mapping[int, Differing]) -> None:
         """Raises InconsistentCheckpoint if masters do not round to their weights.
 
-        Does nothing if the user has accepted differences. Raises CorruptCheckpoint if damage is the
+        `differing` maps the index of a pair in `matches` to the difference of its elements. Does
+        nothing if the user has accepted differences. Raises CorruptCheckpoint if damage is the
         cause.
         """
         hint, accepted = self._about
@@ -178,8 +179,9 @@ class Rounding:
     def conclude(self, differing: Mapping[int, Differing]) -> list[Notice]:
         """Returns warnings about all masters that differ from their weights.
 
-        Raises InconsistentCheckpoint if differences are not accepted, and CorruptCheckpoint if
-        damage is the cause.
+        `differing` maps the index of a pair in `matches` to the difference of its elements. Raises
+        InconsistentCheckpoint if differences are not accepted, and CorruptCheckpoint if damage is
+        the cause.
         """
         return _report_differing(self._manifest, self._wrong(differing, copies=True), *self._about)
 

@@ -96,32 +96,36 @@ class Replicas:
     def compare_all(self) -> list[Notice]:
         """Compares all elements in this process, and returns warnings.
 
-        Raises InconsistentCheckpoint if a replica may not differ.
+        Raises InconsistentCheckpoint if a replica differs that must not.
         """
         results = compare(self.matches, self._manifest, self._manifest).results
         return self._judge([result for result in results if result.differs])
 
     def begin(self) -> None:
-        """Compares the first elements of all fragments.
+        """Compares the first elements of each fragment (byte range in a file) of the replicas.
 
-        Raises InconsistentCheckpoint if a replica may not differ.
+        Raises InconsistentCheckpoint if a replica differs that must not.
         """
         results = masters.results_of(self._manifest, [*map(masters.beginning, self.matches)])
         self._refuse({n: result for n, result in enumerate(results) if result.differs})
 
     def refuse(self, differing: Mapping[int, Differing]) -> None:
-        """Raises InconsistentCheckpoint if a replica that differs is not allowed to."""
+        """Raises InconsistentCheckpoint if a replica differs that must not.
+
+        `differing` maps the index of a pair in `matches` to the difference of its elements.
+        """
         self._refuse(self._results(differing))
 
     def conclude(self, differing: Mapping[int, Differing]) -> list[Notice]:
         """Returns warnings about all replicas that differ.
 
-        Raises InconsistentCheckpoint if a replica may not differ.
+        `differing` maps the index of a pair in `matches` to the difference of its elements. Raises
+        InconsistentCheckpoint if a replica differs that must not.
         """
         return self._judge([*self._results(differing).values()])
 
     def _refuse(self, results: Mapping[int, Result]) -> None:
-        """Raises InconsistentCheckpoint if a replica may not differ.
+        """Raises InconsistentCheckpoint if a replica differs that must not.
 
         `results` may cover only a part of the elements. So all elements of the parameter that the
         error names are compared first.
@@ -152,9 +156,10 @@ class Replicas:
 def replicas_of(manifest: Manifest, chosen: str | None, hints: Hints) -> Replicas:
     """Pairs every replica with the tensor that is used instead of it, to compare them later.
 
-    `chosen` is what the user wants if replicas differ: RANK0, MEAN, OWN, or None for an error. On
-    axes where the engine lets replicas drift, a difference is no error. With OWN, replicas on such
-    axes are not compared; they may be large.
+    `chosen` is what the user wants if replicas differ: RANK0 or MEAN use one value for all ranks,
+    with OWN each rank keeps its replica, and None raises an error. `hints` has the hint of this
+    error for each axis. On axes where the engine lets replicas drift, a difference is no error.
+    With OWN, replicas on such axes are not compared; they may be large.
     """
     axes = {axis: ranks for axis, ranks in AXES.items() if chosen != OWN or not ranks.drift}
     matches = [match for match in copies_of(manifest) if _axis(match.a) in axes]
@@ -217,10 +222,11 @@ def not_compared(manifest: Manifest) -> list[Notice]:
 
 
 def check_joined(manifest: Manifest) -> None:
-    """Checks that tensor-parallel ranks hold slices of the parameters that the rules cut.
+    """Checks parameters that were joined from the slices of tensor-parallel ranks.
 
-    Raises the errors of `check_slices`. Raises UnsupportedCheckpoint if a parameter is the sum of
-    the ranks' tensors.
+    A rule, such as `0` for the first dimension, says how ranks cut a parameter. Raises
+    InconsistentCheckpoint if all slices of such a parameter are equal. Raises UnsupportedCheckpoint
+    if a parameter is the sum of the ranks' tensors.
     """
     _refuse_sums(manifest)
     check_slices(manifest)
@@ -240,9 +246,10 @@ def compare_apart(manifest: Manifest) -> list[Notice]:
     """Warns if replicas of an fp32 master have drifted, in a checkpoint whose ranks stay separate.
 
     Only axes on which the engine allows drift are compared, and only the first elements of each
-    fragment. A pipeline stage that uses a tied layer through a function saves no weight with which
-    its master could be compared.
+    fragment (byte range in a file).
     """
+    # not with their weights: a pipeline stage that uses a tied layer through a function
+    # (`forward_fn` of DeepSpeed's TiedLayerSpec) saves no weight of it
     matches = [
         match
         for model in manifest.models

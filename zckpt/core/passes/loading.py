@@ -57,7 +57,8 @@ def entry_of(manifest: Manifest, name: str) -> Entry:
 def fill(entry: Entry, view: memoryview, records: Sequence[Record]) -> None:
     """Reads a complete tensor, row-major, into `view`.
 
-    Raises CorruptCheckpoint if the bytes do not have the CRC-32 that their file states.
+    `records` are the byte ranges of the checkpoint whose CRC-32 its files state, such as zip
+    members. Raises CorruptCheckpoint if the bytes do not have this CRC-32.
     """
     with reading([RecordChecker(records)], SCRATCH) as (element_reader,):
         element_reader.read([ReadRequest(entry, 0, entry.numel, 0)], view)
@@ -81,7 +82,10 @@ def head(entry: Entry, count: int) -> bytes:
 
 
 def as_torch(entry: Entry, records: Sequence[Record]) -> torch.Tensor:
-    """Loads a tensor on the CPU; raises UnsupportedCheckpoint if this torch lacks its dtype."""
+    """Loads a tensor on the CPU; raises UnsupportedCheckpoint if this torch lacks its dtype.
+
+    `records` are the byte ranges of the checkpoint whose CRC-32 its files state.
+    """
     import torch
 
     dtype = getattr(torch, TORCH_NAMES[entry.dtype], None)
@@ -99,7 +103,10 @@ def as_torch(entry: Entry, records: Sequence[Record]) -> torch.Tensor:
 
 
 def as_numpy(entry: Entry, records: Sequence[Record]) -> Any:
-    """Loads a tensor as a numpy array; raises MissingExtra for a dtype that only torch has."""
+    """Loads a tensor as a numpy array; raises MissingExtra for a dtype that only torch has.
+
+    `records` are the byte ranges of the checkpoint whose CRC-32 its files state.
+    """
     import numpy
 
     name = TORCH_NAMES[entry.dtype]

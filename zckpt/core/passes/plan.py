@@ -173,7 +173,8 @@ def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], list[Key]]:
 
     Also returns the keys that only `a` has, and the keys that only `b` has. An F32 weight of a
     checkpoint without masters is paired with the master of the other one. A weight of fewer bits is
-    paired with the master from which it was rounded. Tied weights have their names in `a`.
+    paired with the master from which it was rounded. If `a` and `b` store a tied weight under
+    different names, the name in `a` is used.
     """
     names = _names_in(a, b)
     ours, theirs = a.entries, _renamed(b, a, names)

@@ -63,7 +63,10 @@ class Pool:
         return running
 
     def agree_on_problem(self, message: str) -> None:
-        """Tells the other processes that this one cannot read a checkpoint, and makes no pass."""
+        """Tells the other processes that this one cannot read a checkpoint, so no pass is made.
+
+        `message` is the error. This class has no other processes, and does nothing.
+        """
 
 
 SINGLE = Pool()

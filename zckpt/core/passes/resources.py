@@ -25,7 +25,10 @@ Tell = Callable[[Sequence[dict[str, Any]]], None]
 
 
 def describe(progress: Progress | None, text: str) -> None:
-    """Shows what the command is doing at present, beside its progress; nothing if that is None."""
+    """Shows `text`, which says what the command does at present, beside its progress.
+
+    Does nothing if there is no `progress`.
+    """
     show: Describe | None = getattr(progress, "describe", None)
     if show is not None:
         show(text)

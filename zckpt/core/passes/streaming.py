@@ -187,8 +187,9 @@ def finish(
 ) -> RecordCounts:
     """After a pass, reads the missing bytes of records and checks their CRC-32s; returns counts.
 
-    A record is a byte range with a stated CRC-32, such as a zip member. `everything` and `beside`
-    are explained at `RecordChecker.finish`.
+    A record is a byte range with a stated CRC-32, such as a zip member. With `everything`, records
+    that no tensor needed are read too. `beside` is called with the bytes of a record that belong to
+    no tensor.
     """
     with closing(Reader(fingerprints=_fingerprints(checkers))) as reader:
         for checker in checkers:

@@ -51,8 +51,12 @@ def merge(
 ) -> Manifest:
     """Merges the manifests of the ranks of one parallel axis into one manifest.
 
-    Parameters are in the order of their param groups, tensors in the order of the ranks. `beside`
-    has tensors that belong to no single rank, such as those in layer files; they come first. Raises
+        table     how the ranks cut each parameter
+        policy    the value of --step-policy, which chooses a step if ranks differ, or None
+        beside    tensors that belong to no single rank, such as those in the files that DeepSpeed
+                  writes for each pipeline layer; they come first
+
+    Parameters are in the order of their param groups, tensors in the order of the ranks. Raises
     InconsistentCheckpoint if ranks contradict each other, or are of different saves.
     """
     whole = united(ranks)
@@ -251,7 +255,7 @@ def agreed_steps(ranks: Sequence[Manifest], policy: str | None) -> dict[str, Ste
     All parameters of a param group must have one step, unless some rank states different steps
     within the group. If ranks differ, `policy` (--step-policy) decides; otherwise
     InconsistentCheckpoint is raised. With the policy `keep`, parameters of a group may differ, but
-    ranks must agree on each one. The ranks' groups must be numbered alike.
+    ranks must agree on each one. A param group must have the same number in all ranks.
     """
     steps_by_key: dict[str | int | None, dict[Step, str]] = {}
     groups: dict[str, int | None] = {}

@@ -114,7 +114,10 @@ class Joined(Struct, frozen=True):
 
     @property
     def line(self) -> int:
-        """The smallest number of elements contiguous both in the tensor and in a rank's block."""
+        """The number of elements that are contiguous both in the tensor and in every rank's block.
+
+        If blocks differ, this is the smallest number.
+        """
         filled = (part for part in self.parts if part.extent.length)
         return min((prod(part.sizes[self.inner(part) :]) for part in filled), default=0)
 

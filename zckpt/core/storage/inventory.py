@@ -240,8 +240,12 @@ def refuse_gaps(
 ) -> None:
     """Raises IncompleteCheckpoint with the missing files in `rows`; does nothing if it is empty.
 
-    `reason` says how zckpt knows that the files are missing, and `hint` what else the user can do.
-    A row has no name if the training program chooses the file's name.
+        where     the directory of the checkpoint
+        reason    how zckpt knows that the files are missing
+        hint      what else the user can do
+        code      the stable code of the error
+
+    If a row has no file name, because the training program chooses it, the message has the rank.
     """
     if not rows:
         return

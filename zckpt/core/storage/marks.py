@@ -53,10 +53,11 @@ def lines_in(data: bytes) -> list[bytes]:
 
 
 def is_begun(folder: Folder, name: str) -> bool:
-    """Whether the directory may be an unfinished run's, which was writing the target `name`.
+    """Whether an unfinished run may have created the directory to write the target `name` in it.
 
     Such a directory is empty, or it has only a journal and the target's directory. Raises
-    TargetExists if the journal is a link, or belongs to another user in an owned folder.
+    TargetExists if the journal is a link. If `folder` refuses files of other users, it also raises
+    this error for a journal of another user.
     """
     contents = folder.names()
     files = {item for item in contents if not is_journal(item)}
@@ -86,7 +87,10 @@ def document(text: bytes) -> dict[str, Any]:
 
 
 def has_mark(above: Folder, path: str, file: int) -> bool:
-    """Whether zckpt has marked an open directory: by an attribute, or by a file beside `path`."""
+    """Whether zckpt has marked an open directory: by an attribute, or by a file beside `path`.
+
+    `path` is the path of the directory, `file` its descriptor, `above` the directory around it.
+    """
     with suppress(AttributeError, OSError):
         if document(os.getxattr(file, MARK)):
             return True
@@ -106,7 +110,8 @@ def is_marked(path: str) -> bool:
 def remove_mark_file(above: Folder, target: str) -> None:
     """Removes the file by which an earlier target at the path `target` was marked.
 
-    It is kept if it contains anything else than a mark. An empty file or a link is removed.
+    The file lies beside the target, in the directory `above`. It is kept if it contains anything
+    else than a mark. An empty file or a link is removed.
     """
     path = mark_file(target)
     now = above.status(path)

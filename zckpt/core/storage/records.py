@@ -160,9 +160,9 @@ class RecordChecker:
         return numbers[first : bisect_left(starts, end)]
 
     def passed_before(self, number: int, start: int, stop: int, crc: int) -> None:
-        """Adds the CRC-32 of bytes [start, stop) of a record that an earlier run has read.
+        """Adds the CRC-32 of bytes [start, stop) of a record that this process did not read.
 
-        Another process may have read them too. `number` is the record's number.
+        An earlier run or another process has read them. `number` is the index of the record.
         """
         record = self._records[number]
         extent = record.extent
