@@ -135,8 +135,8 @@ def read(
 
         format          the format, if the path has checkpoints of several formats
         tag             the checkpoint to read, if the path has several
-        root            the model to read, if there are several ("generator",
-                        "generator=optimizer_g")
+        root            the model to read, if there are several: "generator", or with its
+                        optimizer "generator=optimizer_g"
         step_policy     the step to use if places disagree: "max", "min", "keep" or a number
         tp_rules        a family or a file: how tensor-parallel ranks slice parameters, if the
                         checkpoint does not state it
@@ -144,9 +144,11 @@ def read(
         param_names     the names of the parameters, if the optimizer only numbers them
         weights_only    leave out an optimizer that only numbers its parameters
         nameless        read the states of such an optimizer without names, if no file has them
-        by_checksums    do not compare replicas in files without checksums; `uncompared` counts them
-        opens_items     open every item of `.distcp` files, for callers that read their tensors; by
-                        default zckpt infers the byte layout of most items from similar ones
+        by_checksums    do not compare replicas in files without checksums;
+                        `manifest.notices.uncompared` is their number
+        opens_items     open every item (a saved slice of a tensor, or an object) of `.distcp`
+                        files, for callers that read their tensors; by default zckpt infers the byte
+                        layout of most items from similar ones
 
     Raises a ZckptError.
     """
@@ -218,10 +220,12 @@ def convert(
                         the target's masters are made from the weights
         copying         a `zckpt.Copying`: the number of threads, and the memory
         dry_run         reports what would be written, without writing
-        begin           is called with the number of bytes to come, and returns a function that is
-                        called with the number of bytes after every write
+        begin           is called once with the number of bytes to come, and returns a function.
+                        This is called after each write with the number of bytes just written
         tell            is called with the warnings, before the first byte is written
         resume          continues an interrupted run of the same source and options
+        read_back       False: uploaded files are not read again to compare them, on object stores
+                        that state no checksum of them
         before_rename   is called just before the written files get the name `target`
         sharing         `zckpt.Part(k, n)` in the process that writes part k of n; the last process
                         completes `target`. Or a `zckpt.group()` of processes that torchrun started
@@ -252,8 +256,9 @@ def reshard(
 
     A universal source is written for the engine that its manifest names. With `checkpoints` ("all"
     or "best-and-last"), `source` is a Trainer's output directory, and several of its checkpoints
-    are written. `best_in` is the directory where the best checkpoint will finally be. The other
-    arguments, and the errors, are those of `convert`.
+    are written. `best_in` is the directory that will finally contain the Trainer's best checkpoint.
+    trainer_state.json gets the path of the best checkpoint in this directory. The other arguments,
+    and the errors, are those of `convert`.
     """
     more = _of_ranks(words)
     reading, running, options = _split(words, masters_from_weights=masters_from_weights, **more)
@@ -316,11 +321,14 @@ def export(
 ) -> Report:
     """Writes a folder for `from_pretrained`: weights, configuration, tokenizer, nothing else.
 
-    `dtype` (fp32, bf16, fp16) is the type of the weights, by default the module's. `config` is a
-    config.json (for PEFT an adapter_config.json), or a folder with this file and the tokenizer, for
-    sources that have none. `max_shard_size` is in bytes. `words` are as for `convert`. Raises
-    TypeError for an option that has another name here or is always set, and MissingData if there is
-    no configuration; otherwise as `convert`.
+    `dtype` (fp32, bf16, fp16) is the type of the weights, by default the type that the model has,
+    not that of its fp32 masters. `config` is a config.json (for PEFT an adapter_config.json), or a
+    folder with this file and the tokenizer, for sources that have none. `max_shard_size` is in
+    bytes. `rename` and `family` are as for `verify`. `tie` are pairs of names: a tied weight's
+    second name, which the source lacks, and its name in the source. `words` are as for `convert`.
+    Raises MissingData if there is no configuration, and TypeError for these options of `convert`:
+    `weights_only`, which is always set, `model_config` and `max_file_size`, which are `config` and
+    `max_shard_size` here, `param_names` and `drop_state`. The other errors are those of `convert`.
     """
     fixed_words: Report = {"weights_only": True, "dtype": dtype, "max_file_size": max_shard_size}
     fixed_words |= {"model_config": None if config is None else os.fspath(config)}
@@ -391,8 +399,8 @@ def mend(
         masters         masters are made from the weights
         moments=zero    moments are zero
         moments=older   moments are those of `older`
-        model           a lost model file gets weights from the masters, and all else from `older`,
-                        advanced where possible
+        model           a lost model file gets weights from the masters, and all else from `older`;
+                        counters such as `global_steps` are advanced where possible
 
     `tell` is called with the damaged places and the losses, before anything is written. With
     `dry_run` nothing is written, and `target` may be None. `words` are the arguments of `read`; the

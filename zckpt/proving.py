@@ -187,7 +187,9 @@ def _gather(
     verdict.refuse_lost(manifest)
     if saved.is_proof(os.fspath(against)):
         raise WrongOption(
-            "options-conflict", "--gather cannot compare with a proof", hint="leave out --gather"
+            "options-conflict",
+            "--gather needs a checkpoint to compare with, not a proof file",
+            hint="leave out --gather",
         )
     manifest, other, lines = read_other(against, manifest, reading)
     about = saved.about(manifest)

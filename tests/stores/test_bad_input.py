@@ -258,7 +258,7 @@ def test_an_object_that_stands_for_a_folder_is_one(bucket: Bucket, tmp_path: Pat
     ("key", "message", "hint"),
     [
         ("runs/run/global_step7/", "is both an object and a folder", "to another prefix"),
-        ("runs/run/x/", "was removed while it was read", "if its key ends in a slash"),
+        ("runs/run/x/", "was removed while it was read", "whose key ends in a slash"),
         ("runs/run//x", "'runs/run//x' cannot be the name of a file", "to another prefix"),
         ("runs/run/../x", "'runs/run/../x' cannot be the name", "to another prefix"),
     ],

@@ -26,9 +26,10 @@ def full_checks(
 ) -> list[FullCheck]:
     """Lists the comparisons that must succeed before a tensor is returned or written.
 
-    Replicas of ranks are compared with each other; `replicas` says which one is used if they
-    differ. Masters are compared with their weights. This is left out if the format needs only a
-    comparison of the first elements, or if its engine changes weights without their masters. With
+    Replicas of ranks are compared with each other; `replicas` ("rank0" or "mean") says which one is
+    used if they differ. Masters are compared with their weights only in formats that need a
+    comparison of all elements, since `check_tensors` compares the first elements in others. They
+    are not compared either if the engine changes weights without changing their masters. With
     `accept_weights`, masters that do not round to their weights are only a warning. `hint` replaces
     the format's hint for such masters.
     """
@@ -55,7 +56,8 @@ def check_tensors(
     """Runs the checks that read tensors, before a tensor is loaded or written; returns warnings.
 
     They find files that are copies of other files, masters that do not round to their weights,
-    slices that are replicas, and replicas of ranks that differ. If `shared` lists comparisons that
+    tensors that were to be joined as slices although each rank has all elements, and replicas of
+    ranks that differ. If `shared` lists comparisons that
     a conversion makes while it copies, only the first elements of these tensors are compared here.
     Raises InconsistentCheckpoint if a check fails, and CorruptCheckpoint if damage is the cause.
     The other arguments are those of `full_checks`.

@@ -61,7 +61,7 @@ SMALL = 4096  # bytes; a file up to this size is copied into the folder of links
 class Found(Struct, eq=False, dict=True):
     """What could be read of a damaged checkpoint at `path`, and what is wrong with it (`faults`).
 
-    lost        maps the paths of lost files in the manifest to `missing` or `unreadable`
+    lost        maps each lost file, by its path in the manifest, to "missing" or "unreadable"
     borrowed    maps a lost file to the file of an older checkpoint that is read in its place
     shadow      the temporary folder of links, in which other files replace lost ones; None if no
                 file is lost
@@ -219,7 +219,8 @@ def kept(entry: Entry, lost: Mapping[str, str]) -> tuple[Entry, tuple[tuple[int,
 def _most_stated(found: Found, error: InconsistentCheckpoint) -> str:
     """The step that most files state, as a value of --step-policy.
 
-    Adds a fault for each file and each other step in it.
+    Adds faults to `found`: one for each file that states another step. A file with several other
+    steps gets a fault for each of them.
     """
     found.stated = error.steps
     (most, _), *_ = Counter(step for _, step in error.steps).most_common()

@@ -118,9 +118,10 @@ def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:
 def engine_differences(
     manifest: Manifest, other: Manifest, to: str, words: Mapping[str, Any]
 ) -> list[Notice]:
-    """Compares the engine of the checkpoint with that of the run `other`; lists the differences.
+    """Lists settings of the engine, such as the ZeRO stage, that differ in the run `other`.
 
-    The list is empty unless both have the format `to`, and this format compares engines.
+    Only settings that change the content of files are compared. The list is empty unless both
+    checkpoints have the format `to`, and zckpt compares engines of this format (DeepSpeed).
     """
     find = formats.named(to).functions.unlike
     if find is None or not to == manifest.format == other.run.origin.format:

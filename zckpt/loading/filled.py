@@ -57,7 +57,10 @@ class FilledFile(io.RawIOBase):
         return self._shell
 
     def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
-        """Yields no checksums: no program reads this file again."""
+        """Yields no checksums of `data`, the bytes at offset `start`: no program reads them again.
+
+        Other target files implement this method to note checksums of the bytes that are written.
+        """
         return iter(())
 
     def load(self, map_location: Any) -> Any:

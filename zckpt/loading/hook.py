@@ -24,7 +24,8 @@ class Source(Struct, frozen=True):
 
     path, tag    the checkpoint
     words        keyword arguments for `zckpt.reshard`
-    target       the tag that the program may pass with the directory
+    target       the tag of the empty files. A program may pass it with the directory; with
+                 another tag, DeepSpeed's own method is called
     """
 
     path: str

@@ -20,7 +20,10 @@ UNSUPPORTED = "load-unsupported"
 
 
 def refuse_version(source: str) -> None:
-    """Raises WrongOption for a version of DeepSpeed that was not tested."""
+    """Raises WrongOption for a version of DeepSpeed that was not tested.
+
+    `source` is the path of the checkpoint, for the error's hint.
+    """
     import deepspeed
 
     version = deepspeed.__version__
@@ -56,7 +59,7 @@ def refuse_engine(engine: Any, source: str, load_optimizer_states: bool) -> None
 def unsupported(source: str, message: str) -> WrongOption:
     """Makes the error for an engine that cannot load files from memory; `message` says why.
 
-    Its hint is to let `auto_resume` write a copy first.
+    Its hint is to let `auto_resume` write a copy of the checkpoint at `source` first.
     """
     lines = (
         f"path = zckpt.auto_resume({literal(source)})",

@@ -54,7 +54,7 @@ def lay(folder: str, shells: Iterable[Shell]) -> None:
 def _locked(above: str) -> tuple[str, int]:
     """Creates and locks a directory; returns its path and descriptor.
 
-    Another process may remove the directory before it is locked: then it tries again.
+    Another process may remove the directory before this one locks it. Then a new one is created.
     """
     while True:
         path = tempfile.mkdtemp(prefix=PREFIX, dir=above)

@@ -90,8 +90,9 @@ def diagnose(
     """Reads all bytes of the checkpoint at `path`, and returns what is damaged in it.
 
     `older` is an earlier checkpoint of the same run, whose bytes may confirm a correction. If the
-    reader raises one of the errors in `REFUSED`, the result contains it; every other error is
-    raised. An UnsupportedCheckpoint is raised too, unless damage explains it.
+    reader raises an error that damage may cause (`REFUSED`, such as CorruptCheckpoint), the result
+    contains this error; every other error is raised. An UnsupportedCheckpoint is raised too, unless
+    damage explains it.
     """
     with ExitStack() as stack:
         opened = what_opens(path, reading, stack)
@@ -118,8 +119,8 @@ def what_opens(path: str, reading: Reading, stack: ExitStack) -> Diagnosis:
     """Reads the checkpoint at `path`, and repairs, in memory, files that cannot be opened.
 
     These files are read as if they had been corrected until `stack` is closed. No tensor is read,
-    except in these files. If the reader raises one of the errors in `REFUSED`, the result contains
-    it; every other error is raised.
+    except in these files. If the reader raises an error that damage may cause (`REFUSED`, such as
+    CorruptCheckpoint), the result contains this error; every other error is raised.
     """
     early: list[Place] = []
     while True:
@@ -169,7 +170,8 @@ def structure_of(path: str, limit: int = LIMIT) -> list[Place]:
     """Finds the damage in a file's headers, or in a file that states a checksum of itself.
 
     The list is empty if there is no damage, or if the file has no headers and no such checksum. The
-    file's tensors are read only if one checksum covers the whole file.
+    file's tensors are read only if one checksum covers the whole file. A damaged manifest.json is
+    parsed again with one bit flipped after another, until `limit` bytes have been parsed.
     """
     structure = [*map(_of_structure, flipped_in(path))]
     if (stated := place_in(path, limit)) is not None:

@@ -167,7 +167,8 @@ def one_in(chance: float) -> str:
 def explained(damage: Damage, contents: Contents, witnesses: Witnesses) -> Place:
     """Finds the original bytes of a damaged record, and the evidence for them.
 
-    It reads the record, and other tensors (`witnesses`) that may confirm a correction.
+    `contents` are the tensors that have elements in the record. The record is read, and so are
+    tensors elsewhere that may confirm a correction (`witnesses`).
     """
     extent, stated = damage.record.extent, damage.record.crc
     assert stated is not None

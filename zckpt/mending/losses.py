@@ -58,9 +58,10 @@ WORDS = {"param": "weights", "master": "masters"}
 class Loss(Struct, frozen=True):
     """The elements of one tensor that were in lost files.
 
-    `count` is the number of these elements, and `files` are the lost files. `state` is "elsewhere",
-    "made-up" or "gone", as the module's docstring explains, and `why` is the reason for the report.
-    `other` is a tensor with the same elements, or else None.
+    `count` is the number of these elements, and `files` are the lost files. `state` is "elsewhere"
+    (other files have the elements), "made-up" (training could continue with other values in their
+    place) or "gone". `why` is the reason for the report. `other` is a tensor with the same
+    elements, or else None.
     """
 
     entry: Entry
@@ -75,12 +76,12 @@ class Losses(Struct, frozen=True):
     """What a checkpoint has lost with its missing or unreadable files.
 
     faults      report lines, one for each lost file
-    lines       report lines about the tensors in these files: the keys of a notice, a `state`,
-                and for each tensor the number of lost elements and of all elements
-    lost        the same losses as records
+    lines       report lines about the tensors in these files. Each has a message, a `state` (see
+                `Loss`), and for each tensor the number of lost elements and of all elements
+    lost        the same losses, one for each tensor
     manifest    describes the files that still exist; None if these cannot be read
-    remade      if all lost files could be written again: what they contain, as zckpt-mended.json
-                lists it
+    remade      what the lost files contain, as zckpt-mended.json lists it; empty if not all of
+                them can be written again
     """
 
     manifest: Manifest | None = None
@@ -116,8 +117,8 @@ class Losses(Struct, frozen=True):
     def slots(self) -> set[str]:
         """The slots (weights, masters, moments) of the tensors with elements that must be made up.
 
-        `param` is among them if a model file is lost, because values that are no tensors, such as
-        counters, are then made up.
+        "param" is among them if a model file is lost, even if all of its weights are known. Such a
+        file has other values too, such as counters, and these must be made up.
         """
         slots = {each.entry.slot for each in self.lost if each.state == "made-up"}
         return slots | ({"param"} if self.borrowed or self.values else set())
@@ -146,12 +147,13 @@ class Losses(Struct, frozen=True):
     def named(self, error: ZckptError, lacking: Sequence[str]) -> ZckptError:
         """Adds a hint about what is lost to `error`, by the first case that applies.
 
-        the older checkpoint does not fit             the error that says so, without `error` names
-        or shapes of the model are lost         the hint asks for an older checkpoint all can be
-        made up, but ranks differ          the hint names the tensors that differ all can be made up
-        with `lacking` options     the hint names these --rebuild options tensors are lost for good
-        or must be made up  the hint names the former, else the latter none of these cases
-        `error` without a new hint
+            names and shapes are lost         asks for an older checkpoint
+            replicas on other ranks differ    names these tensors
+            options are `lacking`             names these values of `--rebuild`
+            tensors are lost for good         names these tensors
+            tensors must be made up           names these tensors
+
+        If the given older checkpoint does not fit, returns the error that says so instead.
         """
         if self.unfit is not None:
             return self.unfit

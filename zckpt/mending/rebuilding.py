@@ -55,8 +55,8 @@ class Rebuilding(Struct, frozen=True):
 
     moments    "moments=zero", "moments=older" (those of the checkpoint `older`), or None if moments
                may not be made up
-    others     maps the key of a lost tensor to a tensor that supplies its elements, and the reason;
-               these elements are the lost ones, except for the tensors in `made_up`
+    others     maps the key of a lost tensor to (a tensor that supplies its elements, the reason)
+    made_up    keys of lost tensors: `others` may supply other values for these
     """
 
     masters: bool = False
@@ -107,10 +107,10 @@ class Rebuilding(Struct, frozen=True):
         return lacks + ([ZERO] if any(map(is_optimizers, slots)) and self.moments is None else [])
 
     def source(self, entry: Entry, source: Manifest) -> Entry | None:
-        """The tensor that supplies the elements of a lost one; None if these become zeros.
+        """The tensor that supplies the elements of the lost `entry`; None if these become zeros.
 
-        Raises MissingData if moments are to come from the older checkpoint, and it has no such
-        tensor of the same type and shape.
+        `source` is the manifest of the damaged checkpoint. Raises MissingData if moments are to
+        come from the older checkpoint, and it has no such tensor of the same type and shape.
         """
         if entry.key in self.others:
             return self.others[entry.key][0]
@@ -133,7 +133,10 @@ class Rebuilding(Struct, frozen=True):
         return other
 
     def how(self, entry: Entry, source: Manifest) -> str:
-        """Where the elements of a tensor come from, in the words of zckpt-mended.json."""
+        """Where the elements of the lost `entry` come from: "zeros", for example.
+
+        zckpt-mended.json quotes this text. `source` is the manifest of the damaged checkpoint.
+        """
         if entry.key in self.others:
             same, why = self.others[entry.key]
             is_older = self.older is not None and self.older.entries.get(entry.key) is same
@@ -156,7 +159,7 @@ def rebuild(
     Returns what zckpt-mended.json will say about these files. Returns None, and writes nothing, in
     these cases:
 
-        the format's writer would lay these files out with other elements
+        the format's writer would put other elements into these files than the lost files had
         each rank has an optimizer state of its own
         no other file has the values of a lost weight
         the ranks differ in a tensor of which the lost file had a copy
@@ -233,10 +236,11 @@ def _mended(
 def differing_copies(found: Found, losses: Losses) -> list[str]:
     """Finds tensors that cannot be restored because replicas on other ranks differ or are too few.
 
-    A lost file had a replica of such a tensor. Its values are known if other tensors supply them
-    (`Losses.others`), and no replicas of this parameter or of this slot have drifted apart. They
-    are also known if at least two other ranks have replicas, and all are equal. Replicas of running
-    means differ from rank to rank. Replicas that are made up are left out.
+    A lost file had a replica of such a tensor. Its values are known if at least two other ranks
+    have replicas, and all are equal. They are also known if another tensor supplies them
+    (`Losses.others`). But then replicas on other ranks must be equal too: those of this tensor, of
+    the parameter's weight and master, and of all tensors of this slot (such as `exp_avg`) except
+    buffers, since running means differ from rank to rank. Replicas that are made up are left out.
     """
     names, others = [], losses.others
     made_up = losses.made_up_keys - others.keys()

@@ -1,4 +1,4 @@
-"""What intact files show about lost ones: whether masters round to weights, stages' replicas.
+"""Decides whether masters show lost weights, and finds lost states on other pipeline stages.
 
 A program may save other weights than it trains, such as those of an EMA. Then its masters do not
 show the lost weights. And the engine may let the replicas of a tied layer's masters and optimizer
@@ -20,9 +20,10 @@ from ..judging.damaged_source import kept
 def masters_round(manifest: Manifest, lost: Mapping[str, str], older: Manifest | None) -> bool:
     """Whether fp32 masters can stand in for lost weights, because they round to the run's weights.
 
-    False if a weight that is in no `lost` file differs from its rounded master, in this checkpoint
-    or in `older`, if a file of that stands in. Only the first elements are compared; nothing if no
-    weight is lost.
+    `lost` maps the paths of lost files to their state. The result is False if a weight in another
+    file differs from its rounded master. If a file of an earlier checkpoint replaces a lost one,
+    `older` is that checkpoint, and its weights are compared too. Only first elements are compared;
+    without a lost weight, nothing is.
     """
     weights = [entry for entry in manifest.entries.values() if entry.slot == "param"]
     if all(is_whole(entry, lost) for entry in weights):

@@ -37,10 +37,11 @@ MOST = 1 << 30  # bytes of a file that is read whole
 
 
 def place_in(path: str, limit: int = LIMIT) -> Place | None:
-    """Finds the damage of a file that no reader can check, and its original bytes.
+    """Finds the damage in `.metadata`, manifest.json or a safetensors file, and its original bytes.
 
-    Returns None if the file is undamaged, or if no checksum of it is stated (see the module's
-    docstring). To find a manifest's flipped bit, at most `limit` bytes are parsed.
+    Returns None if the file is undamaged, or if neither it nor another file states its checksum. A
+    damaged manifest.json is parsed again with one bit flipped after another, until `limit` bytes
+    have been parsed.
     """
     with suppress(ZckptError, OSError, *MALFORMED):
         if os.path.basename(path) == MANIFEST:

@@ -65,10 +65,11 @@ class _Wrong(Exception):
 
 
 def flipped_in(path: str) -> list[Correction]:
-    """Finds the flipped bit of each zip in a file that contradicts itself, the last zip first.
+    """Finds the flipped bits in the headers and directories of all zips in a file.
 
-    A zip is left out if it does not contradict itself, or if no bit or several bits explain that.
-    The list is empty if the file is no zip.
+    A zip has a flipped bit if two of its facts contradict each other, and exactly one bit explains
+    that. Other zips are left out. The list begins with the last zip of the file; it is empty if the
+    file is no zip.
     """
     found = list[Correction]()
     try:

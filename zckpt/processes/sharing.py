@@ -46,7 +46,10 @@ class Processes(Group, Sharing, Pool):
 
     @property
     def part(self) -> str:
-        """The name of this process's journal; "" in rank 0, which leads the others."""
+        """The end of this process's journal's name ("0003"); "" in rank 0, which leads the others.
+
+        A journal is the file that lists what a process has written.
+        """
         return f"{self.rank:04}" if self.rank else ""
 
     # -- a conversion
@@ -153,9 +156,9 @@ class Processes(Group, Sharing, Pool):
         """In rank 0: whether this launch had begun the target before its processes were restarted.
 
         All processes then continue the target, without --resume. In other ranks it is always False.
-        torchrun's agents count restarts separately, so an unfinished target that this launch has
-        begun shows a restart too. If no target exists, this call records in the store that the
-        launch begins it now.
+        The agents of torchrun count restarts separately, so their count is not enough: an
+        unfinished target that this launch has begun proves a restart too. If no target exists, this
+        call notes in the key-value store of the launch that it begins the target now.
         """
         path = os.path.abspath(target)
         key, is_unfinished = f"begun/{path!a}", os.path.lexists(f"{path}.partial")

@@ -131,7 +131,7 @@ class Store:
 
 
 def unreadable(reason: str) -> ProcessFailed:
-    """Makes the error for a message that cannot be parsed, so another program has sent it."""
+    """Makes the error for a message that cannot be parsed, because another program has sent it."""
     return ProcessFailed(
         "processes-disagree",
         f"a message of another process cannot be read: {reason}",

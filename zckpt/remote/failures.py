@@ -124,7 +124,8 @@ def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
         return SourceChanged(
             "source-changed",
             f"{url} was removed while it was read",
-            hint="start again; if its key ends in a slash, copy the others to another prefix",
+            hint="start again; an object whose key ends in a slash cannot be read: if this is one, "
+            "copy the checkpoint's other objects to another prefix",
             file=str(url),
         )
     elif status:

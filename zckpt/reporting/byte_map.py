@@ -82,8 +82,8 @@ def _file(row: Row, origin: Origin | None, state: str, size: int | None) -> Repo
 def rank_of(origin: Origin | None, row: Row) -> Report | None:
     """The rank that wrote a file, from its name, such as `{"dp": 3, "tp": 0}`.
 
-    DeepSpeed's number `mp` of a model-parallel rank is split into `pp` and `tp` if these sizes are
-    known. None if the name has no rank.
+    `row` describes the file. DeepSpeed's number `mp` of a model-parallel rank is split into `pp`
+    and `tp` if `origin`, the facts about the writer, has these sizes. None if the name has no rank.
     """
     numbers = {axis: number for axis, number in row.rank if axis in AXES}
     tp, pp = (origin and origin.tp) or 1, (origin and origin.pp) or 1

@@ -221,7 +221,11 @@ def measured(checkpoint: Found, copying: Copying, begin: Begin | None) -> Measur
 
 
 def digest_of(entries: Sequence[Entry], covers: dict[str, Cover]) -> str:
-    """One CRC-32 that covers the names, types, shapes and contents of all tensors."""
+    """One CRC-32 that covers the names, types, shapes and contents of all tensors.
+
+    `covers` has the CRC-32 of each tensor's bytes, by its name. The result is a text such as
+    "crc32:0a1b2c3d".
+    """
     lines = (
         f"{entry.name} {entry.dtype} {list(entry.shape)} {covers[entry.name].crc:08x}\n"
         for entry in sorted(entries, key=lambda entry: entry.name)

@@ -15,7 +15,10 @@ NUMBERS = ("rms", "min", "max", "mean", "std", "nan", "inf", "zero", "denormal")
 
 
 def table(checkpoint: Found, lines: Mapping[str, Report] | None = None) -> Report:
-    """Makes the table of all tensors as columns, with statistics if `lines` has them by tensor."""
+    """Makes the table of all tensors, as a list for each column: `{"name": [...], "dtype": [...]}`.
+
+    `lines` are statistics by the tensor's name; without them, their columns are left out.
+    """
     entries = checkpoint.entries
     report: Report = {
         "name": [entry.name for entry in entries],
@@ -50,8 +53,8 @@ def section(checkpoint: Found, lines: Mapping[str, Report], updates: Mapping[str
     """Makes the section `numbers`: heat maps with a number per layer and kind of parameter.
 
     There is one heat map per slot (such as `exp_avg`). For weights the number is the root mean
-    square of the module's weight, or of the master if there is no such weight. `lines` has
-    statistics by tensor, and `updates` Adam's next updates by parameter.
+    square of the weight, or of its fp32 master if only the master is stored. `lines` has statistics
+    by tensor. `updates` has the root mean square of Adam's next update, by parameter.
     """
     places = checkpoint.places
     by_slot: dict[str, list[list[Any]]] = {"param": []}

@@ -11,9 +11,9 @@ from . import summary
 
 
 def document(report: Report) -> Report:
-    """Makes the document of a page from a report of `probe-diff`.
+    """Makes the JSON document of which `zckpt probe-diff` renders a page, from its `report`.
 
-    It lists the first differences, and recorded tensors that only one run has.
+    The page shows the first differences, and recorded tensors that only one run has.
     """
     big, first = report["big"], report["first"]
     result = f"{report['differing']:,} of {report['records']:,} records differ"

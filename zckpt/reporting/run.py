@@ -70,8 +70,8 @@ STATED = ("saved", "loss", "evaluation_loss", "learning_rate", "epoch")
 def of_layers(document: Mapping[str, Any], key: str) -> dict[str, float]:
     """One number for each layer: the norm of its weights, or the root mean square of a state.
 
-    `key` is "param" for the norm. It is another slot, such as "exp_avg", or the measure of Adam's
-    update, for the root mean square.
+    `key` is "param" for the norm. For the root mean square it is an optimizer state, such as
+    "exp_avg", or "update" for Adam's next update.
     """
     roots = {row: _root(key, sums) for row, sums in _sums(document, key).items()}
     return {row: root for row, root in roots.items() if finite(root) is not None}
@@ -80,8 +80,8 @@ def of_layers(document: Mapping[str, Any], key: str) -> dict[str, float]:
 def total(document: Mapping[str, Any], key: str) -> float | None:
     """One number for the model: the norm of all weights, or the root mean square of a state.
 
-    `key` is "param" for the norm. It is another slot, such as "exp_avg", or the measure of Adam's
-    update, for the root mean square. None if the number is unknown.
+    `key` is "param" for the norm. For the root mean square it is an optimizer state, such as
+    "exp_avg", or "update" for Adam's next update. None if the number is unknown.
     """
     every = [*_sums(document, key).values()]
     sums = [sum(squares for squares, _ in every), sum(elements for _, elements in every)]
@@ -97,7 +97,7 @@ def _root(key: str, sums: Sequence[float]) -> float:
 def _sums(document: Mapping[str, Any], key: str) -> dict[str, list[float]]:
     """For each layer, [sum of squares, number] of the elements of one slot, such as "exp_avg".
 
-    `key` may also be the measure of Adam's update.
+    `key` may also be "update", for Adam's next update.
     """
     numbers, table = document.get("numbers") or {}, document.get("tensors") or {}
     sums: dict[str, list[float]] = {}

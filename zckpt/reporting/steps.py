@@ -69,7 +69,10 @@ def _named(found: Found, where: str) -> str | None:
 
 
 def agreeing(manifest: Manifest, stated_steps: tuple[tuple[str, float | int], ...]) -> str:
-    """Part of a sentence: each stored step, and the number of places that store it."""
+    """Part of a sentence: each stored step, and how often it is stored: "500 in all 8 places".
+
+    `stated_steps` are pairs (place, step). If it is empty, the manifest's steps are used.
+    """
     steps = [step for _, step in stated_steps] or [
         each.step for each in manifest.run.steps if each.truth
     ]

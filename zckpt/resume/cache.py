@@ -139,8 +139,8 @@ def say(line: str) -> None:
 def hold(path: str) -> None:
     """Locks a directory until this process ends, so that no other job removes it.
 
-    Waits up to two minutes for a directory that another node has just made. Raises TargetExists if
-    another job is removing it.
+    If another node has just made the directory, a network filesystem may not show it yet: waits up
+    to two minutes for it. Raises TargetExists if another job is removing it.
     """
     if path in _held:
         return

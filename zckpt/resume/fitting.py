@@ -112,7 +112,8 @@ class Conversion(Struct, frozen=True):
     ) -> str:
         """The shell command for this conversion of `source`, with the word DST as its target.
 
-        `files` maps an option to the file with its value.
+        `reading` are options for reading the source, such as `step_policy`. `files` maps an option
+        to the file with its value.
         """
         more = {} if self.to is None else {"to": self.to}
         tail = [

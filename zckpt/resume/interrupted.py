@@ -34,7 +34,7 @@ def interrupted(
         older      the newest complete checkpoint
         tensors    the number of tensors in the interrupted checkpoint
         alike      how many of these have the same type and shape in `older`
-        frozen     the names of frozen weights among these
+        frozen     the names of the frozen weights that `alike` counts
     """
     reading = reading or {}
     with suppress(ZckptError, OSError):

@@ -59,7 +59,8 @@ def absolute(path: str) -> str:
 def serve(directory: str, candidate: Candidate, plan: Mapping[str, Any]) -> None:
     """Makes the engine's loader load the checkpoint `candidate` when it is given `directory`.
 
-    Raises WrongOption for a version of DeepSpeed that was not tested.
+    `plan` has the arguments of `zckpt.reshard` (its key `words`) and the tag of the empty files in
+    `directory` (`target_tag`). Raises WrongOption for a version of DeepSpeed that was not tested.
     """
     from ..loading import hook
 

@@ -194,8 +194,10 @@ class Resuming(Struct, dict=True):
     ) -> tuple[Resumed, list[Report]] | None:
         """Returns the path to resume from; writes a resharded copy if `plan` asks for one.
 
-        Returns None if meanwhile another job has put another copy at this path, which can happen on
-        a filesystem without locks. The caller then plans again.
+        `left` are the newer checkpoints that cannot be used, each with its `path` and `reason`;
+        warnings name them. Also returns the warnings. Returns None if meanwhile another job has put
+        another copy at this path, which can happen on a filesystem without locks. The caller then
+        plans again.
         """
         target = plan["target"]
         if target and not plan["is_complete"]:

@@ -37,8 +37,9 @@ def begun(source: Manifest, run: Manifest, format: Format, options: Options) -> 
     """Adds initial optimizer states for parameters that the target trains and the source did not.
 
     Warnings name these parameters. Nothing is added if all parameters of a param group are new and
-    the target keeps one step per group. `run` has the engine of the target. Raises UnsupportedState
-    for an optimizer that zckpt does not know.
+    the target keeps one step per group. `run` describes the target's engine: it is the checkpoint
+    given with --like, or else the source. Raises UnsupportedState for an optimizer that zckpt does
+    not know.
     """
     new = {*states.untouched(source)}
     begins = format.functions.begins

@@ -113,8 +113,10 @@ class Decision(Struct, frozen=True):
     manifest     what was read, without dropped states
     named        the same under the target's names
     grouped      the same in the param groups of the next run
-    source       the manifest that fills the files of `layout`
-    is_loaded    False if the source lacks something that its program needs to load it
+    layout       the target's files
+    source       the manifest whose tensors fill these files
+    is_loaded    whether a program can load the target; False if the source lacks files or values
+                 that resuming needs
     """
 
     manifest: Manifest
@@ -234,8 +236,9 @@ def write(
 ) -> Report:
     """Writes a checkpoint (`manifest`, read with `reading`) as the directory `target`.
 
-    `to` is the target's format. `best_in` is the directory in which a Trainer's best checkpoint
-    will lie. Returns the command's report.
+    `to` is the target's format. `best_in` is the directory that will contain a Trainer's best
+    checkpoint, if that is written too: trainer_state.json gets its path there. Returns the
+    command's report.
     """
     started = time.monotonic()
     decision = decide(command, manifest, target, to, reading, options, best_in)
@@ -396,9 +399,9 @@ def _filled(
 ) -> CopyOutcome | None:
     """Creates and fills the target's files, of `size` bytes in all.
 
-    Warnings about tensors' values are added to `warnings`. Returns None if another process, or
-    another part, will complete the target. Raises UnsupportedState if the files cannot store a
-    state of the source.
+    Warnings about tensors' values are added to `warnings`. Returns None if another process will
+    complete the target: rank 0 of a launch, or the last one that was started with --part K/N.
+    Raises UnsupportedState if the files cannot store a state of the source.
     """
 
     def seal(root: Folder, shells: Manifest, outcome: CopyOutcome) -> None:

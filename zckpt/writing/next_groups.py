@@ -283,9 +283,9 @@ class _RunsGroups:
         return group
 
     def _engine(self) -> Any:
-        """The source's engine, marked as having hyper-parameters if its files lack them.
+        """The source's engine; if its files lack hyper-parameters, it is marked as having them.
 
-        They now come from the other run, as if the user had stated them.
+        The checkpoint given with --groups-from supplies them, as if the user had stated them.
         """
         engine = self.named.run.engine
         if isinstance(engine, FlatBufferEngine) and engine.elastic:

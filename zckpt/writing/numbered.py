@@ -1,9 +1,9 @@
-"""Gives a target the form of a numbered folder, as its program expects it.
+"""Places a target's files as in the source, if the source is in a numbered folder such as `step3`.
 
     source    step3/model_and_optim/.metadata    step3/train/rank0.pt
     target    DST/model_and_optim/.metadata      DST/train/rank0.pt
 
-A target of the same engine has this form again, even if it was converted through a universal
+A target of the same engine gets the same subfolders, even if it was converted through a universal
 checkpoint. A target of another engine has all files directly in its directory, and so has the
 target of a format with tags, which are folders already. If only weights are written, files around
 the engine's folder (train) are left out.

@@ -27,8 +27,8 @@ def write_run(
     """Writes several checkpoints of a Trainer's run, which appear at their place together.
 
     `which` is "all" or "best-and-last". `write_one` writes one checkpoint. Its arguments are the
-    source's path, the target's path, `running`, and the directory in which the best checkpoint will
-    lie.
+    source's path, the target's path, `running`, and the directory that will contain the best
+    checkpoint, because trainer_state.json states that path.
     """
     if not running.sharing.is_alone:
         raise WrongOption(

@@ -147,8 +147,8 @@ class Keeping(Struct, frozen=True):
     def is_known(self) -> bool:
         """Whether the target can certainly store all states, so that trying it out is unnecessary.
 
-        Every format can store the moments of Adam. Formats without a stated limit (`states` is
-        empty) can also store every number.
+        Every format can store the moments of Adam. A format that states no limit (its text `states`
+        is empty) can also store every number.
         """
         if self.options.weights_only or not self.format.is_resumed:
             return self.options.weights_only
