@@ -171,7 +171,10 @@ class Load(Struct, eq=False, dict=True):
         return self._loaded(folder)
 
     def _prepare(self, where: str, folder: str, words: dict[str, Any]) -> None:
-        """Writes the engine's files into `folder`, with holes for tensor data; reads no tensor."""
+        """Writes the engine's files into `folder`, with holes for tensor data; reads no tensor.
+
+        `where` is the path of the source checkpoint, and `words` are arguments of `zckpt.reshard`.
+        """
         decision, how = api.decided(where, "deepspeed", **words)
         self.check = partial(api.check_beforehand, decision, how)
         layout, self.where = decision.layout, decision.manifest.root
@@ -184,7 +187,8 @@ class Load(Struct, eq=False, dict=True):
     def _agree_on(self, error: Exception | None) -> None:
         """Raises the same error in all ranks if one failed, or if they read different files.
 
-        `error` is the error of this rank, or None. Rank 0's checks count as a failure of rank 0.
+        `error` is the error of this rank, or None. Rank 0 also runs the checks of a conversion that
+        read tensors; if one of them fails, all ranks raise its error too.
         """
         mark = None if error else _mark(self.source.files.records, self.files.records)
         values = self.ranks.gathered([sent(error), mark])

@@ -378,7 +378,7 @@ def _continued(losses: Losses, found: Found, older: Manifest) -> Losses:
 
 
 def _of_order(loss: Loss) -> Loss:
-    """Marks a weight as "made-up" if only the order in an older model file shows its master."""
+    """Marks a weight as "made-up" if only the older file's parameter order tells its master."""
     if loss.other is None or loss.other.slot != "master":
         return loss
     return replace(loss, state="made-up", why=OF_ORDER)
@@ -557,10 +557,10 @@ def _left(
 ) -> tuple[State, str, Entry | None]:
     """Finds values for the lost elements of `entry`: a state, the reason, and a tensor or None.
 
-    The state is `elsewhere`, `made-up` or `gone`, as the module's docstring explains. The tensor
-    has the same elements, if the state is `elsewhere`. `source_of`, given the key of a tensor,
-    returns a tensor with all its elements, or None. With `rounds`, the run's weights are its
-    rounded masters, so a master shows the values of a lost weight.
+    `Loss` explains the states. The tensor has the same elements, if the state is "elsewhere".
+    `source_of`, given the key of a tensor, returns (a tensor with all its elements, where it is),
+    or None. With `rounds`, the run's weights are its rounded masters, so a master shows the values
+    of a lost weight.
     """
     if (source := source_of(entry.key)) is not None:
         return "elsewhere", source[1], source[0]
@@ -570,7 +570,7 @@ def _left(
 def _left_alone(
     manifest: Manifest, entry: Entry, source_of: SourceOf, rounds: bool
 ) -> tuple[State, str, Entry | None]:
-    """The result of `_left`, if only the parameter's other tensors can show it."""
+    """Like `_left`, for an entry of which no copy is left: looks at its weight and master only."""
     weight, master = ((entry.parameter, slot) for slot in ("param", "master"))
     param, wide = manifest.entries.get(weight), manifest.entries.get(master)
     if entry.slot == "param":

@@ -467,7 +467,7 @@ def _identity(
 
 
 def _rebuilt_by(reading: Reading) -> str:
-    """Whether one process or several look for wrong masters, in words.
+    """Whether "in one process" or "in several processes" wrong masters are searched for.
 
     One process finds more of them: several compare only the first elements before they write
     (`reading._rebuilt`).
