@@ -20,6 +20,10 @@ SET = "set per_device_train_batch_size times gradient_accumulation_steps to {} t
 STATES = {"rng_state_0.pth", "rng_state_1.pth"}
 
 
+def changes(report: dict[str, Any]) -> list[str]:
+    return [line["message"] for line in report["warnings"] if line["code"] == batches.CHANGES]
+
+
 @pytest.mark.parametrize(
     ("ranks", "said"),
     [(None, []), (2, []), (4, [SET.format(2)]), (3, ["cannot be divided among 3"])],
@@ -31,9 +35,9 @@ def test_from_deepspeed_to_fsdp(
     sizes = () if ranks is None else ("--dp", ranks)
     words = ("--to", "dcp", "--dialect", "accelerate", *sizes, "--json")
     report = zckpt("convert", TRAINER, tmp_path / "target", *words).document
-    batches = [line for line in report["warnings"] if line["code"] == "batch-size-changes"]
-    assert len(batches) == len(said)
-    assert all(part in line["message"] for part, line in zip(said, batches, strict=True))
+    messages = changes(report)
+    assert len(messages) == len(said)
+    assert all(part in message for part, message in zip(said, messages, strict=True))
     arrived = {path.name for path in (tmp_path / "target").iterdir()}
     assert arrived & STATES == (STATES if ranks in (None, 2) else set())
     omitted = [line["code"] for line in report["left_out"] if "rng_state" in line["message"]]
@@ -77,3 +81,37 @@ def test_a_global_batch_that_is_unknown(ranks: int, times: str | None) -> None:
     messages = [line.message for line in batches.changes(unknown, zckpt.read(EXAMPLE), ranks)]
     said = f"set the batch size of each rank times accumulated steps to {times} the old value "
     assert messages == ([] if times is None else [f"{said}to keep the global batch"])
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_neither_the_batch_nor_the_ranks_are_known(ranks: int, tmp_path: Path) -> None:
+    """A file of complete state dicts does not state how many ranks trained: it may be any."""
+    zckpt.convert(EXAMPLE, tmp_path / "complete.pt", to="gathered")
+    assert zckpt.read(tmp_path / "complete.pt").run.origin.dp is None
+    report = zckpt.convert(tmp_path / "complete.pt", tmp_path / "target", to="dcp", dp=ranks)
+    assert changes(report) == []
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(2, None), (4, 6), (8, 3)])
+def test_ranks_with_fsdp_share_no_sequence(ranks: int, batch: int | None, tmp_path: Path) -> None:
+    """In the source, 4 ranks had 2 sequences' batches of 12 samples."""
+    source = ROOT / "tests" / "data" / "deepspeed-0.18.2-z1_dp4_sp2" / "run"
+    report = zckpt.convert(source, tmp_path / "target", to="dcp", dp=ranks)
+    word = "the batch size of each rank times accumulated steps"
+    said = f"set {word} to {batch} to keep a global batch of 24"
+    assert changes(report) == ([] if batch is None else [said])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro", "accumulation", "fitting"), [(4, 2, 1, 2), (1, 4, 2, 4), (4, 4, 1, 2)]
+)
+def test_the_trainers_next_config(ranks: int, micro: int, accumulation: int, fitting: int) -> None:
+    """Its sizes are for other ranks than the source's: the global batch stays that of the source.
+
+    The source has 2 ranks with 4 samples each.
+    """
+    config = {TRAIN_MICRO: micro, "gradient_accumulation_steps": accumulation}
+    lines = batch_changes(zckpt.read(TRAINER), {"dp": ranks, "config": config}, ())
+    also = batches.OF_TRAINER.also
+    said = f"set per_device_train_batch_size={fitting}{also} to keep a global batch of 8"
+    assert [line.message for line in lines] == ([] if fitting == micro else [said])

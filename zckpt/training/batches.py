@@ -104,8 +104,8 @@ def in_state_dicts(source: Manifest) -> Batch:
 def in_config(source: Manifest, config: Mapping[str, Any]) -> Batch:
     """The global batch that a ds_config states; its `total` is None if it states none.
 
-    If the Trainer writes only the size per rank into the ds_config, `total` is computed from the
-    source's number of ranks.
+    The Trainer may write only the size per rank. Then `total` is that of the source, because
+    `config` may be the next run's, for another number of ranks.
     """
     total: Any = config.get("train_batch_size")
     micro: Any = config.get("train_micro_batch_size_per_gpu")
@@ -115,7 +115,7 @@ def in_config(source: Manifest, config: Mapping[str, Any]) -> Batch:
     if not is_count(accumulation):
         return Batch(None, names, micro)
     if total is None and micro is not None and names == OF_TRAINER:
-        total = micro * accumulation * (source.dp // (source.run.origin.sp or 1))
+        total = global_batch(source)
     is_known = is_count(total) and total <= MOST_TO_DIVIDE
     return Batch(total if is_known else None, names, micro, accumulation)
 

@@ -139,8 +139,7 @@ class DcpWriter(Struct, eq=False, dict=True):
             self.omitted += lines
             batch = batches.in_state_dicts(source)
             if batch.total is not None:
-                sp = source.run.origin.sequence_ranks(ranks)
-                self.warnings += batches.changes(batch, source, ranks, sp)
+                self.warnings += batches.changes(batch, source, ranks)
         self.omitted += [
             note(
                 "state-omitted",
