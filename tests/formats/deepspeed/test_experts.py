@@ -273,7 +273,7 @@ def test_unknown_files_are_refused_by_name(name: str, what: str, run: Path) -> N
     ("counts", "error", "message"),
     [
         ([4, 1 << 60], IncompleteCheckpoint, "lacks layer_1_expert_4_mp_rank_00"),
-        ([4, -1], CorruptCheckpoint, r"lists \[4, -1\] experts by layer"),
+        ([4, -1], CorruptCheckpoint, r"num_experts .* but it is \[4, -1\]"),
         ([4], InconsistentCheckpoint, "layer_1_expert_0.* one file too many"),
         ([4, 3], InconsistentCheckpoint, "layer_1_expert_3.* one file too many"),
         (4, UnsupportedCheckpoint, "mixture-of-experts layers of an old release"),

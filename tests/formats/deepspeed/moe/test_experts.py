@@ -161,7 +161,8 @@ def test_a_count_that_is_huge(run: Path) -> None:
 @pytest.mark.parametrize("counts", [["4"], [0], [-1], [True], [4, 0]])
 def test_counts_that_are_none(counts: list[Any], run: Path) -> None:
     states_counts(run, counts)
-    with pytest.raises(CorruptCheckpoint, match=r"the model file lists \[.*\] experts by layer"):
+    message = r"num_experts in the model file must be a list of positive numbers, but it is \[.*\]"
+    with pytest.raises(CorruptCheckpoint, match=message):
         zckpt.read(run)
 
 

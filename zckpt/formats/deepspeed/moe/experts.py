@@ -104,7 +104,10 @@ def files_by_layer(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
         refuse(ranks.directory, "mixture-of-experts layers of an old release")
     if not all(type(count) is int and count > 0 for count in counts):
         raise CorruptCheckpoint(
-            "file-damaged", f"{path}: the model file lists {counts!r} experts by layer", file=path
+            "file-damaged",
+            f"{path}: num_experts in the model file must be a list of positive numbers, but it is "
+            f"{counts!r}",
+            file=path,
         )
     number = files.number
     wanted = ((layer, own, number) for layer, count in enumerate(counts) for own in range(count))
@@ -236,8 +239,8 @@ def with_tensors(
 ) -> EngineStates:
     """Adds the tensors in the experts' files to the module, directly after their layer's gate.
 
-    The files name buffers and second names of rank 0's experts only. They are repeated for the
-    experts of all ranks.
+    The model file lists the names of buffers, and the second names of tied weights. For experts it
+    lists only the names of rank 0's experts. Here the names of all other experts are added.
     """
     behind = {layer.gate: layer for layer in files}
     module: dict[str, Any] = {}
@@ -392,8 +395,10 @@ class Experts(Struct, frozen=True):
 def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | None) -> Manifest:
     """Reads one model rank of a run with experts; returns its manifest.
 
-    Raises UnsupportedCheckpoint (AutoEP, elastic files, experts that are spread over tensor ranks,
-    an unknown order of ranks), IncompleteCheckpoint and InconsistentCheckpoint.
+    If ranks state different steps, `step_policy` chooses one: "max", "min" or a number such as "7".
+    Raises UnsupportedCheckpoint (stage 3, some uses of AutoEP, files of a run with
+    `elastic_checkpoint`, experts that are spread over tensor ranks, or if nothing shows which rank
+    has which experts), IncompleteCheckpoint and InconsistentCheckpoint.
     """
     ranks = with_slices(ranks)
     if ranks.partitioned or ranks.elastic:
@@ -421,10 +426,11 @@ def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | 
 def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> ExpertRanks:
     """Finds which rank has which experts: from the ds_config, or by comparing bytes.
 
-    A run that was started with a ds_config file saves only the file's name. Then it is unknown
-    whether neighbor ranks have different experts, or the same ones
-    (`use_data_before_expert_parallelism`). Masters round to weights in only one of the two orders.
-    Raises UnsupportedCheckpoint if both orders fit, and InconsistentCheckpoint if neither does.
+    A run that was started with a ds_config file saves only the file's name. Then no file states
+    the value of `use_data_before_expert_parallelism`. If it is false, neighbor ranks have different
+    experts; if it is true, they have the same ones. zckpt tries both: with the right value, the
+    ranks' masters round to the experts' weights. Raises UnsupportedCheckpoint if they do so with
+    both values, InconsistentCheckpoint if they do so with neither.
     """
     if ranks.config_path is None or all(ep in (1, ranks.dp) for ep in layers.sizes):
         return ExpertRanks.of_config(ranks.dp, ranks.config)
