@@ -123,15 +123,16 @@ def check_names(files: Iterable[TorchFile]) -> list[Notice]:
 
     torch.save stores a file's name in the file. `files` are all files of a directory. All numbers
     in the names are compared: the data rank, the model rank, a layer, an expert. Earlier versions
-    of zckpt stored one name in several files:
+    of zckpt stored the same name in several ranks' files:
 
-        stage 3               optimizer files            archive, which names no rank
-                              model files                rank 1's name in all files from rank 2 on
-        several model ranks   all but files of layers    mp_rank_00
+        optimizer files in stage 3          "archive", which names no rank
+        model files in stage 3              from rank 2 on, the name of rank 1's file
+        several model ranks                 the name of model rank 0's file (not in layer files)
 
-    If all files of a directory have these names, they are not compared, and a note reports this. If
-    only some have them, another program saved them, and one was copied. If one model rank's files
-    were all copied over another's, they have these names too, and their equal bytes show the copy.
+    If every file has the name that these versions stored, names are not compared, and a note
+    reports this. The optimizers of model ranks must then have different bytes: equal bytes show
+    that one rank's files were copied over another's. If only some files have such names, these
+    versions did not save them, so a wrong name shows a swapped or copied file.
 
     Raises InconsistentCheckpoint if a rank's file was saved as the file of another rank.
     """

@@ -1,4 +1,4 @@
-"""The engine that a target is written for: its stage, type and options, from the ds_config."""
+"""The engine that a target is written for: its ZeRO stage, weight type and ds_config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOAT_NAMES = {"fp32": "F32", "float32": "F32", "float": "F32", "bf16": "BF16", 
 
 
 class TargetEngine:
-    """The stage, the type and the options of the engine that will load the target.
+    """The engine that will load the target: its ZeRO stage, its weights' dtype and its ds_config.
 
     They are the source's unless the user asks for others. A ds_config from the user replaces the
     source's. `before` is the source's own engine, or None if DeepSpeed did not write the source.

@@ -102,7 +102,11 @@ def need_same_ranks(source: Manifest, dp: int = 0, stage: int | None = None) -> 
 
 
 def of_rank(source: Manifest, group: int, rank: int, storages: Storages) -> dict[str, Any]:
-    """One rank's own estimates of a group's hyper-parameters, such as {"d": 0.0013}; else empty."""
+    """One rank's own estimates of a group's hyper-parameters, such as {"d": 0.0013}.
+
+    Empty if the source has no estimates. `storages` collects the storages of the tensors in the new
+    file.
+    """
     estimates = stated_estimates(source)
     values = {key: own[rank] for key, own in estimates[group].items()} if estimates else {}
     own_values: dict[str, Any] = thawed(values, source.entries, storages)

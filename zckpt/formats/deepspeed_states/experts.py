@@ -185,7 +185,9 @@ class ExpertLayers(Struct, frozen=True):
     def is_regular(self, names: Sequence[str]) -> bool:
         """Whether a group lists its experts' tensors in an order that DeepSpeed itself uses.
 
-        If so, their order at any other expert-parallel size is known too. See `_orders`.
+        If so, their order at any other expert-parallel size is known too. DeepSpeed lists all
+        tensors of one expert together, or one tensor of all experts together; experts ascend or
+        descend.
         """
         return all(
             layer is None or _order([*run], layer.experts) is not None
@@ -291,8 +293,9 @@ class ExpertRanks(Struct, frozen=True):
     def in_layers(self, layers: ExpertLayers, number: int) -> dict[str, int]:
         """One data rank's ep rank in each layer of experts: {"layers.1.moe": 0}.
 
-        It is the first data rank whose ep rank is `number` in the layers with the largest
-        expert-parallel size. In layers of a smaller size, it may have another ep rank.
+        This data rank is the first one whose ep rank is `number` in the layers with the largest
+        expert-parallel size. In layers of a smaller size, the same data rank may have another ep
+        rank.
         """
         rank = self.alike(number, max(layers.sizes))[0]
         return {layer.name: self.place(rank, layer.ep)[0] for layer in layers.listed}

@@ -296,7 +296,8 @@ def is_other_optimizer(engine: TargetEngine, source: Manifest) -> bool:
 def check_states(engine: TargetEngine, source: Manifest, states: Collection[str]) -> None:
     """Raises if the target's optimizer needs states that the source does not have.
 
-    `states` are the states that the target gets from the source.
+    `states` are the names of the states that the target gets from the source, such as "exp_avg".
+    Raises MissingData if the source has no optimizer state at all, otherwise WrongOption.
     """
     listing = ", ".join(sorted(states)) or "none"
     if not states and source.groups is None and not are_inferred(source):

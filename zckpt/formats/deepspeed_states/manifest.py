@@ -426,10 +426,10 @@ def _named_optimizer(ranks: EngineStates, place: StepPlace) -> str | None:
 
 
 def counters(ranks: EngineStates) -> list[Sighting]:
-    """The step counters of the engine and of its scheduler.
+    """The counters of the engine and of its scheduler: for each, its key in the file and its value.
 
-    The optimizer's step is the true one. It differs from these counters after skipped fp16 steps
-    and warm starts.
+    The optimizer does not use these counters, but its own step. They differ from that step after
+    skipped fp16 steps and warm starts.
     """
     sightings = steps.counter_sightings("engine", ranks.model, ("global_steps", "skipped_steps"))
     scheduler = ranks.model.get("lr_scheduler")

@@ -135,8 +135,9 @@ def module_weights(
 ) -> dict[str, Tensor]:
     """Makes tensors without values for the module's tensors with these `names`.
 
-    In stage 3, parameters get empty placeholders. A weight that the source lacks is left out,
-    unless `derives` allows zckpt to cast the weight from its master.
+    The tensors' storages are added to `storages`, which collects those of the new file. In stage 3,
+    parameters get empty placeholders. A weight that the source lacks is left out, unless `derives`
+    allows zckpt to cast the weight from its master.
     """
     source, engine = target.source, target.engine
     weights: dict[str, Tensor] = {}

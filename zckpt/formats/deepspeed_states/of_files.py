@@ -1,4 +1,4 @@
-"""Values in the files of ranks that are no tensors, and how they differ between ranks."""
+"""Scheduler state, client state and other values in rank files, and how they differ by rank."""
 
 from __future__ import annotations
 
@@ -135,7 +135,11 @@ def _values_by_key(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_client_state(differing: Mapping[str, Iterable[str]]) -> list[Notice]:
-    """Notes on the items of client state that differ between ranks: only rank 0's are kept."""
+    """Notes on the items of client state that differ between ranks: only rank 0's are kept.
+
+    `differing` maps a file's name to the names of the values in which the file differs from rank
+    0's: {"zero_pp_rank_1_mp_rank_00_model_states.pt": ["client_state.seed"]}.
+    """
     keys = {key for values in differing.values() for key in values}
     client_keys = sorted(key.removeprefix(CLIENT) for key in keys if key.startswith(CLIENT))
     return [
@@ -168,9 +172,9 @@ OF_ENGINE = OF_BASE | {
 def extra_states_of(ranks: EngineStates) -> list[StateRow]:
     """Optimizer states that belong to no parameter, as records for the manifest's `states`.
 
-    A number that is equal on all ranks is one record, and targets store it again. Any other state
-    is a record with the values of all ranks, which are compared but never written. Keys that begin
-    with `zckpt` are skipped, because zckpt wrote them.
+    A number that is equal on all ranks becomes one record, and zckpt writes it into targets. Any
+    other state becomes a record with the values of all ranks. These values are compared but never
+    written. Keys that begin with `zckpt` are skipped, because zckpt wrote them.
     """
 
     def keep(values: Any, path: str, tensors: dict[Key, Entry]) -> Any:

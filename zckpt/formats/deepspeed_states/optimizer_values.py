@@ -1,4 +1,4 @@
-"""Values of a target's optimizer files that are no flat tensors: groups, steps, the loss scale."""
+"""Param groups, steps, loss scale and other values in a target's optimizer files."""
 
 from __future__ import annotations
 
@@ -52,8 +52,10 @@ def base_state(
 ) -> dict[str, Any]:
     """The base optimizer's state dict for one rank: {"state": ..., "param_groups": ...}.
 
-    `states` are the states of each flat buffer, by the buffer's number; empty ones are left out. A
-    group lists its members as `numbers` says; without `numbers`, as numbers of flat buffers.
+    `states` are the states of the groups' members, by the member's number: {0: {"exp_avg": ...}}.
+    Empty states are left out. `numbers` has the numbers of each group's members: [[0, 1], [2]]. If
+    it is None, the members are the flat buffers, numbered from 0. `storages` collects the storages
+    of the tensors in the new file.
     """
     groups = []
     for number, group in enumerate(target.groups):
@@ -76,7 +78,11 @@ def base_state(
 
 
 def numbers(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -> dict[str, Any]:
-    """The single numbers in one flat buffer's state: {"step": 7, "mu_product": 0.98}."""
+    """The single numbers in one flat buffer's state: {"step": 7, "mu_product": 0.98}.
+
+    A number that the optimizer keeps as a tensor becomes a tensor. Its storage is added to
+    `storages`, which collects those of the new file.
+    """
     values: dict[str, Any] = {}
     if buffer.step is not None and target.step_place.where == "state":
         step = buffer.step if target.counts(buffer) else 0
@@ -87,7 +93,10 @@ def numbers(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -
 
 
 def typed_step(target: DeepSpeedTarget, step: agreement.Step, storages: Storages) -> Any:
-    """A step in the form in which the target's optimizer stores it: a Python number or a tensor."""
+    """A step in the form in which the target's optimizer stores it: a Python number or a tensor.
+
+    The storage of a tensor is added to `storages`, which collects those of the new file.
+    """
     return target.thawed(target.step_place.number(step).unwrapped(), storages)
 
 
@@ -96,8 +105,9 @@ def group_step(
 ) -> dict[str, Any]:
     """The step to store in a param group: {"step": 7}; `members` are the group's flat buffers.
 
-    Empty if the target's optimizer keeps no step in groups. Raises InconsistentCheckpoint if the
-    buffers have different steps, since a group can store only one.
+    Empty if the target's optimizer keeps no step in groups. If it keeps the step as a tensor, the
+    tensor's storage is added to `storages`, which collects those of the new file. Raises
+    InconsistentCheckpoint if the buffers have different steps, since a group can store only one.
     """
     place = target.step_place
     if target.options.weights_only:
@@ -124,7 +134,8 @@ def loss_scaling(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
 
     If the target has the source's 16-bit type, the source's scaler is kept. A source of stage 0 has
     only a scaler's numbers, which are put into a new scaler object. If the type differs, or the
-    source has no scaler, the scaler is a new one, as the engine makes it.
+    source has no scaler, the scaler is a new one, as the engine makes it. `storages` collects the
+    storages of the tensors in the new file.
     """
     kept = target.optimizer_state
     if target.engine.same_dtype and isinstance(kept.get("loss_scaler"), Foreign):
@@ -143,8 +154,9 @@ def loss_scaling(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
 def whole_scaling(target: DeepSpeedTarget) -> dict[str, Any]:
     """The numbers of the loss scaler in a model file of stage 0: {"cur_scale": 65536.0, ...}.
 
-    They are the source's if the target has the source's 16-bit type, otherwise a new scaler's.
-    DeepSpeed 0.19.8, fp16/unfused_optimizer.py `state_dict`, which counts updates in bf16 too.
+    They are the source's if the target has the source's 16-bit type, otherwise a new scaler's. The
+    engine stores them for bf16 too, with the number of updates as `cur_iter` (DeepSpeed 0.19.8,
+    fp16/unfused_optimizer.py `state_dict`).
     """
     kept = target.optimizer_state
     scaler = kept.get("loss_scaler")

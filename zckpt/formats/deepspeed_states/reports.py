@@ -64,8 +64,8 @@ def of_weights(target: DeepSpeedTarget) -> list[Notice]:
 def of_stage_0(target: DeepSpeedTarget, wholes: Sequence[Manifest]) -> list[Notice]:
     """Warnings about frozen parameters, and about changing between ZeRO and stage 0 in fp16.
 
-    `wholes` are the full models from which pipeline stages were cut. The frozen parameters of all
-    stages count, because the target does not record which stage lists them.
+    `wholes` are the full models from which pipeline stages were cut. Frozen parameters in any stage
+    cause the warning, because the target does not record which stage's optimizer lists them.
     """
     engine, before = target.engine, target.engine.before
     has_frozen = bool(target.frozen) and not target.lists_frozen

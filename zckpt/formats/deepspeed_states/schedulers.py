@@ -63,9 +63,12 @@ def fits(state: Any, name: str) -> bool:
 
 
 def decide(source: Manifest, name: str | None) -> Decided:
-    """Decides which scheduler state the target's files get; the table above has the rules.
+    """Decides which scheduler state the target's files get.
 
-    `name` is the scheduler in the ds_config. If it is None, the files get the source's state.
+    `name` is the scheduler in the ds_config, such as "WarmupLR"; None if the ds_config names none.
+    If it is a scheduler of DeepSpeed's own, and the source's state is missing or of another class,
+    the files get a new state that counts the updates of the source. In all other cases they get the
+    source's state. The docstring of this module has a table of the cases.
     """
     state, engine = source.state.get("lr_scheduler"), source.run.engine
     before = named_in(engine.config) if isinstance(engine, FlatBufferEngine) else None
@@ -132,9 +135,11 @@ def lacking(source: Manifest, name: str) -> Notice:
 
 
 def lacking_of(source: Manifest, run: Manifest) -> Notice | None:
-    """The warning that the source lacks what the scheduler of the program that saved `run` needs.
+    """A warning if the program's scheduler cannot continue from the source; otherwise None.
 
-    None if the source's scheduler state has the counter that this scheduler needs.
+    `run` is a checkpoint that the program has saved, with its scheduler's state. The scheduler can
+    continue if the source's scheduler state has the same counter (`last_batch_iteration` or
+    `last_epoch`).
     """
     theirs, ours = (side.state.get("lr_scheduler") or {} for side in (run, source))
     keys = [key for key in (COUNTER, OF_TORCH) if key in theirs and key not in ours]

@@ -33,13 +33,13 @@ ParameterShapes = dict[str, tuple[int, ...]]
 class ModuleOverrides(Struct, frozen=True):
     """Values that replace the model file's values; None keeps the file's value.
 
-        Experts                 they are in separate files; rank 0's names stand for all ranks
-        AutoEP                  slices replace stacked parameters
-        Pipelines               layer files have the tensors, and sometimes the shapes
-        Stage 0                 zckpt finds the names of the optimizer's parameters
-        Universal directories   the values that all model ranks share
+    Each line names a kind of checkpoint, and what replaces the model file's values in it:
 
-    Each line says where values come from instead.
+        Experts                 tensors in the experts' own files, and the names of all experts
+        AutoEP                  a tensor for each expert, in place of stacked parameters
+        Pipelines               tensors in layer files, and shapes if the model file lists none
+        Stage 0                 names and shapes of the optimizer's parameters, as zckpt found them
+        Universal directories   tensors that are equal on all model ranks
     """
 
     module: dict[str, Any] | None = None
@@ -467,7 +467,8 @@ class FlatBuffer(Struct, frozen=True):
     partition_values   states that cannot be divided among parameters: key -> ranks' values
     starts             parameter's name -> its first element in the buffer
     files              the rank files that `partition_values` are from
-    other              states of the first parameter that are neither of its shape nor a number
+    other              states that are neither a number nor of a parameter's shape (stage 0 only);
+                       the manifest lists them under the first parameter
     """
 
     group: int

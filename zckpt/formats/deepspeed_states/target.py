@@ -457,7 +457,11 @@ class DeepSpeedTarget:
 
     @property
     def counters(self) -> dict[str, Any]:
-        """The engine's counters; counters that the source lacks are derived from its updates."""
+        """The engine's counters, such as {"global_steps": 7, "skipped_steps": 0}.
+
+        If the source lacks `global_steps`, it is the number of updates that the source has made.
+        Other counters that the source lacks are 0.
+        """
         counters = (self.source.state.get("counters") or {}).items()
         kept = {key: value for key, value in counters if value is not None}
         fresh = dict.fromkeys(COUNTERS, 0) | {"global_steps": counted_updates(self.source)}
@@ -499,6 +503,7 @@ class DeepSpeedTarget:
         """Converts a value of the manifest's `state` to a value for a file of the target.
 
         The manifest has only the names of tensors in such a value. They are replaced by tensors,
-        whose bytes are copied later.
+        whose bytes are copied later. `storages` collects the storages of the tensors in the new
+        file.
         """
         return thawed(value, self.source.entries, storages)

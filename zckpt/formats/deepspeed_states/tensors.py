@@ -233,8 +233,9 @@ class ManifestTensors:
     def kept(self, value: Any, path: str, file: TorchFile) -> Any:
         """Converts a value of a file to a value for the manifest's `state`; registers its tensors.
 
-        Each tensor becomes an entry with slot `state`, and its name replaces it in the value. Each
-        0-d tensor becomes a number. `path` is the beginning of the names: "client_state.rng".
+        Each tensor is added to `entries` under the key (name, "state"), and the name replaces the
+        tensor in the value. Each 0-d tensor becomes a number. `path` is the beginning of the names:
+        "client_state.rng".
         """
         return file.kept(value, path, self.entries)
 
@@ -242,7 +243,7 @@ class ManifestTensors:
         """A group's hyper-parameter for the manifest; a tensor of one element becomes a number.
 
         Prodigy keeps some hyper-parameters as such tensors. As numbers, the ranks' values can be
-        compared without reading tensors' bytes, also in a target that is not written yet.
+        compared without reading tensors' bytes, even in a target whose tensors are not copied yet.
         """
         return self.kept(file.number(value), path, file)
 

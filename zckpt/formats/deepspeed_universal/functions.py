@@ -1,4 +1,4 @@
-"""The functions of the format deepspeed-universal."""
+"""Lists the functions that read and write DeepSpeed's own universal checkpoints."""
 
 from ...files.torchshell import seal_records
 from ..format import Functions
