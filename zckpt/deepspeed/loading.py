@@ -29,17 +29,19 @@ def load_checkpoint(
     scratch: str | os.PathLike[str] | None = None,
     **words: Any,
 ) -> tuple[str | None, Any]:
-    """Loads a checkpoint into a DeepSpeed engine with any number of ranks, and writes no tensor.
+    """Loads a checkpoint into a DeepSpeed engine with any number of ranks.
 
-    The arguments and the result are those of `engine.load_checkpoint`: the path, and the client
-    state. The engine then holds what it would load from the directory that `zckpt.reshard` writes
-    for its number of ranks, its stage and its ds_config. `source` is a path or URL of a checkpoint
-    in any format, saved by any number of ranks. All ranks must call this function.
+    It writes no copy to disk, except with `fallback="copy"`. The arguments and the result are those
+    of `engine.load_checkpoint`: the path, and the client state. The engine then holds what it would
+    load from the directory that `zckpt.reshard` writes for its number of ranks, its stage and its
+    ds_config. `source` is a path or URL of a checkpoint in any format, saved by any number of
+    ranks. All ranks must call this function.
 
         verify      "records" checks the checksums that the files state; "files" only checks that
                     no file is missing
-        fallback    "copy": for an engine that zckpt refuses, it writes a resharded copy as
-                    `zckpt.auto_resume` does, and the engine's own loader loads the copy
+        fallback    "copy": for an engine or a version of DeepSpeed that would raise WrongOption
+                    (see below), zckpt writes a resharded copy as `zckpt.auto_resume` does, and the
+                    engine's own loader loads the copy
         scratch     a directory for this copy, as for `zckpt.auto_resume`
         words       `accept_weights`, `drop_state`, `step_policy`, `param_names`, `rename` and
                     others: as for `zckpt.reshard`, or `zckpt.convert` to deepspeed

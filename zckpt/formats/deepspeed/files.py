@@ -1,4 +1,4 @@
-"""Finds the files of a DeepSpeed checkpoint: its tag, and the files of each model rank in the grid.
+"""Finds the files of a DeepSpeed checkpoint: its tag, and the files of each model rank.
 
 A directory contains one ZeRO checkpoint per model rank: `mp_rank_MM` is stage MM // tp of the
 pipeline and tensor rank MM % tp (DeepSpeed 0.19.8, `PipeModelDataParallelTopology`). File names
@@ -76,9 +76,10 @@ class RankFiles(Struct, frozen=True):
     optimizers   one per data-parallel rank; empty in stage 0
     experts      (layer of experts, expert) -> path; layers are counted in this model rank
     of_ep        one optimizer file per ep rank, if a run with experts was in stage 0
-    parsed       a cache of opened files, which all model ranks share
+    parsed       a cache, which all model ranks share: files with equal contents are parsed once
     number       the model rank
-    sp           how many sequence-parallel ranks the file names count as model ranks; else 1
+    sp           the number of sequence-parallel ranks if file names count them as model ranks;
+                 otherwise 1
     """
 
     models: Sequence[str]
@@ -128,8 +129,8 @@ class GridFiles(Struct, frozen=True):
 def detect(path: str) -> list[str]:
     """The tags of the checkpoints at `path`; if `path` is a tag's directory, its own name.
 
-    If `path` is a single file that DataStates-LLM or FastPersist wrote, the tag is "", so that
-    `locate` can refuse the file with the writer's name.
+    If `path` is a single file that DataStates-LLM or FastPersist wrote, the tag is "". zckpt does
+    not read such a file: `locate` raises an error that names the writer.
     """
     return KIND.detect(path) or ([""] if is_foreign(path) else [])
 
@@ -229,10 +230,11 @@ def files_in(directory: TagDirectory, names: Iterable[str]) -> FilesByRole:
     """Sorts the names in a directory by kind of file; returns the paths of the checkpoint's files.
 
     The kinds ("roles") are model file, optimizer file, layer file and file of an expert. The result
-    maps a role to paths by the numbers in their names. Other names are left out. Raises
-    InconsistentCheckpoint if the files are of more than one run (two files of one rank, for
-    example). Raises UnsupportedCheckpoint if the names show NVMe offload, or experts of an old
-    release.
+    maps a role, and then the numbers in a file's name, to the file's path. For example, the path
+    .../zero_pp_rank_3_mp_rank_00_optim_states.pt has the keys OPTIMIZER and (3, 0). Other names are
+    left out. Raises InconsistentCheckpoint if the files are of more than one run (two files of one
+    rank, for example). Raises UnsupportedCheckpoint if the names show NVMe offload, or experts of
+    an old release.
     """
     names = sorted(names)
     if any(map(OLD_EXPERT.names.fullmatch, names)):
@@ -275,6 +277,7 @@ def rank_files(directory: TagDirectory, by_role: FilesByRole, parsed: Parsed) ->
 
     Up to DeepSpeed 0.19.5, file names count sequence-parallel ranks as model ranks. Then the result
     has a single model rank, and the sequence-parallel ranks are among its data-parallel ranks.
+    `parsed` is a cache: files with equal contents are parsed once.
     """
     if not (by_role[MODEL] or by_role[MODEL_3]):
         raise IncompleteCheckpoint(
@@ -329,7 +332,8 @@ def without_pointer(directory: TagDirectory) -> list[Notice]:
     """A warning if a run directory has no file `latest`, so that the engine would load nothing.
 
     `load_checkpoint` only logs that the file is missing, returns (None, None), and the program
-    continues (0.19.8). Trainer programs have rules of their own: see judging/verdict.py.
+    continues (0.19.8). A trainer's directory gets no warning here, because trainers find their
+    checkpoints by other rules (judging/verdict.py).
     """
     run, tag = directory.run, directory.tag
     if run is None or pointer(run) is not None:

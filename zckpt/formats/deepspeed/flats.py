@@ -51,8 +51,10 @@ def flat_buffers(
     """Yields every flat buffer of the checkpoint: masters and optimizer states from all ranks.
 
     By default all ranks share one buffer per param group. With experts, a group has one buffer per
-    ep rank. `sharing` then returns the group's buffers: for each, the ranks that share it and its
-    parameters' shapes.
+    ep rank. `sharing` is then called with the group's number and its parameters' shapes on rank 0.
+    It returns one pair per buffer: the files of the ranks that share the buffer, and its
+    parameters' shapes. If ranks state different steps, `step_policy` chooses one: "max", "min" or a
+    number such as "7".
     """
     shapes = ranks.param_shapes()
     masters = [_masters(ranks, state) for state in ranks.states]

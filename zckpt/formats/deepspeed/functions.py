@@ -1,4 +1,4 @@
-"""The functions of the format deepspeed, and what keeps a run from loading its files unchanged.
+"""Lists the functions for DeepSpeed checkpoints, and tells which runs can load one unchanged.
 
 The files fit only one grid of ranks, one stage, one type and one optimizer (`obstacles`). ZeRO's
 loader compares `dp_world_size` with the data-parallel size of its run, and each rank opens its own
@@ -74,9 +74,9 @@ def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
 
     `run` is a checkpoint that the next program has saved; `source` and `options` describe the
     target. Nothing is compared if the user gives a ds_config, because that states the next engine.
-    Weight types are never compared: the loader casts tensors, and finds files under the names of
-    both types (0.19.8). If `run` has a scheduler and the source lacks its state, that is an error
-    too.
+    Weight types are never compared: the loader casts tensors, and finds optimizer files with and
+    without the prefix `bf16_` (0.19.8). If `run` has a scheduler and the source lacks its state,
+    that is an error too.
     """
     if options[CONFIG] is not None:  # the ds_config states the engine
         return []

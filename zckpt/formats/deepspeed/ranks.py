@@ -113,7 +113,7 @@ def _base(directory: TagDirectory, state: Mapping[str, Any], partitioned: bool) 
 
 
 def without_optimizer(directory: TagDirectory) -> IncompleteCheckpoint:
-    """The error for a directory without an optimizer, in optimizer files or in a model file."""
+    """The error for a checkpoint without an optimizer: no file of it has an optimizer's state."""
     return IncompleteCheckpoint(
         "missing-file",
         f"{directory.path} holds no optimizer files",
@@ -125,10 +125,14 @@ def without_optimizer(directory: TagDirectory) -> IncompleteCheckpoint:
 def check_kind(directory: TagDirectory, version: str, module: Any, config: Any) -> None:
     """Raises UnsupportedCheckpoint for old versions and for features that zckpt does not read.
 
-    ZenFlow is refused in all cases in which its files may have transposed matrices under the shapes
-    of untransposed ones. In stages 1 and 2 before 0.19.7, `_flatten_dense_tensors` transposes
-    parameters before they are saved (runtime/zenflow/zenflow_utils.py); later versions do not.
-    Stage 3 transposes the parameters themselves, in all versions (engine_stage3.py).
+    `module` is the module's state dict; raises IncompleteCheckpoint if it is missing. `config` is
+    the ds_config.
+
+    ZenFlow is refused if its files may have transposed matrices: they state the shapes that the
+    matrices have without the transposition. In stages 1 and 2 before 0.19.7,
+    `_flatten_dense_tensors` transposes parameters before they are saved
+    (runtime/zenflow/zenflow_utils.py); later versions do not. Stage 3 transposes the
+    parameters themselves, in all versions (engine_stage3.py).
     """
     numbers, settings = version_numbers(version), nested(config, "zero_optimization")
     zenflow, stage = nested(settings, "zenflow"), nested(settings, "stage")
@@ -207,9 +211,11 @@ def _facts_of_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
-    """The param groups without what may differ between ranks: the step, and ranks' own estimates.
+    """The values in one rank's param groups that must be equal on all ranks.
 
-    An estimate is a hyper-parameter that each rank's optimizer computes itself (`ESTIMATES`).
+    `base` is the state dict of the rank's base optimizer. The step is left out, and so are
+    estimates: hyper-parameters that each rank's optimizer computes itself, such as Prodigy's `d`
+    (`ESTIMATES`).
     """
     groups, own_keys = base.get("param_groups") or (), {"step", *ESTIMATES}
     return {
@@ -363,9 +369,11 @@ Keys that zckpt does not read are left out.
 def _in_order_of_first_rank(
     state: dict[str, Any], base: dict[str, Any], first: Sequence[tuple[str, bool]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sorts one rank's param groups into the order of rank 0's; `first` has rank 0's group names.
+    """Sorts one rank's param groups into the order of rank 0's.
 
-    Returns the rank's optimizer state, and the base optimizer's state in it. Only layers of experts
+    `first` has (name, whether it is a group of experts) for each of rank 0's groups: [("dense",
+    False), ("ep_size_2", True)]. `state` is the rank's optimizer state, and `base` the base
+    optimizer's state in it. Returns both, sorted. Only layers of experts
     with several expert-parallel sizes need this: DeepSpeed iterates over a set of group names, so
     every process may list its groups of experts in another order (0.19.8, moe/utils.py). A rank
     whose groups have other names keeps its order, and is refused later.
@@ -386,5 +394,6 @@ def _in_order_of_first_rank(
 
 
 def _names_of_groups(base: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    """For each param group: its name, and whether it is a group of experts."""
     groups = base.get("param_groups") or ()
     return [(str(group.get("name")), group.get("moe") is True) for group in groups]

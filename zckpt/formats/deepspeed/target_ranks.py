@@ -97,7 +97,10 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
     omitted: Sequence[Notice] = ()
 
     def read_back(self, path: str, tag: str) -> Manifest:
-        """Reads the target's laid-out files; layer files that are to be copied do not exist yet."""
+        """Reads the target's new files, in which the tensors' bytes are still missing.
+
+        Layer files that will be copied unchanged do not exist yet.
+        """
         directory = TagDirectory(locate(path, tag).path, tag, None)
         if self.table is not None:
             tied = self.pipeline.tied if self.pipeline else None

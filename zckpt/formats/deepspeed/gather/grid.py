@@ -80,11 +80,11 @@ class Slice(Struct, frozen=True):
 
 
 def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
-    """All tensors of the checkpoint in a directory: weights, masters and moments.
+    """The weights, masters and moments in a directory, and where their bytes are in its files.
 
-    `tp_rules` is a model family or a file that states how tensor ranks cut parameters. Slices of
-    several tensor ranks are joined. If ranks have several copies of a tensor, each copy is an item
-    with the same name.
+    An item is one tensor, or a flat buffer that contains several tensors. `tp_rules` is a model
+    family or a file that states how tensor ranks cut parameters. Slices of several tensor ranks are
+    joined. If ranks have several copies of a tensor, each copy is an item with the same name.
     """
     names = os.listdir(directory)
     if not any(map(SEVERAL.search, names)):
@@ -137,7 +137,10 @@ def _tensor_ranks(ranks: Sequence[ModelRank]) -> int:
 
 
 def slices(part: Partition) -> Iterator[Slice]:
-    """Yields each tensor that a partition contains, as a slice with its byte ranges in files."""
+    """Yields the tensors that `part` contains, each with its byte ranges in files.
+
+    `part` is one tensor, or a flat buffer that contains several tensors.
+    """
     assert not isinstance(part, Nameless | Joined)
     if isinstance(part, Whole):
         runs = solid(prod(part.shape), part.extent)

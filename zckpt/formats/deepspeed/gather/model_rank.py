@@ -107,7 +107,10 @@ class ModelRank:
             yield from _whole_optimizers(self.models[0], self.of_ep_ranks or self.models)
 
     def param_shapes(self) -> list[Shapes]:
-        """Names and shapes of the parameters in every flat group; raises if no file lists them."""
+        """Names and shapes of the parameters in each flat buffer: [{"fc.weight": (4, 8)}, ...].
+
+        Raises MissingData if no file lists them.
+        """
         if (groups := self._stated()) is None:  # a bf16 pipeline without ZeRO (0.19.8)
             raise MissingData(
                 "proof-unsupported",
@@ -119,7 +122,7 @@ class ModelRank:
         return groups
 
     def _stated(self) -> list[Shapes] | None:
-        """Names and shapes of the parameters in every flat group; None if no file lists them.
+        """Names and shapes of the parameters in each flat buffer; None if no file lists them.
 
         Stage 0 has no such list. Before 0.6.0 the optimizer files have it, not the model file.
         Before 0.5.4 one dictionary lists the parameters of all groups.

@@ -67,9 +67,8 @@ class Cut(Struct, frozen=True):
 
         `shapes` are the slices' shapes. A fused tensor (q, k and v, for example) has several
         sub-parameters along the axis, and each one is cut over all ranks: `widths` has, for each
-        sub-parameter, the length of every rank's part. If the axis is a view of (`folds`,
-        sub-parameters, `unit`), lengths count rows of `unit` elements, and the sub-parameters occur
-        `folds` times.
+        sub-parameter, the length of every rank's part. Each of these lengths counts blocks of
+        `unit` elements. The sequence of sub-parameters occurs `folds` times along the axis.
         """
         widths = widths or [[0 if shape is None else shape[axis] for shape in shapes]]
         first = next(shape for shape in shapes if shape is not None)
@@ -237,7 +236,8 @@ def rules_of(given: str | None, info: Mapping[str, Any] | None) -> Rules:
     """The rules for --gather: the user's (`given`), then the rules that the checkpoint states.
 
     `given` is a model family or the path of a rule file; None means no user's rules. `info` is the
-    checkpoint's `universal_checkpoint_info`. A user's file in JSON replaces it.
+    checkpoint's `universal_checkpoint_info`. If `given` is a JSON file, its content is used in
+    place of `info`.
     """
     checkpoint_rules = stated_rules(info or {})
     if given is None:

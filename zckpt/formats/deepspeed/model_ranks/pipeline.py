@@ -60,8 +60,9 @@ def joined_stages(
 ) -> Manifest:
     """Joins the pipeline stages of one tensor rank, and the files of its layers.
 
-    `files` are the layer files by number. Raises IncompleteCheckpoint if a layer's file is missing,
-    InconsistentCheckpoint if stages or shapes contradict each other.
+    `files` are the layer files by number. If stages state different steps, `step_policy` chooses
+    one: "max", "min" or a number such as "7". Raises IncompleteCheckpoint if a layer's file is
+    missing, InconsistentCheckpoint if stages or shapes contradict each other.
     """
     layers = _Layers(stages, files)
     layers.check_places()
@@ -85,8 +86,9 @@ def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | No
     """Joins the stages of one tensor rank into the full model, for a pipeline with experts.
 
     Such a pipeline has no layer files: each stage keeps its weights in its own model file
-    (DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint`). Raises InconsistentCheckpoint if the
-    stages' copies of a tied layer contradict each other.
+    (DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint`). If stages state different steps,
+    `step_policy` chooses one: "max", "min" or a number such as "7". Raises InconsistentCheckpoint
+    if the stages' copies of a tied layer contradict each other.
     """
     layers = {layer.name: layer for stage in stages for layer in layers_of(stage.run.engine)}
     engine = stages[0].run.engine

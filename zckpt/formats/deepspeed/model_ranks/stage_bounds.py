@@ -74,7 +74,8 @@ def bounds_of(model: Manifest, pipeline: Pipeline, options: Options) -> tuple[in
 def assumed(model: Manifest, bounds: Sequence[int], options: Options) -> list[Notice]:
     """With `--pp-partition`: a warning that states the bounds and the assumptions behind them.
 
-    zckpt assumes the number of layers, and for `type:REGEX` which layers are of the class.
+    zckpt assumes the number of layers. For `type:REGEX` it also assumes which layers have a class
+    whose name matches REGEX.
     """
     if (method := options[PP_PARTITION]) is None:
         return []

@@ -41,7 +41,7 @@ from ...vocabulary import padded
 
 
 def sized(source: Manifest, tp: int) -> Manifest:
-    """Replaces the number of tensor ranks by `tp` in all settings that a full model carries.
+    """Replaces the number of tensor ranks by `tp` in all settings of the source that state it.
 
     These are the program's saved arguments, `universal_checkpoint_info`, and AutoTP's size in the
     ds_config. The padded vocabulary size becomes the number of rows of the source's embeddings.
@@ -214,7 +214,7 @@ def auto_of(source: Manifest) -> AutoTP:
     """How much of each parameter a tensor rank gets with AutoTP, DeepSpeed's automatic slicing.
 
     It depends on the number of key-value heads, which config.json beside the source states. Without
-    that file, the number is inferred from uneven shares in the source.
+    that file, zckpt infers the number if the source's tensor ranks have slices of different sizes.
     """
     heads = heads_in(json_of(files_to_load_by(source.files.siblings), CONFIG))
     if heads is None:

@@ -48,9 +48,11 @@ SLICES_ALONE = (
 def joined_slices(
     ranks: Sequence[Manifest], tp_rules: str | None, step_policy: str | None
 ) -> Manifest:
-    """Joins the models of all tensor ranks into one; `tp_rules` are the user's rules.
+    """Joins the models of all tensor ranks into one.
 
-    They are tried before the checkpoint's own rules. Raises MissingData with the parameters that no
+    The user's rules (`tp_rules`: a model family or a rule file) are tried before the checkpoint's
+    own rules. If ranks state different steps, `step_policy` chooses one: "max", "min" or a number
+    such as "7". Raises MissingData with the parameters that no
     rule covers. Raises InconsistentCheckpoint or WrongOption for rules that do not fit the ranks'
     shapes.
     """

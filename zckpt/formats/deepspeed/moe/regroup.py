@@ -228,8 +228,8 @@ def with_named_layers(source: Manifest, unplaced: Sequence[str]) -> Manifest:
     optimizer's groups (`ep_size_2`), which remain if zckpt made the state dict from a DeepSpeed
     run.
 
-    Raises InconsistentCheckpoint (experts are missing) and MissingData (the source's engine does
-    not name layers, or the optimizer has no groups of experts).
+    Raises InconsistentCheckpoint (experts are missing) and MissingData (the source is not a full
+    model's state dict, or the optimizer has no groups of experts).
     """
     engine = source.run.engine
     if not isinstance(engine, StateDictEngine):

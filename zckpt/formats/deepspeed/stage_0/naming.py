@@ -477,7 +477,8 @@ def weights_in(
 ) -> dict[str, TensorInFile]:
     """The weights an optimizer could train: one name per storage, without `hidden` names.
 
-    Hidden names are buffers and second names.
+    `module` has (name, file that contains the value, value) for each value in the module's state
+    dict. `hidden` are the names of buffers, and second names of tied weights.
     """
     places: dict[object, str] = {}
     weights: dict[str, TensorInFile] = {}

@@ -68,9 +68,9 @@ class WholeOptimizer(Struct, frozen=True):
     """The opened model file, and the names of its optimizer's parameters.
 
     states     the opened file
-    members    each group's names in the optimizer's order; None is a frozen parameter, and
-               has no state. If nothing shows the names, `members` is empty, and only the
-               weights are read
+    members    each group's names in the optimizer's order: [["fc.weight", None], ["fc.bias"]].
+               None stands for a frozen parameter, which has no state. If nothing shows the
+               names, `members` is empty, and only the weights are read
     inferred   the names that follow only from the order of the module's weights
     module     the names of all weights
     """
@@ -89,7 +89,8 @@ def open_whole(directory: TagDirectory, files: RankFiles, reading: Reading) -> W
     """Opens the model file with its optimizer, and names the optimizer's parameters.
 
     Raises IncompleteCheckpoint without an optimizer, and MissingData if nothing shows the names of
-    its parameters. If the user wants only weights, names are needed only for fp32 masters.
+    its parameters. If the user wants only weights, missing names are an error only for an optimizer
+    with fp32 masters, because masters are weights too.
     """
     states = states_of(directory, files)
     module = ((name, states.models[0], own) for name, own in states.module.items())
@@ -238,10 +239,11 @@ def _slot(number: Number, file: TorchFile, name: str, tensor: Tensor) -> BufferS
 
 
 def kept(whole: WholeOptimizer, step_policy: str | None) -> list[FlatBuffer]:
-    """The optimizer's state as `FlatBuffer`s: one for each number in its state dict.
+    """The optimizer's state as `FlatBuffer`s: one for each number that is a key of `state`.
 
-    A number stands for a parameter or, with FP16_Optimizer, for a flat group. A value named `step`
-    that cannot be a step count is treated like any other state.
+    A number stands for a parameter or, with FP16_Optimizer, for a flat group. With `step_policy`
+    "max", "min" or a number such as "7", all get this one step; with "keep" or None, each keeps its
+    own. A value named `step` that cannot be a step count is treated like any other state.
     """
     states, file, numbers = whole.states, whole.file, list(_named_numbers(whole))
     in_states, in_groups = steps.StatedSteps("state"), steps.StatedSteps("group")
@@ -295,7 +297,9 @@ def _is_slot(number: Number, key: Any, value: Any) -> bool:
 def manifest_of_whole(whole: WholeOptimizer, step_policy: str | None) -> Manifest:
     """Builds the manifest of a model file that also has the optimizer.
 
-    A warning lists the parameters that were named only by the module's order.
+    With `step_policy` "max", "min" or a number such as "7", all parameters get this one step; with
+    "keep" or None, each keeps its own. If some parameters' names were inferred only from the order
+    of the module's weights, a warning lists them.
     """
     states, buffers = whole.states, kept(whole, step_policy)
     manifest = manifest_of(states, buffers, "deepspeed", states.config, states.module_dtype)
@@ -351,7 +355,8 @@ def optimizer(
 ) -> dict[str, Any]:
     """The value under the key `optimizer` in a model file of stage 0: masters, states and groups.
 
-    `named` maps rank 0's names of experts to their names in the full model.
+    `storages` collects the storages of the tensors in the new file. `named` maps rank 0's names of
+    experts to their names in the full model.
     """
     is_flat = target.wrapper == FLAT
 
@@ -385,7 +390,11 @@ def optimizer(
 
 
 def _members(target: DeepSpeedTarget) -> list[list[TargetBuffer | None]]:
-    """For each group, its flat buffers in the optimizer's order; None is a frozen parameter."""
+    """For each group, what the optimizer lists: a buffer of the target, or None.
+
+    A buffer stands for a trained parameter or, with FP16_Optimizer, for the whole group. None
+    stands for a frozen parameter, which the program has given to its optimizer too.
+    """
     of_group = by_key((buffer.group, buffer) for buffer in target.buffers)
     groups = [of_group.get(number, []) for number, _ in enumerate(target.groups)]
     if not target.lists_frozen:
