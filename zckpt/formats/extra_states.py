@@ -39,10 +39,12 @@ class ExtraState(Struct, frozen=True):
 
 
 def sorted_out(extra_states: Iterable[ExtraState], keep: Keep) -> list[StateRow]:
-    """Makes a `StateRow` for each value: the row says whether the value is kept or only compared.
+    """Decides for each value whether a conversion keeps it, or zckpt only compares it.
 
     A value is kept if it is plain (`is_plain`), and if its key is a text that no other kept value
     has. A key that is not a text may be the number of a parameter, so its value is only compared.
+    Returns a `StateRow` (a row of the manifest's table of such values) for each. `keep(value,
+    path, tensors)` converts a value that is only compared, and adds its tensors to `tensors`.
     """
     forms = {reason: form for form, reason in REASONS.items()}
     rows: dict[Any, StateRow] = {}

@@ -39,12 +39,12 @@ from .reading import Reading
 
 
 def nothing(_path: str) -> list[str]:
-    """Returns an empty list: the default of the functions of `Format` that find tags."""
+    """Returns []: the default of functions that find tags (checkpoints in a run's folder)."""
     return []
 
 
 def nowhere(_path: str) -> None:
-    """Returns None: the default of the functions of `Format` that read a counter."""
+    """Returns None: the default of functions that read a checkpoint's counter of steps."""
 
 
 class Format(Struct, frozen=True, eq=False):
@@ -158,9 +158,10 @@ class Format(Struct, frozen=True, eq=False):
         return functions
 
     def lay_out_again(self, manifest: Manifest) -> Layout | None:
-        """Lays out the files of a checkpoint once more, for the same ranks.
+        """Describes the files that this format would write for a checkpoint, for the same ranks.
 
-        None if zckpt does not write the format. Raises the same errors as `Functions.lay_out`.
+        `zckpt mend` rebuilds lost files in this layout. None if zckpt does not write the
+        format. Raises the same errors as `Functions.lay_out`.
         """
         lay_out = self.functions.lay_out
         return None if lay_out is None else lay_out(manifest, Options())
@@ -286,8 +287,8 @@ RANKS = {"dp": "data-parallel", "tp": "tensor-parallel", "pp": "pipeline", "ep":
 def differs(what: str, actual: object, wanted: object) -> Notice:
     """Makes a notice such as "saved by 4 tensor-parallel ranks; 2 are asked for".
 
-    `what` names the property that differs, such as "tp". A place may follow after a comma: "tp, in
-    mp_rank_* folders".
+    `what` names the property that differs, such as "tp" or "stage". For "tp, in mp_rank_* folders"
+    the notice says "saved by 4 tensor-parallel ranks in mp_rank_* folders".
     """
     name, _, where = what.partition(",")
     if name not in RANKS:

@@ -1,4 +1,4 @@
-"""Searches for a file that a checkpoint lacks: unpacked in its place, or on another node.
+"""Searches for a file that a checkpoint lacks: in an unpacked zip, or in another node's folder.
 
     global_step7/mp_rank_00_model_states/data.pkl     some programs unpack files of torch.save
     node0/global_step7, node1/global_step7            each node has saved on a disk of its own

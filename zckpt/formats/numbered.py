@@ -1,4 +1,4 @@
-"""Finds the checkpoint inside of a numbered folder, and the files around it.
+"""Finds the checkpoint inside of a numbered folder such as step3/, and the files around it.
 
     step3/model_and_optim        around it: train/rank0.pt, .metadata.json     OLMo-core 3.0
     global_step_3/actor          around it: data.pt; critic/ of PPO            verl 0.7

@@ -41,11 +41,12 @@ class Standing(Struct, frozen=True):
 
 
 def oldest_first(paths: Iterable[str], counted: Number, updates: Number) -> list[Standing]:
-    """Sorts checkpoints by age, the oldest first, by the rules in this module's description.
+    """Sorts checkpoints by age, the oldest first.
 
-    `counted(path)` reads the counter that the training program stored in a checkpoint.
-    `updates(path)` reads the number of updates of the checkpoint's optimizer. Both return None if
-    it is not stored.
+    A checkpoint's number decides: `counted(path)`, else the number in its name, else
+    `updates(path)`. `counted` reads the counter that the training program stored in a checkpoint,
+    and `updates` the number of updates of its optimizer. Both return None if it is not stored. A
+    checkpoint without a number is placed by the times of its files.
     """
     numbers: dict[str, float] = {}
     timed: list[str] = []

@@ -1,4 +1,4 @@
-"""Short names, for reports, of state that only Megatron-Core's checkpoints can store.
+"""The short names by which reports list state that only Megatron-Core's checkpoints can store.
 
 The names are those in the files: keys of Megatron-Core's common state, and what its modules and
 ranks save beside tensors.

@@ -20,9 +20,10 @@ def require_all(
     """Raises an error unless each of the ranks 0 to `world` - 1 has a file.
 
     `paths` maps ranks to files. IncompleteCheckpoint is raised for missing files, and names them if
-    `roles` has the pattern of their names. InconsistentCheckpoint is raised for a file of a rank
-    beyond `world`, and CorruptCheckpoint if `world` is impossibly large. `where` is the folder that
-    an error names.
+    one of `roles` (the format's patterns of file names) matches. InconsistentCheckpoint is raised
+    for a file of a rank beyond `world`, and CorruptCheckpoint if `world` is impossibly large. An
+    error names the folder `where`. `reason` says how zckpt knows the number of ranks, such as
+    "model_rank_0.pt is the file of one of 4 ranks".
     """
     some, last = paths[min(paths)], max(paths)
     if last >= world:
@@ -44,9 +45,10 @@ def require_all(
 
 
 def gaps_along(axis: str, roles: Sequence[Role], paths: Mapping[int, str], count: int) -> list[Row]:
-    """Returns a table row for each missing file of the ranks along one axis, such as "tp".
+    """Lists the missing files of the ranks along one axis, such as "tp": a table row for each.
 
-    `count` is the number of ranks on the axis; `paths` has the existing files by rank.
+    `count` is the number of ranks on the axis; `paths` has the existing files by rank. `roles` are
+    the format's patterns of file names: the missing names are made by the one that matches.
     """
     some = paths[min(paths)]
     role_of_file = parse_name(roles, some)

@@ -57,9 +57,10 @@ class Reading(Struct, frozen=True):
         param_names     the names of an optimizer's numbered parameters, in its order
         weights_only    the optimizer's state is not needed, and may be left unread
         tp_rules        a model family or a file that states how tensor ranks cut parameters
-        ranks_apart     the files of tensor and pipeline ranks are not joined, because the target
-                        has the same ranks and needs no full tensors
-        with_slicings   a checkpoint of one tensor rank also states how several ranks would cut it
+        ranks_apart     the tensors of tensor and pipeline ranks are not joined: the manifest has
+                        each rank's slices, for a target with the same ranks
+        with_slicings   for a checkpoint of one tensor rank too, find out how tensor ranks cut its
+                        parameters, for a target with more tensor ranks
         inspected       the checkpoint is only shown: if a file may be one rank's slice, this file
                         alone is read
         nameless        if an optimizer numbers its parameters and no file has their names, its
@@ -74,7 +75,8 @@ class Reading(Struct, frozen=True):
         rename          pairs of a regular expression and its replacement
         family          the value of `--family`
         replicas        the replica of a tensor to use, if those of tensor ranks differ
-        for_target      the checkpoint is the source of a conversion, whose target may use `buffers`
+        for_target      the checkpoint is the source of a conversion; `buffers` may then be meant
+                        for the target, so it is no mistake if reading does not use them
         follow_links    files beside the checkpoint may be read through links that lead out of its
                         directory
         masters_from_weights    fp32 masters that do not match their weights are dropped, with their

@@ -84,7 +84,7 @@ class Template:
         if wrong:
             raise MissingData(
                 "like-does-not-fit",
-                f"these have other shapes in {source.root} than in --like {run.root}: "
+                f"some tensors have other shapes in {source.root} than in --like {run.root}: "
                 f"{listed(wrong, 4)}",
                 hint="give a run of the same model; --family packs q, k, v and gate, up for "
                 "Megatron-Core",
@@ -131,9 +131,9 @@ class Template:
 
     @property
     def own_states(self) -> States:
-        """The source's optimizer states, with parameters renamed as in the run.
+        """The source's states of one number per parameter, with parameters renamed as in the run.
 
-        This concerns states that are one number per parameter, such as NAdam's `mu_product`.
+        An example is NAdam's `mu_product`. States that are tensors are in `entries`.
         """
         return self.source.states.with_numbers_of(
             {name: self.owners[name] for name in self.run.parameters}
@@ -176,8 +176,9 @@ class Template:
         """Finds, for each group of the run, the source's group with the same parameters.
 
         Returns {number of the run's group: (name of its first parameter, source's group)}. The
-        parameters may be in several groups of the source if these have equal values of the
-        hyper-parameters `keys(number)`. Raises InconsistentCheckpoint if these values differ.
+        parameters may be in several groups of the source if these have equal hyper-parameters.
+        `keys(number)` returns the names of the hyper-parameters to compare, for the run's group of
+        this number. Raises InconsistentCheckpoint if these values differ.
         """
         groups = given_groups(self.source, self.options)
         chosen: dict[int, tuple[str, Group]] = {}

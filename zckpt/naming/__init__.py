@@ -1,4 +1,4 @@
-"""Matches parameters by name between checkpoints, programs and wrappers, and finds rules for them.
+"""What parameter names show: equal parameters under other names, ties, slicing rules, adapters.
 
     names.py            prefixes of wrappers, numbers, and renames by the user
     order.py            the order of the module's parameters

@@ -47,8 +47,8 @@ class AutoTP(Struct, frozen=True):
     def shares(self, names: Names, size: int, tp: int) -> list[int] | None:
         """How many of the `size` elements along a dimension each of `tp` ranks gets.
 
-        `names` are the names of the parameter, which tell whether heads are divided. None if the
-        number of heads is needed and unknown.
+        `names` are the parameter's name and, if it is tied, its second names; they show whether
+        the dimension consists of heads. None if the number of heads is needed and unknown.
         """
         if any(map(NEAR_EVEN.search, names)) or (self.heads and size % self.heads):
             return [*slicing.dealt(size, tp)]

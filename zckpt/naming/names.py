@@ -92,9 +92,10 @@ def without_adapter(name: str) -> str:
 class Correspondence(Struct, frozen=True, eq=False):
     """How the parameter names of two checkpoints match.
 
-    names       maps each wanted name to an available one
-    spelling    a function, such as one that removes wrappers' words, applied to all names first
-    rule        then replaced the prefix of the names of one checkpoint
+    spelling    a function that was applied to all names first, such as `plain`, which removes
+                wrappers' words
+    rule        the prefix that was then replaced in the names of one checkpoint
+    names       the result: maps each name of one checkpoint to a name of the other
     """
 
     spelling: Spelling
@@ -199,9 +200,9 @@ def _prefixes(
 
 
 def leading(names: Collection[str]) -> list[str]:
-    """Finds combinations of known prefixes, such as `module.model.`, with which some names begin.
+    """Lists known prefixes, such as `module.` or `module.model.`, with which some names begin.
 
-    The empty combination "" comes first.
+    The list begins with "" (no prefix).
     """
     return _prefixes(names, any)
 

@@ -39,11 +39,11 @@ def need_order(manifest: Manifest) -> None:
 
 
 def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
-    """Sorts a manifest's parameters in the order of `names`, for the full model and for each rank.
+    """Sorts a manifest's parameters in the order of `names`.
 
-    The ranks are model-parallel ranks. Raises WrongOption if a trainable parameter is missing in
-    `names` or occurs twice, or if a name is no weight of the source. A tied parameter of a pipeline
-    may occur once for each stage that has it.
+    If the manifest has separate manifests of model-parallel ranks, these are sorted too. Raises
+    WrongOption if a trainable parameter is missing in `names` or occurs twice, or if a name is no
+    weight of the source. A tied parameter of a pipeline may occur once for each stage that has it.
     """
     positions: dict[str, int] = {}
     for position, name in enumerate(names):
@@ -78,7 +78,8 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
     if guessed and buffers and any(name not in trained for name in names):  # a list of all
         raise WrongOption(
             "names-do-not-fit",
-            "--param-names lists frozen parameters, but does not distinguish them from buffers",
+            "--param-names lists frozen parameters, but not all tensors: zckpt cannot tell whether "
+            "the others are buffers",
             hint="list only the optimizer's parameters; if these are buffers, add "
             + " ".join(f"--buffers {quote(name)}" for name in buffers[:4]),
         )

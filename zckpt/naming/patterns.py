@@ -1,9 +1,9 @@
-"""Checks and renames the regular expressions of a `universal_checkpoint_info`.
+"""Checks and renames the name patterns in DeepSpeed's dictionary `universal_checkpoint_info`.
 
-DeepSpeed's files have this dictionary in the client state. Its patterns say how tensor-parallel
-ranks slice parameters. A hostile file may contain any pattern, so all are checked before one is
-used. If parameters are renamed, the patterns must be changed too, because DeepSpeed uses them
-(ds_to_universal.py).
+DeepSpeed's files have it in the client state. Its patterns are regular expressions that say how
+tensor-parallel ranks slice parameters. A hostile file may contain any pattern, so all are checked
+before one is used. If parameters are renamed, the patterns must be changed too, because DeepSpeed
+uses them (ds_to_universal.py).
 """
 
 from __future__ import annotations

@@ -177,8 +177,9 @@ def shapes_by(
 ) -> tuple[Shapes, Sliced] | None:
     """Finds the shapes of the ranks' slices, if the full tensor has the shape `whole`.
 
-    `candidates` are possible shapes of all slices. Returns the first candidate from which the rules
-    make a tensor of shape `whole`, and how the parameter is then sliced; None if there is none.
+    Each of the `candidates` lists one shape per rank. Returns the first candidate whose slices the
+    rules join to a tensor of shape `whole`, and how the parameter is then sliced; None if there is
+    none.
     """
     for shapes in candidates:
         try:

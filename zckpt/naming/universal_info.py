@@ -99,7 +99,10 @@ class UniversalInfo:
         return _by_rows(name, shapes, rows)
 
     def stated_shapes(self, name: str) -> Shapes | None:
-        """The shape of each rank's slice by the affine_map; None if the map lacks the parameter."""
+        """The shape of each rank's slice of a parameter; None if they are not stated.
+
+        The key `affine_map` states them, if the dictionary has it.
+        """
         ranks = {int(n): each for n, each in (self._map_of(name) or {"ranks": {}})["ranks"].items()}
         shapes = [tuple(ranks[n]["shard_shape"]) for n in range(len(ranks)) if n in ranks]
         return shapes or None
@@ -219,12 +222,13 @@ def of_json(text: str) -> UniversalInfo:
 def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[str, Any]:
     """Changes a `universal_checkpoint_info` for a run with `ranks` tensor-parallel ranks.
 
-    If its affine map is for this number of ranks, nothing changes. Otherwise the map is left out,
-    because DeepSpeed makes a new one, and fused sub-parameters are divided evenly among the ranks.
-    If that is impossible, their sizes are left out.
+    Its `affine_map` lists the slice of each parameter on each rank. If the map is for this number
+    of ranks, nothing changes. Otherwise the map is left out, because DeepSpeed makes a new one, and
+    fused sub-parameters are divided evenly among the ranks. If that is impossible, their sizes are
+    left out.
 
-    `whole` are parameters of which each rank has the full tensor. Only the map stated this. So
-    their names are added to the list of replicated parameters.
+    `whole` are the parameters of which each rank has the full tensor. Without the map, nothing
+    would state this, so their names are added to the list of replicated parameters.
     """
     maps = ((info.get("affine_map") or {}).get("params") or {}).values()
     if maps and all(len(each.get("ranks") or ()) == ranks for each in maps):

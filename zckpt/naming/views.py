@@ -40,8 +40,8 @@ Lengths = tuple[int, ...]
 class View(Struct, frozen=True):
     """A tensor as boxes (strided slices) of bytes in files.
 
-    `axes` has a tuple of lengths for each axis: one length, or several if the axis is folded.
-    `size` is the number of bytes of an element.
+    `axes` has a tuple for each axis. For an axis of 6 it is (6,) or, if the axis was folded as by
+    a reshape, (2, 3). `size` is the number of bytes of an element.
     """
 
     axes: tuple[Lengths, ...]
@@ -58,9 +58,9 @@ class View(Struct, frozen=True):
         return boxes(self.boxes)
 
     def place(self, axis: int) -> int:
-        """The index of an axis's first length in the list of all lengths.
+        """Where the lengths of an axis begin in the list of all axes' lengths.
 
-        An axis has one length; a folded axis has several.
+        For `axes` ((6,), (2, 3), (4,)), the list is 6, 2, 3, 4, and axis 2 begins at index 3.
         """
         return sum(len(lengths) for lengths in self.axes[:axis])
 
@@ -130,10 +130,11 @@ def unstacked(view: View, axis: int) -> list[View]:
 
 
 def joined(views: Sequence[View], axis: int) -> View:
-    """Concatenates tensors along an axis; if it is folded, along the first of its lengths.
+    """Concatenates tensors along an axis.
 
-    An axis that is folded in some of the tensors becomes folded in all of them in the same way.
-    Raises ValueError if the lengths of other axes differ.
+    If the axis is folded in one of the tensors, such as into (2, 3), it is folded in all of them in
+    this way, and the first lengths are added: (2, 3) and (4, 3) become (6, 3). Raises ValueError if
+    the lengths of other axes differ.
     """
     finest = max((view.axes[axis] for view in views), key=len)
     views = [
@@ -181,9 +182,9 @@ def folded(view: View, axis: int, inner: Sequence[int]) -> View:
 
 
 def dealt(view: View, axis: int, order: Sequence[int]) -> View:
-    """Permutes the lengths of a folded axis, which reorders the elements along the axis.
+    """Transposes the inner lengths of a folded axis, which reorders the elements along the axis.
 
-    `order` has the indexes of the old lengths, in the new order.
+    `order` has the indexes of the old lengths, in the new order: (1, 0) makes (3, 2) of (2, 3).
     """
     lengths, place = view.axes[axis], view.place(axis)
     places = [*range(sum(map(len, view.axes)))]
@@ -193,7 +194,7 @@ def dealt(view: View, axis: int, order: Sequence[int]) -> View:
 
 
 def split(view: View, axis: int, count: int) -> View:
-    """Splits an axis into two axes: one of length `count`, one for the elements of each part."""
+    """Splits an axis into two: an axis of 6 with `count` 2 becomes axes of 2 and 3."""
     inner = folded(view, axis, (view.shape[axis] // count,))
     outer, length = inner.axes[axis]
     return View(_with_replaced(inner.axes, axis, (outer,), (length,)), inner.boxes, view.size)
@@ -206,9 +207,10 @@ def flattened(view: View, axis: int) -> View:
 
 
 def _ordered(view: View, axes: tuple[Lengths, ...], places: Sequence[int]) -> View:
-    """Permutes the lengths of a view and of its boxes, and gives the view the new `axes`.
+    """Transposes a view: reorders its axes, or the lengths of a folded axis.
 
-    `places` has the old index of each length, in the new order.
+    The lengths of all axes, in one list, are reordered, and so are the offsets and strides of the
+    boxes: `places` has the old index of each length, in the new order. The result has the `axes`.
     """
 
     def order(values: Lengths) -> Lengths:
@@ -246,7 +248,11 @@ def _box(
     *,
     later: int = 0,
 ) -> Box:
-    """Makes a box with other lengths over the same bytes, `later` elements after `box`."""
+    """Makes another box (a block of a tensor) from the file bytes of `box`.
+
+    `whole` is the tensor's shape, `offsets` and `sizes` the block in it. In the file, the block has
+    `strides` (in elements), and begins `later` elements after the first one of `box`.
+    """
     return Box(
         whole=whole,
         offsets=offsets,

@@ -78,7 +78,7 @@ def test_what_automodel_saves_stays_so(ranks: int, tmp_path: Path) -> None:
     assert any(line.startswith("model/consolidated/: ") for line in texts(report["left_out"]))
     assert [line.split(":")[0] for line in texts(report["warnings"])] == [
         "the optimizer lists 5 of 12 weights",
-        f"rng/ has files of 2 ranks, but a run of {counted(ranks, 'rank')} reads one for each",
+        f"rng/ has files of 2 ranks, but a run of {counted(ranks, 'rank')} reads one file per rank",
     ]
     for words in ({}, {"gather": True}):
         assert zckpt.verify(AUTOMODEL, against=target, **words)["equal"]

@@ -224,7 +224,7 @@ class TestWritten:
         assert [s.name for s in zckpt.read(folder).files.siblings] == ["extra.pt", "notes.txt"]
         report = zckpt.convert(folder, tmp_path / "t", to="gathered")
         assert (tmp_path / "t" / "notes.txt").read_text() == "mine"
-        assert texts(report["left_out"]) == ["extra.pt: the target needs this file's name"]
+        assert texts(report["left_out"]) == ["extra.pt: another target file has this name"]
 
     def test_files_that_were_saved_again(self, tmp_path: Path) -> None:
         """What extra.pt tells is of other files then."""

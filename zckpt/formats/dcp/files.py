@@ -94,7 +94,7 @@ def _steps_of_parameters(keys: Collection[str]) -> list[str]:
 
 
 def detect_weak(path: str) -> list[str]:
-    """[""] for a folder with Hugging Face's storage, which has weights only; [] for other folders.
+    """[""] for a folder of torch's HuggingFaceStorageWriter (safetensors per rank); else [].
 
     Such a folder is read as this format only if no other format is detected.
     """
@@ -133,7 +133,7 @@ def _model_and_optimizers(path: str) -> list[str]:
 
 
 def has_weights(folder: str) -> bool:
-    """Whether a model's folder contains weights in files that zckpt reads."""
+    """Whether a folder has weights: .distcp files, safetensors shards or PEFT's adapter file."""
     if not sources.is_folder(folder):
         return False
     return has_items(folder) or bool(hf.files(folder)) or sources.is_file(adapter_of(folder))
@@ -145,7 +145,7 @@ def adapter_of(folder: str) -> str:
 
 
 def is_of_optimizer(folder: str) -> bool:
-    """Whether a checkpoint's folder contains only an optimizer; its name shows this."""
+    """Whether a folder is an optimizer's by its name, such as `optim` or `optimizer_0`."""
     name = os.path.basename(folder)
     match = PARTS.fullmatch(name)
     return name in OPTIMIZERS or (match is not None and match[1] in OPTIMIZERS)
@@ -175,9 +175,10 @@ def missing(folders: Sequence[str]) -> list[Notice]:
 
 
 def is_pair(names: Sequence[str] | None) -> bool:
-    """Whether the folders of a checkpoint are a pair such as `model` and `optim`.
+    """Whether a checkpoint's two folders are named `model` and `optim` (or `optimizer`).
 
-    False for the names of Accelerate's folders, such as `pytorch_model_fsdp_0`.
+    `names` are the folders' names; None for a checkpoint in a single folder. False for
+    Accelerate's folders, such as `pytorch_model_fsdp_0`.
     """
     return MODEL in (names or ())
 
@@ -223,7 +224,8 @@ def _number_ending(folder: str) -> str:
 def refuse_several(root: str, parts: list[str]) -> None:
     """Raises UnsupportedCheckpoint if the folders contain several models or several optimizers.
 
-    zckpt does not read them as one model, because the names of parameters repeat.
+    `parts` are the folders of the checkpoint at `root`. zckpt does not read several models as
+    one, because they have parameters of the same names.
     """
     names = [os.path.basename(folder) for folder in parts if folder != root]
     numbered = any(not name.endswith("_0") for name in names if PARTS.fullmatch(name))
@@ -251,10 +253,10 @@ def _is_megatrons(folder: str) -> bool:
 
 
 def own_files(root: str, parts: list[str]) -> Iterator[str]:
-    """Yields the paths of `.metadata` and of .distcp files directly in the directory `root`.
+    """Yields the paths of the files `.metadata` and *.distcp directly in the directory `root`.
 
-    Temporary files of an unfinished save are included. Nothing is yielded if these files are in
-    subfolders.
+    Temporary files of an unfinished save are included. `parts` are the checkpoint's folders.
+    Nothing is yielded if all of them are subfolders of `root`.
     """
     for name in os.listdir(root) if root in parts else ():
         if name.startswith(METADATA) or name.endswith((ITEMS, ".tmp", METADATA)):

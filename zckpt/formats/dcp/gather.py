@@ -33,7 +33,9 @@ OF_RANK = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
     """Returns every tensor of model and optimizer, joined from shards by torch's own rule.
 
-    Raises UnsupportedCheckpoint for a shard that is not a tensor, and the errors of `read_table`.
+    `path` is the checkpoint's directory. A `Partition` is one full tensor, as the byte ranges of
+    its shards. Raises UnsupportedCheckpoint for a shard that is not a tensor, and the errors of
+    `read_table`.
     """
     try:
         return _partitions(*locate(path))

@@ -1,4 +1,4 @@
-"""Reads and writes Hugging Face's storage for torch.distributed.checkpoint: safetensors per rank.
+"""Reads and writes safetensors files per rank, as torch's HuggingFaceStorageWriter saves them.
 
     shard-RRRRR-model-FFFFF-of-NNNNN.safetensors    rank R from 1 on, file F of N
 
@@ -144,9 +144,11 @@ def _stated_shapes(
 def state_dicts(tensors: Mapping[str, Leaf]) -> dict[Any, Any]:
     """Splits tensors into the state dicts of a model and of an optimizer.
 
-    `optim.state.fc.weight.exp_avg` is a state if `fc.weight` or `model.fc.weight` is a weight. The
-    storage keeps tensors only, so the parameter groups are lost. If no tensor is a state, all
-    tensors are returned as they are.
+    Returns {"fc.weight": ..., "optim": {"state": {"fc.weight": {"exp_avg": ...}},
+    "param_groups": [...]}} for tensors named `fc.weight` and `optim.state.fc.weight.exp_avg`.
+    A common prefix of the weights, such as `model.`, becomes a key too. The files have only
+    tensors, so the hyper-parameters of the groups are lost: all parameters are put into one
+    group. If no tensor is an optimizer state, `tensors` is returned as it is.
     """
     for root in dict.fromkeys(match[0] for name in tensors if (match := STATE.match(name))):
         states = [name for name in tensors if name.startswith(root)]

@@ -199,8 +199,8 @@ class _FolderReader:
         if not isinstance(planned, (dict, type(None))):
             raise UnsupportedCheckpoint(
                 "storage-unsupported",
-                f"{os.path.join(table.folder, METADATA)} has a {type(planned).__name__} where "
-                "zckpt expected the paths of its keys",
+                f"{os.path.join(table.folder, METADATA)} has a {type(planned).__name__} as "
+                "planner_data; zckpt expected a dictionary of the keys' paths in the state dict",
                 hint="save with torch's DefaultSavePlanner",
                 file=os.path.join(table.folder, METADATA),
             )
@@ -514,7 +514,7 @@ def _number(part: Callable[[], LeafPart]) -> Scalar:
 
 
 def _no_number() -> Any:
-    raise CorruptCheckpoint("file-damaged", "zckpt expected a number, but the tensor is empty")
+    raise CorruptCheckpoint("file-damaged", "a tensor that should have one number is empty")
 
 
 def _are_equal(value: Any, earlier_value: Any) -> bool:

@@ -44,7 +44,7 @@ def read_rest(folder: str, saved: SavedTree) -> list[str]:
     saved.omitted += [
         note(
             "state-omitted",
-            f"{name}: {key}, because the state dicts have this key too",
+            f"{name}: {key}, because the other files have this key too",
             subject=str(key),
             file=file.path,
         )
@@ -59,11 +59,11 @@ def read_rest(folder: str, saved: SavedTree) -> list[str]:
 
 
 def rest_for(source: Manifest, options: Options, dicts: StateDicts) -> str | None:
-    """Returns the name of the target's `meta.pt`; None if the program does not read such a file.
+    """Returns "meta.pt" if the target needs this file; None if its program does not read one.
 
-    If Lightning saved the source in another format than DCP, the keys of the model and of the
-    optimizer in `dicts` become those that Lightning uses in a directory of
-    torch.distributed.checkpoint.
+    The program is the one that saved the source, such as Lightning. If Lightning saved a single
+    file, this function also changes `dicts`: the model and the optimizer get the keys that
+    Lightning uses in a directory of torch.distributed.checkpoint.
     """
     keys = dicts.keys
     if options[DIALECT] is not None or options.weights_only:
@@ -102,7 +102,10 @@ def tensor_names(value: Any) -> Iterator[str]:
 
 
 def seal_rest(root: Folder, manifest: Manifest, outcome: Any) -> None:
-    """Writes the CRC-32 of every zip member into the target's `meta.pt`."""
+    """Writes the CRC-32 of every zip member into the target's `meta.pt`.
+
+    `outcome` has the checksums that were computed while the bytes were copied.
+    """
     path = rest_of(root.path)
     records = tuple(each for each in manifest.files.records if each.extent.file == path)
     seal_records(root, manifest.replace(records=records), outcome)

@@ -159,7 +159,7 @@ class DcpWriter(Struct, eq=False, dict=True):
     def _of_ranks(self) -> list[Notice]:
         """Warnings about state with one key per rank, if `--dp` asks for another number of ranks.
 
-        It is among the program's own state: data loaders, for example, have it.
+        Such state is the program's own, for example that of data loaders.
         """
         ranks = by_key(
             (path[:place], key)
@@ -200,7 +200,7 @@ class DcpWriter(Struct, eq=False, dict=True):
             warning(
                 "program-must-set",
                 f"{folder}/ has files of {counted(number, 'rank')}, but a run of "
-                f"{counted(dp, 'rank')} reads one for each: "
+                f"{counted(dp, 'rank')} reads one file per rank: "
                 f"{'add the missing ones' if dp > number else 'the others are not read'}",
                 file=folder,
             )
@@ -238,7 +238,7 @@ class DcpWriter(Struct, eq=False, dict=True):
             raise MissingData(
                 "weights-missing",
                 f"the source lacks {listed(missing)}, which PEFT loads from accelerate's folders "
-                "with an adapted embedding",
+                "together with an embedding's adapter",
                 hint="choose --to deepspeed, or --to gathered --dialect safetensors",
             )
         if keys.adapter or (of_trainer and any(map(peft.is_adapters, self.source.parameters))):
@@ -397,7 +397,8 @@ class DcpWriter(Struct, eq=False, dict=True):
     def _box_of(self, tensor: BlankTensor, rank: int) -> ItemBox | None:
         """The block of rows that a rank saves of a tensor; None if the rank saves no rows.
 
-        This is so if another rank saves its rows too, or if no rows are left for this rank.
+        A rank saves none if a neighboring rank saves its rows, or if there are fewer blocks than
+        ranks.
         """
         rows, count = self._rows(tensor), tensor.shape[0] if tensor.shape else 1
         start = rank * -(-count // self.world)

@@ -78,7 +78,8 @@ def joined(
 ) -> tuple[dict[Any, Any], list[Notice], Callable[[TreePath], bool]]:
     """Joins averages (EMA) that ranks saved as plain slices, or removes them if they do not fit.
 
-    `tree` has all state dicts; `different` are the values in it that differ between ranks. Returns
+    `tree` has all state dicts, merged from `ranks`: the ranks' files of each kind. `different` are
+    the values in it that differ between ranks. Returns
     the changed tree, warnings, and a function that tells whether the value at a path was joined or
     removed.
     """

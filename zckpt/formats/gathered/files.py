@@ -88,7 +88,8 @@ class StateDictFiles(Struct, eq=False):
         whole    complete files: {kind: path}
         ranks    files of single ranks: {kind: {rank: path}}
         world    the number of ranks, if the files' names state it
-        items    true for torch_checkpointing's files; any rank may have saved a whole state dict
+        items    true for files of the package torch_checkpointing (items.py): a file named after
+                 a rank may then have full tensors
     """
 
     whole: dict[str | None, str] = field(default_factory=dict)

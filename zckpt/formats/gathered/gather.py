@@ -41,7 +41,8 @@ LEFT_OUT = "verify without --gather"
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
     """Returns every tensor of model and optimizer, joined from shards by torch's own rule.
 
-    Raises UnsupportedCheckpoint if a rank's mesh does not state its coordinate, and
+    `path` is the checkpoint's directory. A `Partition` is one full tensor, as the byte ranges of
+    its shards. Raises UnsupportedCheckpoint if a rank's mesh does not state its coordinate, and
     InconsistentCheckpoint if a rank has other shards than the metadata states.
     """
     try:
@@ -205,7 +206,7 @@ class _Ranks:
                 raise InconsistentCheckpoint(
                     "file-damaged",
                     f"{self.files[rank].path} has {len(shards)} shards of a tensor, but its "
-                    f"metadata lists {len(boxes_of_rank)} of rank {number}",
+                    f"metadata lists {len(boxes_of_rank)} for rank {number}",
                     file=self.files[rank].path,
                 )
             for shard, box in zip(shards, boxes_of_rank, strict=True):
@@ -250,8 +251,8 @@ def _fields(state: Any) -> dict[str, Any]:
 def _number_their_own(files: Mapping[int, TorchFile]) -> bool:
     """Whether the ranks' optimizers use the same numbers for different parameters.
 
-    ZeroRedundancyOptimizer's local states are such. It is inferred from numbers or tensors that
-    differ between ranks.
+    ZeroRedundancyOptimizer's local states do so. They are recognized by lists of numbers, or by
+    tensors, that differ between ranks.
     """
     states = []
     for file in files.values():

@@ -75,7 +75,8 @@ def merge(
     """Merges the files of all ranks into one tree of state dicts.
 
     The files are of one kind, such as the model's; `place` is their path in the tree of all kinds.
-    With `by_checksums`, no tensor is read for comparison.
+    `step_policy` is the value of --step-policy: it chooses a step if ranks have different steps.
+    With `by_checksums`, replicas are compared only by checksums in the files.
 
     Raises IncompleteCheckpoint (a rank or a shard is missing), InconsistentCheckpoint (ranks
     contradict each other), UnsupportedCheckpoint (flat parameters, placements other than Shard and
@@ -95,8 +96,8 @@ def merge(
 def refuse_missing(files: Mapping[int, TorchFile], world: int, are_shares: bool = False) -> None:
     """Raises IncompleteCheckpoint if one of `world` ranks has no file; the error names the ranks.
 
-    `are_shares` is true for ZeroRedundancyOptimizer's files: each has the states of other
-    parameters.
+    `are_shares` is true for ZeroRedundancyOptimizer's files, each of which has the optimizer states
+    of different parameters.
     """
     folder, name = os.path.split(files[min(files)].path)
     paths = {rank: file.path for rank, file in files.items()}
@@ -144,8 +145,9 @@ def refuse_part(file: TorchFile) -> None:
 
 
 class MergedRanks(Struct, eq=False):
-    """Merges the files of all ranks; `tree` is the result.
+    """Merges the files of all ranks into one tree of state dicts.
 
+    tree          the merged state dicts, set by `merge`
     different     the values that differ between ranks; only rank 0's is kept in `tree`
     of_ranks      the other ranks' values where ranks differ, by file
     steps         the files' values under the key `step`
@@ -167,9 +169,9 @@ class MergedRanks(Struct, eq=False):
     def of(self, by_rank: dict[int, Any], path: TreePath) -> Any:
         """Merges the values that ranks have at one path of their trees.
 
-        Shards of a tensor are joined, containers are merged item by item, and steps must agree. Of
-        any other value, rank 0's is kept. Raises UnsupportedCheckpoint if ranks have different
-        numbers of param groups.
+        `by_rank` has these values by rank. Shards of a tensor are joined, containers are merged
+        item by item, and steps must agree. Of any other value, rank 0's is kept. Raises
+        UnsupportedCheckpoint if ranks have different numbers of param groups.
         """
         values = list(by_rank.values())
         kinds = {type(value) for value in values}
@@ -380,7 +382,8 @@ def _are_different_names(values: Sequence[Any]) -> bool:
 def joined(name: str, whole: DistributedTensor, parts: Sequence[LocalPart]) -> Leaf:
     """Joins a tensor's shards into one `Leaf`: its type, shape and byte ranges in files.
 
-    Each element must be in exactly one shard.
+    `whole` has the full tensor's type and shape, as one rank's file states them. `parts` are the
+    shards of all ranks: each element must be in exactly one.
     """
     pieces = [piece_of(part.file, part.tensor, part.offsets) for part in parts]
 

@@ -52,9 +52,11 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def with_copies(path: str) -> Manifest:
-    """Reads files that zckpt has just laid out, before their tensors are filled.
+    """Reads ranks' files that zckpt has just laid out, before their tensors are filled.
 
-    The manifest's `replicas` also list the tensors of which several ranks store all elements.
+    If every rank stores a full tensor, such as a buffer, the manifest has the first rank's bytes as
+    the entry. Here, unlike in `read`, the other ranks' bytes are listed in `replicas`, so that the
+    copy fills them too.
     """
     manifest, copies = read_tree(path, USUAL)
     entries = {id(entry.fragments): entry for entry in manifest.entries.values()}

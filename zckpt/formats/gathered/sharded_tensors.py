@@ -228,10 +228,10 @@ def rows_mesh(value: Foreign) -> tuple[str, str | None] | None:
 
 
 def _split_factor(placement: Any) -> int:
-    """The `split_factor` of a `_StridedShard`: into how many parts other cuts divide its axis.
+    """The `split_factor` of a `_StridedShard`; 1 for other placements, 0 if it is not stated.
 
-    With FSDP2, tensor parallelism makes the other cuts. Placements of other kinds have factor 1, so
-    they cut first. If the factor is not stated, 0 is returned, and the caller refuses the tensor.
+    It is the number of parts into which other mesh axes have cut the tensor's axis before. With
+    FSDP2, tensor parallelism has made these cuts. The caller refuses a tensor with the factor 0.
     """
     if not placement.name.endswith("._StridedShard"):
         return 1
@@ -251,7 +251,8 @@ class DeviceMesh(Struct, frozen=True):
     """A device mesh, as a DTensor's pickle states it.
 
     places    maps each rank to its row-major index in the mesh
-    axes      the counts and strides of each axis
+    axes      for each axis: the numbers of positions and the strides in that index; several of
+              each for an axis that was made of several (`_flatten`)
     record    the pickled mesh; it must stay alive, because the cache's key is its `id()`
     """
 

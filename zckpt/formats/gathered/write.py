@@ -146,7 +146,7 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
     replaced = own_names - {writer.file_names.extra} if program_of(source.files.siblings) else ()
     siblings = [(item.name, item) for item in source.files.siblings if item.name not in own_names]
     writer.omitted += [
-        note("file-omitted", f"{item.name}: the target needs this file's name", file=item.path)
+        note("file-omitted", f"{item.name}: another target file has this name", file=item.path)
         for item in source.files.siblings
         if item.name in own_names and item.name not in replaced
     ]
@@ -363,10 +363,13 @@ class StateDictWriter(StateDicts):
     def with_tensors(
         self, value: Any, storages: Storages, made: dict[int, Any], make: Make | None = None
     ) -> Any:
-        """Replaces `BlankTensor`s, numbers and tensor names in a value by tensors of `storages`.
+        """Replaces the stand-ins for tensors in a nested value by tensors without bytes.
 
-        A `BlankTensor` that occurs several times becomes one tensor: `made` caches the results by
-        `id()`. `make` creates a tensor from a `BlankTensor`; without `make`, it has the full shape.
+        The stand-ins are `BlankTensor` (type and shape of a parameter's tensor), `Scalar` (a 0-d
+        tensor) and `TensorName` (the name of a tensor in the manifest's state). `storages` collects
+        the new tensors' places in the file. A `BlankTensor` that occurs several times becomes one
+        tensor: `made` caches the results by `id()`. `make` creates a tensor from a `BlankTensor`;
+        without `make`, it has the full shape.
         """
         if isinstance(value, Scalar):
             return storages.scalar(value)
@@ -406,7 +409,8 @@ def _put_at(tree: dict[Any, Any], path: TreePath, value: Any) -> Any:
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every tensor's bytes into the zip directories of torch.save files.
 
-    Safetensors files have no checksums.
+    `outcome` has the checksums that were computed while the bytes were copied. Safetensors files
+    have no checksums.
     """
     zips = [
         item for item in manifest.files.records if not item.extent.file.endswith(".safetensors")

@@ -52,8 +52,9 @@ def merge(
 ) -> dict[Any, Any]:
     """Joins the ranks' local states into one optimizer's state dict, with new parameter numbers.
 
-    Unless `param_names` lists all parameters, `saved.orders` is set to lists of these numbers, from
-    which names are found later. Raises InconsistentCheckpoint (ranks of different saves) and
+    Parameters are in the order of `param_names`, if it lists all of them. If not, those of a group
+    are sorted by size, and `saved.orders` gets a list of the new numbers for each size: the caller
+    finds the names by it. Raises InconsistentCheckpoint (ranks of different saves) and
     MissingData (no state shows the size of a parameter).
     """
     _check_alike(files, step_policy)

@@ -113,7 +113,7 @@ def with_groups(
     listed: Sequence[Sequence[Any]],
     beside: Sequence[dict[str, Any]],
 ) -> dict[Any, Any]:
-    """Adds the parameter groups that a run stores beside flat buffers to the common state.
+    """Adds parameter groups to the common state, which lacks them if the run has flat buffers.
 
     `listed` has, for each optimizer, the groups that its ranks saved; of equal groups, one is kept.
     `beside` has, for each optimizer, further values of its state, such as the loss scale.

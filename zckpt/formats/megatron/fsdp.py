@@ -65,8 +65,9 @@ Keys = dict[str, str]
 class FsdpReader:
     """Sorts and reads the keys of a Megatron-FSDP directory.
 
-    A key is recognized by its path in the saved state, which `.metadata` states: names have dots
-    too.
+    What a key is for is decided by its path in the state dict, such as ("optimizer", "state", NAME,
+    "exp_avg"). `.metadata` states the paths. Splitting the key at its dots would be wrong, because
+    parameter names have dots too.
 
         weights       maps weights' names to keys
         modules       maps names of modules' extra states to keys
@@ -279,7 +280,8 @@ class FsdpReader:
     def _step(self, policy: str | None) -> dict[str, Any]:
         """Returns {"state": {"common_step": step}}: the one step of all states; {} without steps.
 
-        Raises InconsistentCheckpoint if steps differ and `policy` does not decide.
+        If steps differ, `policy` (the value of --step-policy, such as "max") chooses one;
+        otherwise InconsistentCheckpoint is raised.
         """
         numbers = {key: self.value(key, key) for key in self.states.get("step", {}).values()}
         steps_of_files = [(self.location(key).file, number) for key, number in numbers.items()]
@@ -414,9 +416,10 @@ class FsdpReader:
 
 
 def plain_name(raw: str) -> str:
-    """The name of a parameter as in Megatron-Core's local spec.
+    """Removes the words of wrappers from a parameter name, and renames norms and experts.
 
-    Names of this spec have no wrappers, and each expert and each norm is a separate module.
+    The result is the name in a model of Megatron-Core's local layer spec, in which each expert and
+    each norm is a separate module.
     """
     return with_plain_norms(with_own_expert(WRAPPERS.sub("", raw)))
 

@@ -41,7 +41,8 @@ def data_ranks(args: Mapping[str, Any]) -> int:
 def put_in_order(args: Mapping[str, Any]) -> list[Notice]:
     """Returns a warning if the files store gated layers' rows in another order than the module.
 
-    The list is empty if the order is the same. zckpt always reads the rows in the module's order.
+    The list is empty if the order is the same. The warning says that zckpt reads the rows in the
+    module's order; `in_order` does this. `args` are the run's arguments.
     """
     if not is_interleaved(args) or data_ranks(args) == 1:
         return []

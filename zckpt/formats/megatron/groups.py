@@ -42,10 +42,10 @@ def groups_of(common: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def groups_in(state: Any, where: str, usual: Any = None) -> list[dict[str, Any]]:
-    """The parameter groups in an optimizer's state dict; `usual` if it has none.
+    """The parameter groups in an optimizer's state dict: the list under `param_groups`.
 
-    `where` names the state in messages. Raises CorruptCheckpoint if the groups are not a list of
-    dictionaries.
+    `usual` is returned if the key is missing. `where` names the state in messages. Raises
+    CorruptCheckpoint if the groups are not a list of dictionaries.
     """
     listed = state.get("param_groups", usual) if isinstance(state, dict) else None
     if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
@@ -114,8 +114,9 @@ def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 def agreed_step(folder: str, steps_of_files: Iterable[FileStep], policy: str | None) -> Step | None:
     """The one step that all files state, as Megatron-Core has one step for all parameters.
 
-    None if no file states it. Raises InconsistentCheckpoint if the files differ and `policy` does
-    not decide. `folder` is the checkpoint's directory.
+    None if no file states it. If the files differ, `policy` (the value of --step-policy: "max",
+    "min" or a number) chooses a step; otherwise InconsistentCheckpoint is raised. `folder` is the
+    checkpoint's directory.
     """
     places = [
         (os.path.relpath(file, folder), step)
@@ -131,7 +132,8 @@ def stated_step(
     """Finds the number of completed updates in the common state.
 
     Returns the number, the place where files store it, and a list of all places that state a step.
-    Raises InconsistentCheckpoint if groups differ and `policy` does not decide.
+    If groups have different steps, `policy` (the value of --step-policy: "max", "min" or a number)
+    chooses one; otherwise InconsistentCheckpoint is raised.
     """
     in_groups = steps.StatedSteps("group")
     in_states = steps.StatedSteps("state")

@@ -101,8 +101,9 @@ class Content(Struct, eq=False):
 def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     """Builds the manifest of a directory; raises InconsistentCheckpoint if steps differ.
 
-    `step_policy` is the value of --step-policy. If it is a number, and the common state has no
-    iteration, this number becomes the iteration.
+    `step_policy` is the value of --step-policy ("max", "min" or a number), which chooses a step if
+    they differ. If it is a number and the common state has no iteration, the checkpoint gets this
+    number as its iteration.
     """
     common, shapes = content.common, content.shapes
     slots = {entry.slot for entry in content.entries.values() if is_optimizers(entry.slot)}
@@ -283,7 +284,8 @@ def require_groups(folder: str, args: Mapping[str, Any], tp: int) -> None:
 def without_weights(folder: str, states: Iterable[str], other_words: Iterable[str]) -> MissingData:
     """Makes the error for a directory with neither weights nor masters; it lists what is there.
 
-    `states` are the optimizer's states, `other_words` the first words of other keys.
+    `states` are the optimizer's states, such as `exp_avg`. `other_words` are the beginnings of all
+    other keys, such as `rng_state`.
     """
     what = [*(f"{state} of an optimizer" for state in sorted(states)), *dict.fromkeys(other_words)]
     return MissingData(

@@ -37,7 +37,8 @@ OTHERS = (
 def copies(manifest: Manifest, replicas: str | None) -> list[Replicas]:
     """Lists the replicas of tensors, which a conversion compares with the tensors that it uses.
 
-    If any differ, the comparison raises InconsistentCheckpoint, which lists their parameters.
+    If any differ, the comparison raises InconsistentCheckpoint, which lists their parameters. The
+    argument `replicas` (the value of --replicas) is not used.
     """
 
     def judge(differing: Sequence[Result]) -> list[Notice]:

@@ -70,7 +70,7 @@ def named(key: str, place: tuple[int | str, ...]) -> str:
 
 
 def with_plain_norms(name: str) -> str:
-    """Renames a parameter's norm as in Megatron-Core's local spec.
+    """Renames a norm's parameter from Transformer Engine's layer spec to Megatron-Core's local one.
 
     `mlp.linear_fc1.layer_norm_weight` becomes `pre_mlp_layernorm.weight`.
     """
@@ -80,10 +80,10 @@ def with_plain_norms(name: str) -> str:
 
 
 def with_own_expert(name: str) -> str:
-    """Renames a parameter of grouped experts as in the local spec of Megatron-Core.
+    """Renames a parameter of grouped experts as if each expert were a separate module.
 
-    There each expert is a module: `experts.local_experts.1.linear_fc1.weight`. Other names stay
-    unchanged.
+    `experts.linear_fc1.weight1` becomes `experts.local_experts.1.linear_fc1.weight`, as in
+    Megatron-Core's local layer spec. Other names stay unchanged.
     """
     return GROUPED.sub(r"\g<experts>.local_experts.\g<number>.\g<linear>", name)
 
@@ -163,9 +163,9 @@ class KeysOfGpt:
     which contain its number. Modules that a GPTModel does not have get no keys, because these keys
     depend on the modules' code. Proven with megatron-core 0.16.1.
 
-    `names` are the names of all parameters, buffers and modules' extra states, as in the local spec
-    and in the full model. `raw` are the names in the files, which may name norms as Transformer
-    Engine's spec does.
+    `names` are the names of all parameters, buffers and modules' extra states. Layers and experts
+    in them are numbered in the full model, and norms are named as in Megatron-Core's local layer
+    spec. `raw` are the names in the files, where norms may have Transformer Engine's names.
     """
 
     def __init__(self, names: Iterable[str], raw: Iterable[str], args: Mapping[str, Any]) -> None:

@@ -318,7 +318,12 @@ class MegatronWriter:
         return re.escape(".".join(map(str, sizes)))
 
     def _common(self, common: Mapping[Any, Any]) -> dict[Any, Any]:
-        """The common state of the target, in the form for runs with the distributed optimizer."""
+        """Makes the target's common state: arguments, groups and counters, which all ranks share.
+
+        `common` is the source's. The result says that the optimizer's state is
+        `fully_reshardable`, so that runs with the distributed optimizer load it. Values that the
+        target cannot have are left out, with a note.
+        """
         result = dict(common)
         if result.pop(RERUN, None) is not None:
             message = f"{RERUN}: it has states of single ranks"

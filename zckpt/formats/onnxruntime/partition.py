@@ -98,8 +98,9 @@ WRONG_FILE = (
 def weights_apart(save: Save) -> set[str]:
     """The names of the weights whose fp32 values are stored only by the ranks that own them.
 
-    These are the trained weights of a mixed-precision run. If the run's 16-bit copies were not
-    saved, sets `save.mixed`. Raises MissingData if slices of weights were saved without 16-bit
+    These are the trained weights of a mixed-precision run. If the files have no 16-bit copies, but
+    only the owners store some weights, the run had mixed precision: then `save.mixed` is set to
+    "F16". Raises MissingData if slices of weights were saved without 16-bit
     copies, because only these copies state the full shapes.
     """
     halves = {name for rank in save.ranks for name in rank.halves}
@@ -135,7 +136,7 @@ def owners_of(save: Save, shapes: Shapes, apart: Collection[str]) -> tuple[Owned
     The owners follow from the partition rule. `apart` are the weights whose fp32 values are stored
     only by their owners. If the files have no moments, the slices of weights show which weights are
     trained. Raises IncompleteCheckpoint if moments are missing, InconsistentCheckpoint if moments
-    contradict the rule, and MissingData if no file has the slices of shared weights.
+    contradict the rule, and MissingData if no file has the weights that several ranks own together.
     """
     numels = {name: prod(shape) for name, shape in shapes.items()}
     trained = {name for rank in save.ranks for name in rank.moments}

@@ -63,7 +63,9 @@ class Save(Struct, eq=False):
     state        the values that do not belong to a weight
     kept         the tensors in these values
     copies       the other ranks' replicas of these tensors
-    omitted      notices for the manifest, as are `warnings` and `notes`
+    omitted      notes on values that the manifest will not have
+    warnings     warnings for the manifest
+    notes        other notes for the manifest
     """
 
     root: str

@@ -84,7 +84,10 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
-    """Writes the CRC-32 of every tensor's bytes into the zip directories of torch.save files."""
+    """Writes the CRC-32 of every tensor's bytes into the zip directories of torch.save files.
+
+    `outcome` has the checksums that were computed while the bytes were copied.
+    """
     if manifest.run.origin.dialect != "hdf5":  # HDF5 files have no checksums
         seal_records(root, manifest, outcome)
 

@@ -123,8 +123,8 @@ def shells_of(path: str, chosen: Manifest) -> Manifest:
     """Reads files that zckpt has just laid out for `chosen`, before their tensors are filled.
 
     The files' headers state each tensor's byte range. Everything else is taken from `chosen`, of
-    which manifest.json has a copy. Raises CorruptCheckpoint for facts that a manifest may not
-    state.
+    which manifest.json has a copy. Raises CorruptCheckpoint if these facts contradict each other,
+    or are impossible, such as a number of ranks below 1.
     """
     stored, files = _stored(path, ())
     entries = {}

@@ -40,9 +40,9 @@ class TensorGroup(Struct, frozen=True):
 
 
 class FamilyNames:
-    """Finds the rule of a model family that matches a parameter name of one program.
+    """Finds the rule of a model family that matches a parameter name.
 
-    `side` is the program whose names are matched: Hugging Face or Megatron.
+    `side` is the program that uses the name: Hugging Face or Megatron.
     """
 
     def __init__(self, family: Family, side: str) -> None:
@@ -104,9 +104,10 @@ def groups_of(
 ) -> list[TensorGroup]:
     """Sorts the source's tensors into groups that are converted together.
 
-    The groups are in the order of the family's rules, layer by layer. `experts` maps a tensor of
-    stacked experts to their number. Raises MissingData if a tensor is missing that must be fused
-    with others, such as v beside q and k.
+    The groups are in the order of the family's rules, layer by layer. `places` maps the source's
+    names to their rules. `side` is the program that saved the source. `experts` maps the name of a
+    tensor that stacks experts to the number of experts. Raises MissingData if a tensor is missing
+    that must be fused with others, such as v beside q and k.
     """
     together: dict[tuple[int, int | None, int | None], dict[tuple[int, int], str]] = {}
     for name, at in places.items():

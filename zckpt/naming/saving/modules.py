@@ -52,7 +52,7 @@ def spelled_as(other: Manifest, first: Manifest) -> Manifest:
 
 
 class ModuleSpan(Struct, frozen=True):
-    """Says that elements [start, stop) of the file's tensor `name` are a part of a module's tensor.
+    """A part of a module's tensor: the elements [start, stop) of the tensor `name` in files.
 
     In the module's tensor, this part begins at element `at`.
     """

@@ -46,11 +46,16 @@ class NameMatch(Struct, frozen=True):
 
 
 class SavingRule(Struct, frozen=True):
-    """A rule that renames tensors: in names that match a source pattern, the match is replaced.
+    """A rule by which names and tensors in memory become names and tensors in files.
 
-    With `steps`, the tensors of all source patterns together are converted to the tensors of all
-    targets. `scope` is the path of the inner model to which the rule applies, or None if the rule
-    applies to the full model. A name may begin with `scope`, or with `prefix` and `scope`.
+    pattern    matches names; it has one named group for each source pattern of the rule
+    targets    replacements of the matched text, such as "mlp.experts"
+    steps      operations such as ["cut", 0], by which the tensors of all source patterns together
+               become the tensors of all targets; empty for a rule that only renames
+    add        is added to the number in the matched text, such as a layer's
+    scope      the path of the inner model to which the rule applies, such as "language_model";
+               None for a rule of the full model
+    prefix     the full model's `base_model_prefix`: names may have it before `scope`
     """
 
     pattern: re.Pattern[str]
@@ -97,9 +102,9 @@ class SavingRule(Struct, frozen=True):
 class SavingRules(Struct, frozen=True):
     """The rules of a model, in the order in which they are applied.
 
-    `renames` are rules without steps, `converters` those with steps. If a name contains one of
-    `marks`, it is a name of files already, and is not converted. `sizes` are numbers of the model's
-    configuration, which steps need.
+    `renames` are rules that only rename, `converters` those that change tensors by steps. A name
+    that contains one of the texts `marks` occurs only in files, so it is not converted again.
+    `sizes` are numbers of the model's configuration, which steps need.
     """
 
     renames: Sequence[SavingRule]

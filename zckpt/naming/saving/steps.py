@@ -32,8 +32,9 @@ def converted(
 ) -> Tensors:
     """Applies the steps of a rule to its source tensors; returns the new tensors by name.
 
-    `views` has the source tensors by the index of the rule's source pattern that matched. `size`
-    returns a number of the model's configuration. Raises ValueError if sizes do not fit.
+    `views` has the source tensors by the index of the rule's source pattern that matched. A step is
+    the name of an operation (see above) and its arguments, such as ["cut", 0]. `size(key)` returns
+    a number of the model's configuration. Raises ValueError if sizes do not fit.
     """
     tensors = {str(number): view for number, view in sorted(views.items())}
     for name, *arguments in steps:

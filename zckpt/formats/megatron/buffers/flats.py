@@ -124,7 +124,7 @@ class _Optimizer(Struct, eq=False):
 
 
 class FlatItems:
-    """The flat buffers and groups of a torch_dist directory, read key by key.
+    """The flat buffers and groups of a torch_dist directory, read from its keys of optimizers.
 
     Raises UnsupportedCheckpoint for an optimizer key that zckpt does not know.
     """
@@ -258,8 +258,9 @@ class FlatItems:
 def buffers_of(file: TorchFile, value: Any) -> Iterator[tuple[int, Flat]]:
     """Yields (number, flat buffer) for each buffer in `distrib_optim.pt` or a `param_state` object.
 
-    Raises UnsupportedCheckpoint for files from before March 2024, and CorruptCheckpoint if a buffer
-    is not a 1-d float32 tensor.
+    `value` is that dictionary of one optimizer's buffers, and `file` the file that has it. Raises
+    UnsupportedCheckpoint for files from before March 2024, and CorruptCheckpoint if a buffer is not
+    a 1-d float32 tensor.
     """
     if not isinstance(value, dict):
         raise CorruptCheckpoint(
@@ -303,7 +304,7 @@ def _joined_buckets(
     if sorted(buckets) != list(range(len(buckets))) or "master" not in slots:
         raise InconsistentCheckpoint(
             "partition-does-not-fit",
-            f"{name} lacks buckets, or its masters: it has the buckets {sorted(buckets)}",
+            f"{name} lacks a bucket or its fp32 masters: it has the buckets {sorted(buckets)}",
             subject=name,
         )
     sizes: list[int] = []
@@ -369,7 +370,10 @@ class FlatFragments:
     The state's first axes count layers and experts, as the weight's do. Then, for each axis of the
     parameter, there is an axis with the number of slices along it. The last axis has the elements
     of one slice, flattened. Each data-parallel rank saves a range of these elements (megatron-core
-    0.13.1). The key of a bucket has only the last axis: a single slice, at the empty tuple.
+    0.13.1).
+
+    A bucket of a flat buffer (`dp_reshardable`) is saved as one flat axis of elements. It counts as
+    a single slice, whose index is ().
     """
 
     def __init__(self, table: ItemTable, files: ItemFiles, key: str, dtype: str = "") -> None:

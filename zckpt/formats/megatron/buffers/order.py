@@ -83,8 +83,9 @@ def predicts(names: Iterable[str]) -> bool:
 
 
 def orders(names: Iterable[str]) -> Iterator[list[str]]:
-    """Yields every order in which a GPTModel may have these parameters: one for each possible spec.
+    """Yields every order in which a GPTModel may have these parameters.
 
+    The order depends on the layer spec: local or Transformer Engine's, with grouped experts or not.
     Yields nothing if one of the names is not a GPTModel's.
     """
     listed = list(names)

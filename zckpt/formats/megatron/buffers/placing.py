@@ -88,9 +88,8 @@ def places(
 
     Each way lists the position (bucket, element) of every parameter, or None for a parameter that
     the buffer lacks. At most two ways are returned: two suffice to show that the bytes do not
-    decide. Only with `may_lack` may the buffer lack parameters. The bytes then show which one comes
-    next: the next master in the buffer is looked up among the first weights of all later
-    parameters.
+    decide. Only with `may_lack` may the buffer lack parameters. zckpt then rounds each master at
+    which a parameter may begin, and tries the parameters whose first weight equals it.
     """
     firsts = enumerate(locals_) if may_lack else ()
     by_first = by_key(

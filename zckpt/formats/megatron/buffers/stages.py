@@ -57,8 +57,8 @@ def placed(
     `parts` has a dictionary for each tensor rank: its shards of parameters by name. The result has
     a dictionary for each tensor rank too: the buffers and positions of parameters by name. A tied
     embedding has a second position: that of its replica in the last stage. Frozen parameters have
-    no position. So if no range of layers fills a buffer, zckpt tries whether it lacks single
-    parameters. `where` begins the error messages.
+    no position, because buffers lack them. If no range of complete layers fills a buffer, zckpt
+    tries ranges in which parameters are missing. `where` begins the error messages.
 
     Raises UnsupportedCheckpoint if no range of layers fits a buffer, or if there are several ways
     to fill it. Raises InconsistentCheckpoint for a parameter in two buffers, and for a parameter
@@ -153,8 +153,9 @@ def _ways(
 def _kinds(flat: Flat, parts: Mapping[str, Local], ends: Ends) -> list[Mapping[str, Local]]:
     """The candidate parameters of a buffer: those whose weights have its type.
 
-    Returns one set of candidates, or two. The second set is for the last model chunk (`ends`), if
-    the embedding is tied and in another chunk: it adds the embedding's replica as the output layer.
+    `ends` says whether the buffer is of the model's first chunk, and of its last. Returns one set
+    of candidates, or two. The second set is for the last chunk, if the embedding is tied and in
+    another chunk: it adds the embedding's replica as the output layer.
     """
     of_type = {name: part for name, part in parts.items() if part.dtype == flat.dtype}
     if ends == (False, True) and OUTPUT not in parts and EMBEDDING in of_type:

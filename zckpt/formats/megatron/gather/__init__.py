@@ -1,4 +1,4 @@
-"""Joins the ranks' tensors by Megatron-Core's own rule, as the judge of `verify --gather`.
+"""Joins the ranks' tensors by Megatron-Core's own rule: `verify --gather` compares the result.
 
     rule.py     where a flat buffer has each parameter, and how tensor ranks cut it
     items.py    torch_dist: shards of stacked tensors, or flat buckets

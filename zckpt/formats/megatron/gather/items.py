@@ -1,6 +1,7 @@
-"""Joins the keys of a torch_dist directory by Megatron-Core's own rule: boxes, or flat buckets.
+"""Joins the shards of a torch_dist directory into full tensors by Megatron-Core's own rule.
 
-A box is the offsets and sizes of a shard within the whole tensor.
+A key has either rectangular shards of a tensor (boxes: offsets and sizes within the full tensor),
+or flat buckets with the elements of many parameters.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Where a flat buffer of Megatron-Core has each parameter, and how tensor ranks cut parameters.
 
 A buffer has the parameters of one rank in the reverse order of `named_parameters()`. Each parameter
-begins at a multiple of 64 elements of its bucket (`_ParamAndGradBuffer`). A bucket of
-`dp_reshardable` ends with its last parameter; other kinds of files store the buckets one behind the
-other. Tensor ranks cut parameters as `ColumnParallelLinear` and `RowParallelLinear` do.
-megatron-core 0.16.1.
+begins at a multiple of 64 elements of its bucket (`_ParamAndGradBuffer`). Directories of the type
+`dp_reshardable` store each bucket as a tensor, without the padding at its end. Other directories
+store all buckets of a buffer as one tensor. Tensor ranks cut parameters as `ColumnParallelLinear`
+and `RowParallelLinear` do. megatron-core 0.16.1.
 
-The reader finds parameters by the bytes of their weights. Here arithmetic alone determines where
-they are, and only the parsers of files are shared.
+The reader (buffers/) finds parameters by comparing masters with weights. Here arithmetic alone
+determines where they are. This module and the reader share only the parsers of files.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ def layout(
 def joined(ranks: Sequence[Filled], whole: Mapping[str, Shape], gated: bool) -> Iterator[Joined]:
     """Joins the tensor ranks' shards; yields full masters and moments.
 
-    `whole` has the full shapes. If ranks have replicas of a shard, the first one is used.
+    `whole` has the full shapes. `gated` is true if linear_fc1 has the rows of gate and up. If ranks
+    have replicas of a shard, the first one is used.
     """
     parts: dict[tuple[str, str], dict[int, list[BoxPart]]] = {}
     for filled in ranks:
@@ -191,8 +192,9 @@ def in_boxes(runs: Runs, size: int, boxes: Sequence[Box]) -> Iterator[BoxPart]:
 def bucket_size_of(args: Mapping[str, Any], stage: int) -> int | None:
     """The number of elements after which a bucket is full; None if a buffer is a single bucket.
 
-    `stage` is 0 for the first model chunk of the first pipeline stage, and larger for all others:
-    only this chunk's buffer may have several buckets. Computed as in Megatron-LM's arguments.py.
+    `stage` is 0 for the first model chunk of the first pipeline stage, and larger for all others.
+    Only the first model chunk's buffer may have several buckets. `args` are the run's arguments.
+    Computed as in Megatron-LM's arguments.py.
     """
     if stage or not args.get("overlap_grad_reduce"):
         return None
@@ -253,8 +255,9 @@ def order_of(
 ) -> tuple[Any, ...] | None:
     """The sort key of a parameter in the order of a GPTModel; None for an unknown module.
 
-    `fused` is true for Transformer Engine's spec, whose linear modules include the norms before
-    them. `grouped` is true for its module of all experts (TEGroupedMLP).
+    `names` has the names of all parameters as keys: they show which layers have a norm in a linear
+    module. `fused` is true for Transformer Engine's spec, whose linear modules include the norms
+    before them. `grouped` is true for its module of all experts (TEGroupedMLP).
     """
     module, _, kind = name.rpartition(".")
     last = kind == "bias"
@@ -276,7 +279,10 @@ def order_of(
 
 
 def require_known(path: str, name: str, names: Mapping[str, Any], tp: int) -> None:
-    """Raises UnsupportedCheckpoint if it is unknown how tensor ranks cut a parameter's module."""
+    """Raises UnsupportedCheckpoint if it is unknown how tensor ranks cut the parameter `name`.
+
+    `names` has the names of all parameters as keys; `tp` is the number of tensor ranks.
+    """
     if tp > 1 and (BY_SPEC.fullmatch(name) or order_of(name, names, False) is None):
         raise refusal(path, f"the module of {name}")
 

@@ -90,7 +90,7 @@ def cuts_of(
 
     `shapes` are the parameters' shapes on a rank. `given` are the rules of --tp-rules, which come
     first. Raises MissingData for modules that no rule covers, and UnsupportedCheckpoint if a given
-    rule makes a parameter the sum of the ranks' tensors.
+    rule is `sum`: by it the full parameter is the sum of the ranks' tensors.
     """
     if tp == 1:
         return {

@@ -56,7 +56,7 @@ LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
 
 class LegacyReader:
-    """Reads all `mp_rank_*` folders of one iteration into a `Content`.
+    """Reads all `mp_rank_*` folders of one iteration; `content` has what the manifest needs.
 
     `given` is the value of --tp-rules; its rules for tensor ranks come before zckpt's rules. Raises
     UnsupportedCheckpoint for models that are not of Megatron-Core, and MissingData if several

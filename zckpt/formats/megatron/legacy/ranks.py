@@ -63,8 +63,9 @@ class RankDirectory(Struct, eq=False):
 
     @property
     def optimizers(self) -> list[dict[Any, Any]]:
-        """The state dicts of the rank's optimizers; spread experts have a separate one.
+        """The state dicts of the rank's optimizers: one, or two with expert parallelism.
 
+        Experts that are spread over ranks have the second optimizer.
         Raises UnsupportedCheckpoint if one of them is not a dictionary.
         """
         state = self.file.value.get("optimizer")
