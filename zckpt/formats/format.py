@@ -84,7 +84,10 @@ class Format(Struct, frozen=True, eq=False):
     A small file states it, or the beginning of a pickle. None if neither does.
     """
     updates: Callable[[str], float | None] = nowhere
-    """Returns the optimizer's updates in the file at a path; None if all of it must be read."""
+    """Returns the number of the optimizer's updates, from the steps in the file at a path.
+
+    None if no step is stored, or if the complete file would have to be read.
+    """
     options: tuple[Option[Any], ...] | None = None
     """Options of its writer, in the order of `--help`; None if zckpt does not write the format."""
     reasons: Mapping[str, str] | None = None
@@ -125,7 +128,11 @@ class Format(Struct, frozen=True, eq=False):
     is_resumed: bool = True
     """Whether a trainer resumes from its files; False for inference only."""
     roles: tuple[Role, ...] = ()
-    """The roles of its files, by name patterns; each rank writes files whose role has axes."""
+    """Patterns of its files' names, each with the role of these files, such as `optimizer`.
+
+    If a role has axes, such as `dp`, the names have a number for each axis, and every rank writes
+    such files.
+    """
     objects: frozenset[str] | None = None
     """Classes and functions that the engine's own pickles name; None if a target has no pickle."""
     keeps_shapes: bool = False
@@ -228,7 +235,7 @@ class Functions(Struct, frozen=True, eq=False):
     Reads only a few bytes.
     """
     averaged: Callable[[Manifest], Manifest] | None = None
-    """Returns the manifest in which the copies on tensor ranks are replaced by their mean."""
+    """Returns the manifest in which the replicas on tensor ranks are replaced by their mean."""
     rebuilt: Callable[[Manifest, str], Manifest] | None = None
     """Returns the manifest without wrong masters and their states; its warnings name them.
 
@@ -248,7 +255,7 @@ class Functions(Struct, frozen=True, eq=False):
     Names, shapes and groups are compared elsewhere.
     """
     missing: Callable[[Manifest, Options], list[Notice]] | None = None
-    """Returns notices of what a run with these options would load and no conversion can make."""
+    """Returns a notice for everything that such a run loads, but that no conversion can make."""
     groups: Callable[[Manifest, Options], Manifest] | None = None
     """Returns the source with the groups of the target's engine."""
     with_mended: Callable[[str, Sequence[Mended]], tuple[str, bytes]] | None = None
@@ -258,11 +265,12 @@ class Functions(Struct, frozen=True, eq=False):
     `Manifest.root`.
     """
     continued: Callable[[Manifest, Manifest], tuple[Manifest, list[MadeValue], bool]] | None = None
-    """Returns the manifest and values of a save whose model file is lost.
+    """Restores what a lost model file had, from the model file of an older save of the same run.
 
-    The third result is whether its own files state in which order masters lie in them. The first
-    manifest was read with the model file of the second, an older save of the same run, in place of
-    the lost one. None if zckpt does not write such a file again.
+    The first manifest is of the save that lost the file: it was read with the older save's model
+    file in its place. The second manifest is of the older save. Returns the changed first manifest,
+    the values that were made, and whether the save's other files state the order of the masters in
+    them. None if zckpt does not write such a file again.
     """
     begins: Callable[[Manifest, Options], Beginning] | None = None
     """Returns the state (a `Beginning`) that a target needs for parameters new in its program."""

@@ -382,7 +382,7 @@ class DcpWriter(Struct, eq=False, dict=True):
         return ItemShell(key, None, shell("archive", frozen, storages))
 
     def _cut(self, tensor: BlankTensor) -> CutTensor:
-        """Cuts a tensor into blocks of rows for the ranks, once for all tensors like it."""
+        """Cuts a tensor into blocks of rows for the ranks; caches the result by shape and type."""
         if tensor not in self._cuts:
             rows, count = self._rows(tensor), tensor.shape[0] if tensor.shape else 1
             rows_of_rank = max(1, -(-count // self.world))

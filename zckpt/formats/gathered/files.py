@@ -88,8 +88,8 @@ class StateDictFiles(Struct, eq=False):
         whole    complete files: {kind: path}
         ranks    files of single ranks: {kind: {rank: path}}
         world    the number of ranks, if the files' names state it
-        items    true for files of the package torch_checkpointing (items.py): a file named after
-                 a rank may then have full tensors
+        items    true for files of the package torch_checkpointing (items.py): a state dict that is
+                 not sharded may then be in one rank's file only
     """
 
     whole: dict[str | None, str] = field(default_factory=dict)

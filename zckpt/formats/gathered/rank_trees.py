@@ -239,7 +239,7 @@ class MergedRanks(Struct, eq=False):
     ) -> NoReturn:
         """Raises InconsistentCheckpoint for a scheduler whose state differs between two ranks.
 
-        A scheduler counts with the optimizer, so it must be equal on all ranks.
+        A scheduler counts the optimizer's steps, so it must be equal on all ranks.
         """
         values = [
             f"{brief(text(by_rank[rank], self.files[rank]))} in {self.files[rank].path}"

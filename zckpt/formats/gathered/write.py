@@ -239,7 +239,7 @@ class StateDictWriter(StateDicts):
         return state
 
     def _add_scheduler(self) -> None:
-        """Adds a file of the scheduler's state if the trainer reads one and the source has none."""
+        """Adds a file of the scheduler's state if the trainer reads one and the source lacks it."""
         name, step = self.file_names.scheduler, self.source.step
         known_names = {item.name for item in self.source.files.siblings}
         if name is None or known_names.intersection((name, *trainers.SCHEDULERS)):

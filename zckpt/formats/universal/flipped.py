@@ -106,7 +106,7 @@ def _bits_by_checksum(text: bytes, document: dict[str, Any]) -> Iterator[Bit]:
 
 
 def _bits_of_rare_words(text: bytes) -> Iterator[Bit]:
-    """Yields bits of words that occur once in the text, if a flip makes them another of its words.
+    """Yields bits of words that occur once, if the flip makes them equal to another word.
 
     After these, yields all bits of the JSON keys that occur once.
     """

@@ -331,6 +331,6 @@ LINES: dict[str, Callable[[Any], str]] = {
     "entries": _entry_line,
     "parameters": _parameter_line,
 }
-"""By the manifest's key: what writes an item of a dictionary in one line."""
+"""By the manifest's key: the function that formats one item under it as a line of JSON."""
 
 _line = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode

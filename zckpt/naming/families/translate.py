@@ -207,8 +207,8 @@ class _Translation(Struct, eq=False, dict=True):
     def _fact(self, group: TensorGroup) -> Parameter:
         """The optimizer group and step that the tensors of a group must share to become one tensor.
 
-        Raises InconsistentCheckpoint if their steps, optimizer states of one number or
-        hyper-parameters differ.
+        Raises InconsistentCheckpoint if their steps or hyper-parameters differ, or optimizer
+        states that are one number per parameter.
         """
         source, names = self.source, group.sources
         parameters = [source.parameters[name] for name in names]

@@ -124,7 +124,7 @@ class _Optimizer(Struct, eq=False):
 
 
 class FlatItems:
-    """The flat buffers and groups of a torch_dist directory, read from its keys of optimizers.
+    """Reads the optimizers' flat buffers and parameter groups of a torch_dist directory.
 
     Raises UnsupportedCheckpoint for an optimizer key that zckpt does not know.
     """
