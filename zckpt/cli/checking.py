@@ -111,13 +111,14 @@ def verify(
     """Check a checkpoint for contradictions, or compare it with another one.
 
     Without --against, verify checks that checksums match, every element is stored once, replicas
-    are equal, weights are the rounded masters, steps agree, and no file was saved by another rank.
-    A file of the same rank of another run may contradict nothing: only --against finds it.
+    are equal, weights are the rounded masters, steps agree, and no file has the name of another
+    rank's file. A file that the same rank saved in another run may contradict nothing: only
+    --against finds it.
 
     With --against, verify compares tensors bit for bit and everything else by value. A tensor or
-    value on one side only is a difference. If the other side's format cannot store it, it is only
-    reported. If the original is gone, give --against the FILE of an earlier --save-proof. Several
-    PATHs are each compared with --against, not with one another.
+    value on one side only is a difference, but only a note if the other side's format cannot store
+    it. If the original is gone, give --against the FILE of an earlier --save-proof. Several PATHs
+    are each compared with --against, not with one another.
 
     Exit code 3: verify found a contradiction or a difference.
     """
@@ -240,7 +241,8 @@ def stats(path: str, wide: bool, asked: bool, as_json: bool, quiet: bool, **word
     The statistics are min, max, mean, std (with n - 1, as torch.std) and L2 norm over finite
     numbers, in float64; counts of NaN, infinite, negative, zero and positive numbers; and a
     histogram of magnitudes in powers of two. Warnings name second moments that are zero or
-    negative, constant weights, NaN, infinities, and steps that stopped in low precision.
+    negative, constant weights, NaN, infinities, and step counts so large that adding 1 changes
+    nothing in their type, such as 256 in bf16.
     """
     from .. import api
 

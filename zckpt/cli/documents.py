@@ -47,7 +47,7 @@ class Problem(Notice):
 
 
 class Fault(Notice):
-    """A fault or an oddity of `report` and `stats`."""
+    """A fault that `report` or `stats` has found, or only an oddity, if `fault` is false."""
 
     kind: str
     tensor: str | None
@@ -70,7 +70,7 @@ class Records(Struct):
 
 
 class State(Struct):
-    """The name of an optimizer state, how many parameters have it, and the reason to list it."""
+    """The name of an optimizer state, how many parameters have it, and why the report lists it."""
 
     state: str
     parameters: int
@@ -88,7 +88,10 @@ class Slot(Struct):
 
 
 class Sighting(Struct):
-    """A place that stores a step. `truth`: zckpt uses this step."""
+    """A place in the files that stores a step, which is a number of updates.
+
+    `truth` is true if zckpt uses this step, and false if it uses that of another place.
+    """
 
     where: str
     step: int | float
@@ -234,8 +237,13 @@ class OfTensor(Struct):
 class LostPart(Notice):
     """What lost files contained of some tensors, and whether it can be restored (`state`).
 
-    "elsewhere": other files contain the same bytes. "gone": no file does. If `tensors` is empty,
-    the notice is about a "restored" file, about all tensors, or about a value that is no tensor.
+    elsewhere  other files contain the same bytes
+    made-up    no file does, but `mend --rebuild` can put other values in their place
+    rebuilt    `mend --rebuild` has done so
+    gone       no file does, and no other values can take their place
+    restored   a lost file that can be restored exactly; it has no list of tensors
+
+    `tensors` is also empty if all tensors are meant, or a value that is no tensor.
     """
 
     state: Literal["restored", "elsewhere", "rebuilt", "made-up", "gone"]
@@ -255,9 +263,9 @@ class Interrupted(Struct):
     """The newest checkpoint of a run, if it is incomplete because its save was interrupted.
 
     `older` is the path of the newest complete checkpoint. `tensors` is the number of tensors that
-    the interrupted one should have; `alike` of them have the same type and shape in `older`.
-    `frozen` are those weights among them that training does not change. `older` and the numbers
-    are null if they are unknown.
+    the interrupted one should have, and `alike` the number of these that `older` has with the same
+    type and shape. `frozen` are the names of weights that `older` has and training does not change.
+    `older` and the numbers are null if they are unknown.
     """
 
     name: str
@@ -460,10 +468,16 @@ class Check(Checked, kw_only=True):
 class Listed(Struct):
     """A checkpoint of a run.
 
-    `whole`, `of_one_save`, `intact` and `loads` are null if unknown or not requested. `sizes` are
-    the numbers of ranks that the files state. `saved` is the time of the newest file. `unread` is
-    damage in files that resuming does not read: such a checkpoint may be whole, but is not intact.
-    `weights_alone`: it was saved without an optimizer, so no run can resume from it.
+    whole          no file that resuming needs is missing or damaged
+    of_one_save    the files do not contradict each other
+    intact         all bytes were read, and none are damaged
+    loads          the engine loads it on the requested number of ranks
+    sizes          the numbers of ranks that the files state
+    saved          the time of the newest file
+    unread         damage in files that resuming does not read: `whole` may be true even so
+    weights_alone  it was saved without an optimizer, so no run can resume from it
+
+    The first four are null if unknown or not requested.
     """
 
     name: str

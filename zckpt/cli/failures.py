@@ -32,7 +32,7 @@ class Failure(Struct, frozen=True):
     code: int
 
     def document(self, command: str | None) -> dict[str, Any]:
-        """The failure as the document of `--json`."""
+        """The failure as the JSON that `--json` prints; `command` is the name of the command."""
         return {
             "zckpt": VERSION,
             "command": command,
@@ -89,7 +89,10 @@ def with_mend(error: Exception) -> Exception:
 
 
 def ended(code: str, message: str, hint: str) -> Notice:
-    """Returns the error notice for an exception that is not a ZckptError, such as OSError."""
+    """Makes the error notice for an exception that is not a ZckptError, such as OSError.
+
+    `code` is one of the codes in docs/codes.md, not the exit code.
+    """
     return Notice(code=code, severity="error", message=message, hint=hint)
 
 

@@ -101,7 +101,8 @@ class Commands(click.Group):
 def format_names(targets: bool) -> dict[str, Any]:
     """The arguments of `click.option` for an option whose value is the name of a format.
 
-    An unknown name is refused later, when the command runs.
+    The shell completes the names of formats that zckpt writes if `targets`, otherwise of those that
+    it reads. An unknown name is refused later, when the command runs.
     """
 
     def completed(

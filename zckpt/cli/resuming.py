@@ -161,11 +161,12 @@ def check(
 ) -> int:
     """Tell whether an engine loads a checkpoint on N ranks, without reading a tensor.
 
-    PATH is a checkpoint, or a run: then check looks at its newest checkpoint, or at the one of
-    --tag. If it does not load unchanged, the report lists the reasons. The report names a command
-    only if that command removes every reason.
+    PATH is a checkpoint or a run. Of a run, check takes the newest checkpoint, or the one that
+    --tag names. If the engine cannot load it unchanged, the report lists the reasons. The report
+    names a command only if that command removes every reason.
 
-    Exit code 3: it does not load unchanged, or files are missing, damaged or from different saves.
+    Exit code 3: the engine cannot load it unchanged, or files are missing, damaged or from
+    different saves.
     Exit code 1: check could not tell, for example because PATH holds no checkpoint.
     """
     from ..resume.check import check as ask
@@ -226,10 +227,11 @@ def list_run(
 ) -> int:
     """List the checkpoints of a run and their state, the oldest first.
 
-    A row tells, from the metadata, whether the checkpoint is complete and from one save. The
-    reasons follow below the table, also if a file changed within the last minute: then the save may
-    not have ended. With a size, such as --dp 16, a row tells whether the engine loads the
-    checkpoint on that many ranks. A damaged checkpoint does not hide the others.
+    A row tells, from the metadata, whether the checkpoint is complete and from one save. If not,
+    the reasons follow below the table. There is a line too if a file changed within the last
+    minute, because the save may still be running. With a size, such as --dp 16, a row tells whether
+    the engine loads the checkpoint on that many ranks. A damaged checkpoint does not hide the
+    others.
 
     Exit code 3: a checkpoint is incomplete or from different saves, or --intact found damage. Exit
     code 1: a checkpoint could not be read.

@@ -33,7 +33,7 @@ def look_at_each(
 ) -> int:
     """Prints the reports of all paths, and returns the exit code.
 
-    `look` makes a report of a path, and `show` prints it.
+    `look(path)` makes the report and the exit code of a path; `show(report, quiet)` prints it.
     """
     reports: list[Report] = []
     codes: list[int] = []
