@@ -36,10 +36,11 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
     _sources: dict[str, dict[int, str]] = field(default_factory=dict)
 
     def values(self, meaning: KeyMeaning) -> list[Any]:
-        """The source's value of a hyper-parameter for a group of the program, in a list.
+        """Finds the source's value of a hyper-parameter for a group of the program.
 
-        The list is empty if the source has no value. Raises InconsistentCheckpoint if the
-        parameters of the program's group have different values in the source.
+        Returns a list with this value, or an empty list if the source has none (the value itself
+        may be None). Raises InconsistentCheckpoint if the parameters of the program's group have
+        different values in the source.
         """
         groups = self._groups
         values = [
@@ -87,8 +88,8 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
     def sources(self, meaning: KeyMeaning) -> dict[int, str]:
         """Finds the source's groups that contain parameters of a group of the program.
 
-        Maps the number of each such group to the name of one of these parameters. `meaning` is that
-        of any hyper-parameter of the program's group.
+        Maps the number of each such group to the name of one of these parameters. The program's
+        group is given by the `meaning` of any of its hyper-parameters.
         """
         parameters = self.names.manifest.parameters
         parameter = parameters.get(meaning.name)
@@ -107,11 +108,11 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
     def _companions(self, meaning: KeyMeaning) -> Sequence[str]:
         """The source's names of all parameters in one of the program's parameter groups.
 
-        `meaning` is that of any hyper-parameter of the group. A numbered group lists its parameters
-        as `params`. A flattened state dict has no groups; there, the program's optimizer tells the
-        group. If it is not given, parameters with equal hyper-parameters count as one group. (torch
-        takes the values of a group from its first parameter. That may be frozen, and no file states
-        the group of a frozen parameter.)
+        The group is given by the `meaning` of any of its hyper-parameters. A numbered group lists
+        its parameters as `params`. A flattened state dict has no groups; there, the program's
+        optimizer tells the group. If it is not given, parameters with equal hyper-parameters count
+        as one group. (torch takes the values of a group from its first parameter. That may be
+        frozen, and no file states the group of a frozen parameter.)
         """
         if not meaning.name:
             listed = self.state.get(f"{meaning.front}params")

@@ -37,7 +37,8 @@ class KeyMeaning(Struct, frozen=True):
     name   the source's name of a parameter, buffer or extra state; "" for a numbered group
     slot   the key of an optimizer state or a hyper-parameter, such as "exp_avg" or "lr"
     front  the part of the key before the parameter's name or, for a group, before `param_groups`
-    rule   the prefix rule that turned the program's name into the source's name
+    rule   the change of prefix that turned the program's name into the source's name: for example,
+           "module." was removed
     """
 
     kind: str
@@ -51,8 +52,9 @@ class KeyNames(Struct, eq=False, dict=True):
     """Finds out what the keys of a program's state dict mean, from the names in a checkpoint.
 
     numbers  the names of the program's parameters in the order in which its optimizer numbers them
-    words    the first words of the dotted keys that the checkpoint stores; a key that begins with
-             one of them must have the checkpoint's prefix too
+    words    the first words of the dotted keys that the checkpoint stores, such as "app" of
+             "app.model.fc.weight"; a program's key that begins with such a word must have the
+             checkpoint's whole prefix ("app.model.")
     weights  maps stored keys of weights to the weights' names
     """
 
@@ -136,8 +138,8 @@ class KeyNames(Struct, eq=False, dict=True):
     def parameter(self, name: str | int) -> tuple[str, PrefixRule] | None:
         """Finds the source's name of the parameter that a program's optimizer calls `name`.
 
-        Also returns the prefix rule that was applied to the name. None if the source has no such
-        parameter.
+        Also returns how the prefix of the name was changed: for example, "module." was removed.
+        None if the source has no such parameter.
         """
         if isinstance(name, int) or (name.isdecimal() and name not in self._names):
             number = int(name)

@@ -32,11 +32,11 @@ class StorageReader(storage.StorageReader):
     the parameters, give `model` and `optimizer`: they tell the names, and the groups of frozen
     parameters.
 
-    A value whose key the source has too is loaded unchanged. Other keys are looked up by name. A
-    float32 weight gets the fp32 master, if there is one. Other weights get the module's value, or
-    the rounded master. Hyper-parameters are found by parameter, not by the number of a group. The
-    program keeps its own values of hyper-parameters that the source lacks, and the members of its
-    groups.
+    If the source has the same key as the state dict, the value is loaded unchanged. Other keys are
+    looked up by name. A float32 weight gets the fp32 master, if there is one. Other weights get the
+    module's value, or the rounded master. Hyper-parameters are found by parameter, not by the
+    number of a group. The program keeps its own values of hyper-parameters that the source lacks,
+    and the members of its groups.
 
     Raises a ZckptError. The constructor raises it for the path. Loading raises it (inside torch's
     CheckpointException) for keys that the source lacks, for objects whose pickles zckpt would have

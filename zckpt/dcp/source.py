@@ -175,7 +175,7 @@ class Source(Struct, eq=False, dict=True):
 
     @cached_property
     def names(self) -> KeyNames | None:
-        """Looks up keys by name; None if a DCP directory contains no model."""
+        """The object that looks up keys by name; None for a DCP directory without a model."""
         if self.stored is None:
             return KeyNames(self.manifest, self.numbers, weights=self.listing.weights)
         words = {key.partition(".")[0] for key in self.stored.items}

@@ -152,9 +152,9 @@ class LoadTarget:
         return Groups(names, self.source.groups, self.state, keys)
 
     def _is_regrouped(self, key: str) -> bool:
-        """Whether the source's group of a number has other parameters than the program's.
+        """Whether a parameter group of the program has other parameters than the source's.
 
-        `key` contains the number of the group.
+        `key` contains the group's number; the source's group of the same number is compared.
         """
         match = GROUP.fullmatch(key)
         if match is None:

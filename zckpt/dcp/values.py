@@ -1,4 +1,4 @@
-"""Converts plain records of a program's state to objects of Python, torch and numpy.
+"""Makes objects of Python, torch and numpy from a pickle that was read as plain data, and not run.
 
 A checkpoint's pickles are never run. They are read as plain data, in which an inert record stands
 for an object: the name of its class and its state. This module makes objects from these records,

@@ -49,8 +49,8 @@ def drawn(heat: dict[str, Any], columns: int | None) -> Iterator[str]:
 def layers(places: Places, cells: Mapping[str, float], columns: int) -> Iterator[str]:
     """Yields a picture for a terminal: a line per kind of parameter, and a column per layer.
 
-    `cells` are magnitudes by parameter. The height of a block character shows the power of two. `0`
-    stands for zero, and `!` for NaN or infinity.
+    `places` states the layer and the kind of each parameter, and `cells` its magnitude. The height
+    of a block character shows the power of two. `0` stands for zero, and `!` for NaN or infinity.
     """
     exponents = [math.log2(cell) for cell in cells.values() if 0 < cell < math.inf]
     if not exponents:

@@ -22,7 +22,7 @@ from ..errors import WrongOption, counted, joined, safe
 def answer(
     report: dict[str, Any], as_json: bool, quiet: bool, show: Callable[..., None], *more: Any
 ) -> None:
-    """Prints a command's report, as one JSON document or by the function `show`."""
+    """Prints a command's report, as one JSON document or by `show(report, quiet, *more)`."""
     if as_json:
         document(report)
     else:

@@ -4,10 +4,14 @@
     gradient_tensor         called with each gradient of an output, and may change it
     post_backward_module    the gradients of all inputs are known; at the end if no input has one
 
-Engines use hooks too: ZeRO stage 3 wraps the outputs and inputs of a module, and FSDP2 hooks its
-output tensors. zckpt hooks the nodes of the autograd graph, which run after hooks on tensors, and
-the inputs that the module itself receives. So the weights are gathered when these methods are
-called.
+Engines gather a module's weights before its backward pass, and release them after it. They too use
+hooks: ZeRO stage 3 wraps the outputs and inputs of a module in autograd functions, and FSDP2 hooks
+its output tensors. All three methods must be called between gathering and releasing:
+
+outputs    zckpt hooks their nodes in the autograd graph. Hooks on nodes run after hooks on tensors,
+           so the engine has gathered by then.
+inputs     zckpt hooks the tensors that `forward` gets. These lie behind the engine's wrapper, so
+           the engine has not released yet.
 """
 
 from __future__ import annotations

@@ -36,7 +36,10 @@ NOISE = 4  # times the noise between one pair of runs
 
 
 class Event(Struct, frozen=True):
-    """Two runs' records of one tensor, their distance, and the tolerance for it."""
+    """Two runs' records of one tensor, the distance between them, and the tolerated distance.
+
+    `what` is a string with the two numbers that differ most.
+    """
 
     rank: int
     number: int
@@ -214,8 +217,9 @@ def above_noise(
     """Replaces the tolerance of each pair of records by four times the noise of its tensor.
 
     The noise is the distance between the runs `a` and `noise` of one program. Also returns the
-    largest noise. For merged records, the noise is the maximum over ranks and batches, and the
-    tolerance for sums in another order remains the minimum.
+    largest noise. If the records of ranks were merged (`is_merged`), the noise is the maximum over
+    ranks and batches, and the tolerance never becomes smaller than before: runs on different
+    numbers of ranks add in different orders.
     """
     measured: dict[tuple[Any, ...], float] = {}
     for event in aligned(a, noise)[0]:

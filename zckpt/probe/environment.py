@@ -96,7 +96,8 @@ def dropped(module: nn.Module) -> float:
     """The probability with which a module drops elements now; 0 for any other module.
 
     torch.nn's dropout modules store it as `p`, attention and recurrent layers as `dropout`. Modules
-    of other libraries often call `functional.dropout` with another attribute, which is not found.
+    of other libraries often store it under another name: then the result is 0, although they drop
+    elements.
     """
     if not module.training:
         return 0.0

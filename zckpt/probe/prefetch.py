@@ -30,13 +30,14 @@ AHEAD = 32 << 20  # bytes; more would be evicted from the processor's cache befo
 
 
 class Order:
-    """Guesses which module is called next: the one that followed the last two modules before.
+    """Guesses which module is called next, from earlier calls.
 
-    If these two were not called in this order before, it is the one that followed the last module.
-    (The last module alone is not enough: if it is called twice, it has two successors.) If the last
-    module was never called before, its layer is expected to call modules in the same order as
-    earlier layers. The first layer is expected to follow the order of registration, which `paths`
-    have.
+    It looks for an earlier call of the last two modules, one after the other, and takes the module
+    that was called after them. If there is none, it takes the module that was called after the last
+    one. (The last module alone is not enough: if it is called twice, it has two successors.) If the
+    last module was never called before, its layer is expected to call modules in the same order as
+    earlier layers. The first layer is expected to follow the order of registration, which is that
+    of `paths` (the modules' paths by id).
     """
 
     def __init__(self, paths: Mapping[int, str]) -> None:
@@ -59,7 +60,7 @@ class Order:
     def following(self, guessed: Collection[int]) -> Iterator[int]:
         """Yields the modules that will probably be called next, after those in `guessed`.
 
-        It ends before the first module that it has yielded or that is in `guessed`.
+        It ends before a module that it has already yielded, or that is in `guessed`.
         """
         last, seen = (*self._last, *guessed)[-2:], set(guessed)
         while (module := self._after(last)) is not None and module not in seen:

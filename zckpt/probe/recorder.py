@@ -222,9 +222,9 @@ class Recorder(Subscriber):
     def _take_gradient(self, key: str, tensor: Tensor) -> None:
         """Arranges that the gradient of an output is recorded.
 
-        With activation checkpointing, an output is computed twice. If the first forward pass ran
-        without gradients (reentrant checkpointing), only the recomputed tensor gets a gradient, or
-        else only the first one.
+        With activation checkpointing, an output is computed twice, but only one of the two tensors
+        gets a gradient. It is the recomputed one if the first forward pass ran without gradients
+        (reentrant checkpointing), otherwise the first one.
         """
         handle = self._hook("backward", key, tensor)
         if tensor.is_leaf:  # hooks of other tensors are freed with the graph

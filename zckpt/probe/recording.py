@@ -70,7 +70,7 @@ def record(
         parameters      record the modules' parameters once per step
         gradients       with `parameters`: record their gradients too
         samples         the number of elements of each tensor that are kept
-        bucket          a tensor on a GPU is measured there in parts of as many elements
+        bucket          the number of elements of a tensor on a GPU that are measured at a time
         device          "cpu": copy tensors to the CPU and measure them there, with a CRC-32, which
                         tensors on a GPU do not get otherwise
         overwrite       replace what this rank has recorded in `directory` before

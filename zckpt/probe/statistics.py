@@ -257,8 +257,8 @@ def _on_its_device(bucket: Tensor, dtype: str) -> Statistics | None:
 def holds_bytes(tensor: Tensor) -> bool:
     """Whether a tensor has memory that can be read.
 
-    False for tensors that are on `meta`, sparse, only traced or mapped, and for parameters that the
-    engine has released.
+    False for tensors that are sparse, on `meta`, or placeholders of a tracer or of torch.vmap, and
+    for parameters that the engine has released.
     """
     if tensor.device.type == "meta" or tensor.layout is not torch.strided:
         return False

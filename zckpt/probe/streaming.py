@@ -275,9 +275,10 @@ def _parts(
 def _staying(modules: Sequence[Sequence[_Weight]]) -> set[int]:
     """The ids of tied parameters that stay loaded between the calls of their modules.
 
-    Without them, streaming needs the memory of the two largest modules. With them, it needs the
-    memory of these parameters, and of the two largest modules without them. Beginning with the
-    largest parameter, those are chosen with which streaming needs no more memory than before.
+    If none stays, streaming needs the memory of the two largest modules. If some stay, it needs the
+    memory of these parameters, and of the two largest modules without them. The parameters are
+    tried one after the other, the largest first: a parameter stays if streaming then needs no more
+    memory than if none stayed.
     """
 
     def needed(without: set[int]) -> int:

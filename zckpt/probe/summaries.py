@@ -11,9 +11,10 @@ from .runs import Run, TensorRecord
 
 
 def summarise(directory: str, named: Sequence[tuple[str, Run]]) -> None:
-    """Writes a folder for each run in `named`, with one text file for each step.
+    """Writes a folder for each run, with one text file for each step.
 
-    Lines are in the order of the first run. Raises TargetExists if the directory exists.
+    `named` are pairs of a folder's name and a run. Lines are in the order of the first run. Raises
+    TargetExists if the directory exists.
     """
     if os.path.lexists(directory):
         raise TargetExists(

@@ -67,7 +67,8 @@ def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
     """A report line about a byte range (record) whose CRC-32 is wrong.
 
     It names the tensors in the range, and the flipped bit if a single one explains the CRC-32.
-    Damage in padding is reported as harmless.
+    Damage in padding is reported as harmless. `contents` are the tensors in the range, each with
+    its byte ranges in files.
     """
     extent, stated_crc = damage.record.extent, damage.record.crc
     assert stated_crc is not None

@@ -115,7 +115,7 @@ class Measuring(Struct, eq=False, dict=True):
     def add(self, name: str, item: ReadRequest, elements: memoryview, dtype: str) -> None:
         """Adds the statistics of some elements to those of the tensor `name`.
 
-        `elements` are those that `item` requested, or numbers computed from these.
+        `item` requested the elements. `elements` are these, or what a subclass computed from them.
         """
         part = measure(elements, dtype, histogram=self.histograms)
         with self.lock:
@@ -185,7 +185,7 @@ def passed(
     copying: Copying,
     begin: Begin | None,
 ) -> Running:
-    """Runs a `Measuring` of the class `make` over groups of tensors, and returns it."""
+    """Measures groups of tensors with a new object of the class `make`, and returns this object."""
     # each thread has a buffer of this size, and as much working memory
     chunk = chunk_size(manifest.dp, copying.jobs, copying.memory)
     progress = begin(sum(entry.length for group in groups for entry in group)) if begin else None
@@ -278,10 +278,10 @@ def _problems_of(
 
 
 def _is_below(maximum: Statistics, now: Statistics) -> bool:
-    """Whether some element of `maximum` is smaller than that of `now`.
+    """Whether some element of `maximum` is smaller than that of `now`, judged by their statistics.
 
-    Then it is no maximum over time. Only statistics are compared: a true one (such as
-    `max_exp_avg_sq`) has no smaller min, max, mean or norm.
+    Then `maximum` (such as `max_exp_avg_sq`) is not the maximum of `now` over time, which never has
+    a smaller min, max, mean or norm than `now`.
     """
     return (
         maximum.min < now.min

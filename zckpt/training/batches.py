@@ -20,7 +20,7 @@ CHANGES = "batch-size-changes"
 
 
 class Names(NamedTuple):
-    """What a program calls the samples per rank and step, and the steps per update."""
+    """The names of a program's settings `micro` and `accumulation`, as described at `Batch`."""
 
     micro: str
     accumulation: str = "gradient_accumulation_steps"
@@ -39,9 +39,9 @@ class Batch(Struct, frozen=True):
     """The samples of one update, and the settings that they are a product of.
 
     total          samples per update, over all ranks; None if unknown
-    names          what the program calls the next two
-    micro          samples per rank and step; None if no configuration states them
-    accumulation   steps per update; None if the program's configuration is unknown
+    names          the program's names of the next two settings
+    micro          samples of a rank in one forward pass; None if no configuration states them
+    accumulation   forward passes per update; None if the program's configuration is unknown
     """
 
     total: int | None
@@ -51,7 +51,7 @@ class Batch(Struct, frozen=True):
 
     @property
     def subject(self) -> str | None:
-        """The name of the option that warnings are about; None if the program is unknown."""
+        """The program's name of `micro`, as `subject` of warnings; None if it is unknown."""
         return None if self.names == OF_ANY else self.names.micro
 
     def setting(self, ranks: int) -> str | None:

@@ -77,7 +77,8 @@ def place_of(state: Collection[Any], model: tuple[Any, ...]) -> tuple[Any, ...]:
 
     Usually these are the source's keys, `model`. But Lightning may store averages of the weights as
     the model, and the trained weights elsewhere. If `model` are the keys of these trained weights,
-    the target stores them as the model.
+    the target stores them as the model. `state` are the keys of the whole checkpoint, which show
+    whether Lightning saved it.
     """
     return WHOLE.model if LIGHTNING in state and model == (TRAINED,) else model
 

@@ -42,9 +42,11 @@ class Need(Struct, frozen=True):
     name              the file's usual name
     read_by           the function of the trainer that reads it
     missing, damaged  what happens then
-    engine            the row holds only for checkpoints of this format, if it is not empty
-    scheduler_of      the row holds only if the scheduler is the "program"'s or the "engine"'s
+    engine            the row holds only for checkpoints of this format
+    scheduler_of      "program" or "engine": the row holds only if this one has the scheduler
     beside            the row holds only for checkpoints that also have this file
+
+    If one of the last three is empty, the row holds for all.
     """
 
     role: Role

@@ -291,10 +291,10 @@ class _Filter(Struct, eq=False):
         return self.named.of(value).difference(self.allowed)
 
     def _unavoidable(self, value: Any) -> frozenset[str]:
-        """The disallowed classes and functions in a value that only leaving out the value avoids.
+        """The disallowed classes and functions that force zckpt to leave out the whole value.
 
-        Names inside of dictionaries are not among them: the dictionary can be kept without these
-        items.
+        Names inside of a dictionary in the value do not: the dictionary can be kept without the
+        items that contain them.
         """
         if not self._disallowed(value) or isinstance(value, dict):
             return frozenset()

@@ -70,8 +70,8 @@ def _with_lists(
 ) -> dict[str, Any]:
     """Changes a scheduler's lists that have a value for each parameter group.
 
-    `change` gets the key and the list, and returns the new list. Schedulers inside it are changed
-    too.
+    `change` gets the key and the list, and returns the new list. Schedulers inside this scheduler
+    are changed too.
     """
     result = dict(scheduler)
     for key, value in scheduler.items():

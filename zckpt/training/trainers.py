@@ -75,7 +75,7 @@ def not_loaded(files: str, dialects: Sequence[str]) -> Notice:
     """Warns that the trainer does not load `files` of the target, because of their names.
 
     The warning proposes `--dialect` with each of `dialects`: then the files get names that the
-    trainer finds. Its subject is the first of `dialects`.
+    trainer finds. The warning's `subject` is the first of `dialects`.
     """
     ways = " or ".join(f"--dialect {name} ({LOADED_WITH[name]})" for name in dialects)
     message = f"the trainer does not find {files}: to resume with it, add {ways}"

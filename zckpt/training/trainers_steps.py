@@ -46,7 +46,8 @@ _COUNTED = (
 def sightings(manifest: Manifest, number_in: Number) -> list[Sighting]:
     """The counters in the files beside a checkpoint, in its folder's name and in Lightning's state.
 
-    A damaged file is skipped. Raises OSError if the filesystem fails.
+    `number_in(path, keys)` reads an integer from a torch.save file. A damaged file is skipped.
+    Raises OSError if the filesystem fails.
     """
     counters = [*_of_files(manifest, number_in)]
     if lightning.is_in(manifest):

@@ -18,7 +18,8 @@ def is_updated(state: Mapping[str, Any]) -> bool:
     """Whether a parameter's optimizer states show that it was updated.
 
     A tensor with different elements shows this, such as a moment that is not all zero. A step count
-    alone does not: helpers of torch make a step before the first update.
+    alone does not: torch.distributed.checkpoint.state_dict calls `optimizer.step()` once with zero
+    gradients, to create the states, before the first update.
     """
     return any(isinstance(v, Leaf) and v.shape and is_distinctive(v) for v in state.values())
 

@@ -1,4 +1,4 @@
-"""Names saved tensors as `parameter/slot`, by torch's own keys.
+"""Finds the parameter and the state of each saved tensor, such as `exp_avg`, by torch's own keys.
 
 This is the rule behind `verify --gather` for the formats `dcp` and `gathered`. It checks the
 reader, so it shares no code with the other modules of this folder. torch keeps names in keys (torch
@@ -94,8 +94,8 @@ def states(
     numbers     the names of the parameters that the optimizer numbers, in order
 
     Only tensors of the parameter's shape are yielded, such as `exp_avg`. Single numbers, such as
-    `step`, are skipped. A key means a number if any parameter has a Python number under it, or a
-    tensor of one element that does not have the parameter's shape.
+    `step`, are skipped. A key counts as that of a single number if any parameter has under it a
+    Python number, or a tensor of one element although the parameter has another shape.
     """
     by_name, nameless = _optimizer(state_dict, numbers)
     named = [(name, state) for name, state in by_name.items() if name in model]

@@ -55,9 +55,10 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     """Builds the manifest of a checkpoint from its state dicts.
 
     Fields of `reading` decide what is read. `param_names` names the parameters that an optimizer
-    numbers. If they stay nameless, `weights_only` ignores the optimizer, and `nameless` keeps its
-    states as values of the program. `root` chooses one of several models. Without `root` all are
-    read, and each name begins with the model's key.
+    numbers. If nothing names them, there are two ways to read the rest: `weights_only` ignores the
+    optimizer, and `nameless` keeps its states as the program's own values, without interpreting
+    them. `root` chooses one of several models. Without `root` all are read, and each name begins
+    with the model's key.
 
     Raises MissingData (there is no model, or several names fit a number), AmbiguousCheckpoint (it
     is unclear which optimizer trains a model), WrongOption (no model has the name `root`), and

@@ -43,7 +43,8 @@ BUFFERS = re.compile(  # usual names of buffers in modules of torch and transfor
 class OptimizerState(Struct, frozen=True):
     """An optimizer's state dict: the states of each parameter, and the parameter groups.
 
-    layout        "nested", "flat" or "raw", as described at the top of this module
+    layout        "nested" (dictionaries by parameter name), "flat" (a dotted key for each value),
+                  or "raw" (as nested, with numbers instead of names)
     state         maps each parameter (a name or number) to its states, such as `exp_avg`
     groups        the hyper-parameters of each group
     members       the parameters of each group
@@ -73,12 +74,13 @@ class NamedModel(Struct, eq=False):
 
     weights       the model's tensors by name
     facts         the facts that zckpt wrote beside the model (own_facts.py); None if it wrote none
-    has_adapter   whether the names in the files lack the name of PEFT's adapter; here they have it
+    has_adapter   whether the names of PEFT's weights in the files lack the name of the adapter:
+                  `lora_A.weight` in a file is `lora_A.default.weight` in `weights`
     prefix        the text before all names if several models are read, such as "generator."
     optimizers    the states of the model's optimizers, by the path of the optimizer's state dict
     extra_states  values in the optimizers' state dicts that are no parameter's state
     inferred      names of parameters that no file states
-    bare          whether the optimizers' names lack prefixes that PEFT puts before a module's names
+    bare          whether the optimizers' names lack PEFT's prefix, `base_model.model.`
     warnings      warnings about the names
     """
 

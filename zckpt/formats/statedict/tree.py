@@ -105,8 +105,9 @@ class Leaf(Struct, frozen=True, eq=False):
 
     dtype      the type, such as "F32"
     fragments  the byte ranges of the full tensor, in one file or in many
-    number     reads the value of a 0-d tensor
-    memory     which bytes of which files the tensor is, equal for two names of one storage; or None
+    number     a function that reads the value of a 0-d tensor
+    memory     which elements of which storages of a file the tensor has: equal for two names of one
+               tensor; None if the files do not show it
     find_twin  computes `twin`: the checksums of its shards, equal for tensors with equal shards; or
                None. It may have to open files
     sharded    whether ranks hold shards of the tensor; None if the files do not show it
@@ -178,7 +179,8 @@ class ReadFiles(Struct, eq=False):
     siblings       other files of the directory, which a target gets too
     omitted_files  other files of the directory, which no target gets
     unused         byte ranges of the files that belong to no value
-    laid           the `.metadata` table of each folder that zckpt has just laid out, by folder
+    laid           for a target that zckpt has just begun, without tensors' data: the `.metadata`
+                   table of each folder, by folder
     """
 
     paths: list[str] = field(default_factory=list)
@@ -195,8 +197,8 @@ class FileLayout(Struct, eq=False):
     folders   the names of the model's and the optimizer's folder; None if there is one folder
     models    the keys of several models, if separate files show that these are models
     file      the name of the single file, as in `StateDictEngine.file`; None for several files
-    storage   how weights are stored outside of the state dict: `ranks`, `adapter` or None, as in
-              `StateDictEngine.storage`
+    storage   where weights are stored outside of the state dict: "ranks" (a safetensors file of
+              each rank), "adapter" (the files of PEFT's adapter), or None if there are none
     in_order  whether the model's names are in the program's order; safetensors files sort them
     """
 
@@ -405,10 +407,10 @@ def assembled(
 ) -> Fragments:
     """Finds the byte ranges of a full tensor from those of its shards (`pieces`).
 
-    Each element must be in exactly one shard; empty shards are ignored. Shards that are computed on
-    demand (`Made`) are not kept, but computed again when the result is read. Raises
-    IncompleteCheckpoint if elements are missing, and InconsistentCheckpoint if shards overlap or
-    exceed the shape. `name` is the tensor's name for messages.
+    Each element must be in exactly one shard; empty shards are ignored. If `pieces` computes its
+    items on demand (`Made`), so does the result, to save memory. Raises IncompleteCheckpoint if
+    elements are missing, and InconsistentCheckpoint if shards overlap or exceed the shape. `name`
+    is the tensor's name for messages.
     """
     nonempty = [piece for piece in pieces if piece.numel]
     if (rows := _rows(dtype, shape, nonempty)) is not None:

@@ -37,7 +37,8 @@ def weights_of(path: str) -> tuple[dict[str, Leaf], list[Record]]:
 def zero_scalars(path: str, tensors: Mapping[str, Leaf]) -> list[Notice]:
     """Warns about 0-d weights whose value is 0, because a bug of torch may have lost their values.
 
-    Empty without such weights. Files with metadata were not written by torch and get no warning.
+    The list is empty without such weights. A safetensors file with `__metadata__` in its header was
+    not written by torch, and gets no warning.
     """
     numbers = {
         name: leaf.number

@@ -29,9 +29,10 @@ class Beside(Struct, frozen=True):
     """Boxes (shards) of one tensor that lie side by side along `axis` and together fill this axis.
 
     All boxes have the same ranges along the axes before `axis`, and are complete along the axes
-    after it. A line is the part of a box at one index of each axis before `axis`. The boxes' lines
-    at the same index, one after the other, are a contiguous range of the tensor. `widths` has the
-    number of elements in a line of each box.
+    after it. A line of a box has the elements with one index along every axis before `axis`: if the
+    columns of a matrix are divided among ranks, a line is a rank's part of a row. The lines of all
+    boxes for the same row, one after the other, are a contiguous range of the tensor. `widths` has
+    the number of elements in a line of each box.
     """
 
     apart: Joined
@@ -57,8 +58,8 @@ class Beside(Struct, frozen=True):
     def own_range(self, rank: int, start: int, stop: int) -> tuple[int, int]:
         """Translates elements [start, stop) of the widest box into elements of the box of `rank`.
 
-        Both ranges are in the same lines, but a line of a rank may have fewer elements than that of
-        the widest box.
+        The result has the same lines, such as rows 2 to 5. But its lines may be shorter than those
+        of the widest box, so the numbers of the elements are others.
         """
         width, widest = self.widths[rank], max(self.widths)
         return start // widest * width, stop // widest * width
@@ -66,8 +67,9 @@ class Beside(Struct, frozen=True):
     def blocks(self, start: int, stop: int, column: int) -> Iterator[Block]:
         """Yields the blocks for elements [start, stop) of the widest box.
 
-        Each block is a matrix of elements of the tensor, with the same lines of all boxes. In the
-        bucket (a matrix with a row per rank) every rank's elements begin at `column` of its row.
+        Each block is a matrix of elements of the tensor: each of its rows joins the lines that all
+        boxes have there. In the bucket (a matrix with a row per rank) every rank's elements begin
+        at `column` of its row.
         """
         member, shape = FlatMember(self.apart.key, self.apart.shape, 0), self.apart.shape
         line, end = start // max(self.widths), stop // max(self.widths)
@@ -119,9 +121,9 @@ def even_lines(sizes: tuple[int, ...], shape: tuple[int, ...]) -> int:
     """The number of consecutive lines of a box (shard) that begin at equal distances in the tensor.
 
     A line is a part of the box that is contiguous in the tensor. `sizes` are the box's sizes along
-    the axes before the line's axes. Lines along the last of these axes begin at equal distances. If
-    the box is as long as the tensor along this axis, the lines along the axis before are included,
-    and so on.
+    the axes before those of a line. An example is a tensor of shape (4, 6, 8), which is `shape`. A
+    box of shape (2, 3, 5) has lines of 5 elements, and its `sizes` are (2, 3): the result is 3,
+    because the distance from line 2 to line 3 is larger. For a box of shape (2, 6, 5) it is 12.
     """
     count = 1
     for size, whole in zip(reversed(sizes), reversed(shape[: len(sizes)]), strict=True):
@@ -238,8 +240,8 @@ def lines_of(tensor: Joined, rank: int, start: int, stop: int, column: int = 0) 
     """Yields the blocks that make up elements [start, stop) of a rank's box (shard) of a tensor.
 
     In the bucket they begin at `column` of the rank's row. A line of the box is contiguous in the
-    tensor. Incomplete lines at both ends are separate blocks; complete lines at equal distances
-    form one block.
+    tensor. If the range begins or ends inside of a line, this part of the line is a block of its
+    own; complete lines at equal distances form one block.
     """
     part, member = tensor.parts[rank], FlatMember(tensor.key, tensor.shape, 0)
     sizes, inner = part.sizes, tensor.inner(part)

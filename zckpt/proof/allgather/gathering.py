@@ -113,7 +113,11 @@ class Gathering:
         return room, int(room * most / self.world.size)
 
     def _read(self, bucket: Bucket, slot: BucketBuffers) -> Flight:
-        """Starts reading this process's rows of a bucket, and the elements to compare them with."""
+        """Starts reading what this process needs for a bucket, which has a row for each rank.
+
+        It reads its share of the rows. From the other checkpoint it reads the elements of those
+        tensors that it will compare after the all-gather.
+        """
         world = self.world
         rows_of_process = -(-bucket.rows // world.size)
         own_rows, _ = slot.own_rows(bucket)

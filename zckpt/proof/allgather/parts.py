@@ -52,7 +52,7 @@ class WithNames(NamedTuple):
     """The shards in the ranks' files, after each has got the name of its tensor.
 
     parts        the shards
-    of_reader    names that no file states; they are those that zckpt's reader has given
+    of_reader    the names that no file states, and that were taken from zckpt's own reader
     unsupported  tensors without a name, because zckpt's reader does not read them
     """
 
