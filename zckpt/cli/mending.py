@@ -70,11 +70,10 @@ def mend(
     """Write a mended copy of a checkpoint with flipped bits or lost files.
 
     mend reads all bytes, as verify does, and lists the damaged ones and their original values. A
-    record is a byte range with a checksum, such as a tensor. From the checksum, mend finds the bit
-    that was flipped in a record. But damage of many bits can look the same: in 1 of 2,000 cases if
-    the record has 256 KiB. In a larger record, other bytes must confirm the bit: a replica, the
-    same tensor in --older, or a 16-bit weight beside its master. Otherwise mend writes only with
-    --accept-chance.
+    record is a byte range with a checksum, from which mend finds a flipped bit. Damage of many bits
+    can look the same: in 1 of 2,000 cases if the record has 256 KiB. In a larger record, other
+    bytes must confirm the bit: a replica, the same tensor in --older, or a 16-bit weight beside its
+    master. Otherwise mend writes only with --accept-chance.
 
     mend lists what lost files contained, and which of it other files still have. It rewrites a file
     that is the same on all other ranks, such as the model files of stage 3; frozen weights in such

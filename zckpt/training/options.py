@@ -166,7 +166,7 @@ VOCAB_SIZE = _number(
 LIKE: Option[str | None] = Option(
     "like",
     None,
-    "A checkpoint that the next program has saved: DST gets its layout",
+    "Give DST the layout of RUN, a checkpoint that the next program has saved",
     metavar="RUN",
     group="Engine",
 )
@@ -201,7 +201,7 @@ GROUP_DEFAULTS: Option[GroupDefaults] = Option(
 GROUPS_FROM: Option[str | None] = Option(
     "groups_from",
     None,
-    "Use the optimizer groups of RUN, a checkpoint that the next program has saved",
+    "Use the groups of RUN, the next program's checkpoint",
     metavar="RUN",
     group="Optimizer and steps",
     reason="it has no optimizer groups",
