@@ -18,7 +18,8 @@ class Stated(Struct):
     aliases    maps each second name of a tied weight to its first name
     buffers    the names of buffers
     frozen     the names of weights that no optimizer trains
-    names      by file: the names of its tensors in the manifest, without weights and moments
+    names      by file, or by key of torch.distributed.checkpoint: the manifest's names of the
+               tensors in it that are no weights or moments
     inferred   names that no file stated when zckpt read the source
     numbers    the names of the parameters that the optimizer numbers, in order
     optimizer  the class that `--optimizer` named

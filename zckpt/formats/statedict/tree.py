@@ -107,7 +107,7 @@ class Leaf(Struct, frozen=True, eq=False):
     fragments  the byte ranges of the full tensor, in one file or in many
     number     a function that reads the value of a 0-d tensor
     memory     which elements of which storages of a file the tensor has: equal for two names of one
-               tensor; None if the files do not show it
+               tensor; None if the files do not show it, or if there are no elements
     find_twin  computes `twin`: the checksums of its shards, equal for tensors with equal shards; or
                None. It may have to open files
     sharded    whether ranks hold shards of the tensor; None if the files do not show it
