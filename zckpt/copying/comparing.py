@@ -38,9 +38,9 @@ NO_NUMBERS = -1  # in place of a distance; as bits it is a NaN, which no distanc
 class ComparedPart(Struct, frozen=True):
     """Elements [start, stop) of two tensors that are compared in one step.
 
-    `row` has all pairs of tensors of one check, in a sequence; `number` is the index of this pair.
-    A row is divided into regions of some 256 MiB. `region` is the byte of the row at which the
-    region of these elements begins.
+    `row` has all pairs of tensors that are to be compared; `number` is the index of this pair. For
+    sharing, the row is seen as one sequence of bytes, in regions of some 256 MiB. `region` is the
+    byte at which the region of these elements begins.
     """
 
     row: Row

@@ -48,7 +48,7 @@ class Repeated(Struct, frozen=True, eq=False):
 
 
 class Record(Struct, frozen=True, eq=False):
-    """An object with attributes, as `Foreign.instance` makes it, for classes with many objects.
+    """An object of a class with many objects, pickled as `Foreign.instance` would be, but faster.
 
     `form` is the class and the names of its attributes. All objects of a class must use the same
     tuple object as their `form`, because forms are recognized by identity.

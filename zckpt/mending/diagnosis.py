@@ -74,7 +74,7 @@ class Diagnosis(Struct, frozen=True):
         return self.judged.manifest if self.judged else None
 
     def is_needed(self, place: Place) -> bool:
-        """Whether a program needs the file of this damage to resume."""
+        """Whether a training program needs the damaged file of `place` to resume."""
         unread = self.judged.unread if self.judged else ()
         return place.extent.file not in {each.file for each in unread}
 

@@ -207,7 +207,7 @@ def explained(damage: Damage, contents: Contents, witnesses: Witnesses) -> Place
 
 
 def doubt(length: int) -> str:
-    """Explains to the user why one flipped bit is no proof in a record of so many bytes."""
+    """Explains why a flipped bit that restores the CRC-32 of so many bytes may be chance."""
     return f"the checksum of {counted(length, 'byte')} is no proof that only one bit was flipped"
 
 

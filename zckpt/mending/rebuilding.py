@@ -238,9 +238,9 @@ def differing_copies(found: Found, losses: Losses) -> list[str]:
 
     A lost file had a replica of such a tensor. Its values are known if at least two other ranks
     have replicas, and all are equal. They are also known if another tensor supplies them
-    (`Losses.others`). But then replicas on other ranks must be equal too: those of this tensor, of
-    the parameter's weight and master, and of all tensors of this slot (such as `exp_avg`) except
-    buffers, since running means differ from rank to rank. Replicas that are made up are left out.
+    (`Losses.others`), if replicas on other ranks are equal: those of this tensor, of the weight and
+    master of the parameter, and of all tensors of its kind (such as `exp_avg`). Buffers are left
+    out, since running means differ from rank to rank, and replicas that zckpt has made up.
     """
     names, others = [], losses.others
     made_up = losses.made_up_keys - others.keys()

@@ -48,7 +48,7 @@ HELP = f"a rule is {', '.join(FORMS)} or {LAST_FORM}"
 
 
 class TensorRules(Protocol):
-    """Rules on how tensor-parallel ranks slice parameters: of a file, a family, or a checkpoint."""
+    """How tensor-parallel ranks slice parameters: what a file, a family or a checkpoint states."""
 
     def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
         """How a parameter is sliced, given its shapes on the ranks; None if no rule matches it.

@@ -162,9 +162,9 @@ class Asked(Struct, frozen=True):
 
     @classmethod
     def by(cls, config: Mapping[str, Any]) -> Asked | None:
-        """Looks up the model class that config.json names in zckpt's table.
+        """Finds what zckpt knows about the model class that config.json names.
 
-        None if the table lacks the class, or if the model has code of its own (`auto_map`).
+        None for an unknown class, and for a model with code of its own (`auto_map`).
         """
         classes = config.get("architectures")
         name = classes[0] if isinstance(classes, list) and classes else None

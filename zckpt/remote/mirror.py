@@ -99,7 +99,7 @@ _numbers = itertools.count()
 
 
 class File(Struct, eq=False, dict=True):
-    """One object of a store, which supplies the bytes of an empty local file."""
+    """An object of a store. An empty local file stands for it, whose reads go to the object."""
 
     url: Url
     store: Store

@@ -1,4 +1,4 @@
-"""The sections `tensors` (a table of all tensors) and `numbers` (a number per layer and kind)."""
+"""Two sections of a page: a table of all tensors, and numbers per layer, such as its maximum."""
 
 from __future__ import annotations
 

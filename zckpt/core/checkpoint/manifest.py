@@ -182,7 +182,7 @@ class Sibling(Struct, frozen=True):
 
 
 class Run(Struct, frozen=True):
-    """Facts about the training run that saved a checkpoint: its engine, step, and tensor cuts."""
+    """The run that saved a checkpoint: its engine, its step, and how its ranks sliced tensors."""
 
     origin: Origin = field(default_factory=Origin)
     """The format, the version and the grid of the engine that trained."""

@@ -153,8 +153,8 @@ class Cut(Placement, frozen=True):
     """Each rank has a slice along `axis`: torch's Shard, if there are no sub-parameters.
 
     `parts` are the widths of the sub-parameters in the complete tensor, such as those of q, k and
-    v. If all are equally wide, `equal` is their number instead. It is 0 if the rule states no
-    number, and 1 if it states that there is only one.
+    v. They are empty if all are equally wide; then `equal` is their number: 1 if the rule says
+    that there is one, 0 if it says nothing.
     """
 
     axis: int

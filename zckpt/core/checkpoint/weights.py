@@ -80,7 +80,7 @@ class Weight(Struct, frozen=True):
 
     @property
     def stored(self) -> Entry:
-        """The tensor with the type and shape of the module's weight: `param`, else the master."""
+        """The module's own tensor, if the checkpoint has it; else the fp32 master of the weight."""
         return self._known(self.param or self.master)
 
     def _known(self, entry: Entry | None) -> Entry:

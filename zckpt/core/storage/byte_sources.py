@@ -43,9 +43,9 @@ class ByteSource(Protocol):
 
 
 class Fingerprint(Struct, frozen=True):
-    """Identifies the state of a file: `size` in bytes, `mtime` in nanoseconds.
+    """Tells whether a file is the same one as before, and unchanged.
 
-    No two files of this machine have the same fingerprint at the same time.
+    Two files of a machine differ in `device` or `inode`; a changed file in `size` or `mtime` (ns).
     """
 
     device: int
@@ -79,7 +79,7 @@ def forget(fingerprint: Fingerprint) -> None:
 
 
 def of(file: int) -> ByteSource | None:
-    """The byte source of an open file; None if its bytes are in the file itself."""
+    """Where the bytes of an open file come from, such as a store; None for an ordinary file."""
     return _known.get(Fingerprint.of(os.fstat(file))) if _known else None
 
 

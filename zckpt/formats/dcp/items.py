@@ -41,7 +41,7 @@ class OpenedItem(Struct, frozen=True):
 
 
 class StoredBox(Struct, frozen=True):
-    """A shard of a tensor that is saved separately.
+    """A shard of a tensor, in one file or a part of a file.
 
     `open()` reads the file; the result's `value` describes the shard's tensor.
     """

@@ -349,7 +349,10 @@ def without_pointer(directory: TagDirectory) -> list[Notice]:
 
 
 def recovery_scripts(tag: str) -> list[Notice]:
-    """A note that the target lacks DeepSpeed's recovery scripts, if the run directory has any."""
+    """A note that the target lacks scripts beside the source, such as zero_to_fp32.py, if any.
+
+    `tag` is the path of the source's tag directory.
+    """
     run = os.path.dirname(os.path.abspath(tag))
     names = [name for name in SCRIPTS if sources.is_file(os.path.join(run, name))]
     if not names:

@@ -52,7 +52,7 @@ def usual_norm(target: DeepSpeedTarget) -> float:
 
 
 def of_weights(target: DeepSpeedTarget) -> list[Notice]:
-    """Warnings about guessed frozen weights, cast masters, batch sizes and gradient clipping."""
+    """Warnings on weights guessed to be frozen, masters cast to fp32, batch sizes and clipping."""
     return [
         *_of_guessed(target),
         *_of_masters(target),

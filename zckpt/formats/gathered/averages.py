@@ -78,10 +78,9 @@ def joined(
 ) -> tuple[dict[Any, Any], list[Notice], Callable[[TreePath], bool]]:
     """Joins averages (EMA) that ranks saved as plain slices, or removes them if they do not fit.
 
-    `tree` has all state dicts, merged from `ranks`: the ranks' files of each kind. `different` are
-    the values in it that differ between ranks. Returns
-    the changed tree, warnings, and a function that tells whether the value at a path was joined or
-    removed.
+    `tree` has all state dicts, merged from `ranks`, the files of all ranks. `different` are the
+    values that differ between ranks. Returns the changed tree, warnings, and a function that tells
+    whether the value at a path was joined or removed.
     """
     tables = [(each, path, value) for each in ranks for path, value in _tables(each)]
     models = [

@@ -389,7 +389,7 @@ def is_extra(key: str | None) -> bool:
     """Whether `key` is that of zckpt's extra.pt: `extra` or, for a further model, `extra_1`.
 
     This file has the values outside of the state dicts. Other keys belong to files of a model or an
-    optimizer. None belongs to a single file with everything.
+    optimizer, and the key None to a single file with everything.
     """
     return key is not None and key == numbered("extra", number_of(key))
 

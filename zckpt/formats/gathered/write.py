@@ -106,8 +106,8 @@ def has_models(source: Manifest, options: Options) -> bool:
 def file_names(source: Manifest, options: Options) -> FileNames:
     """Chooses the names of the target's files.
 
-    They depend on `--dialect` and on the trainer whose files are beside the source. Without
-    `--dialect`, a source of this format keeps its dialect, or its single file.
+    They depend on `--dialect` (such as accelerate) and on the trainer whose files are beside the
+    source. Without `--dialect`, a source of this format keeps the names that it has.
     """
     engine = keys_of(source.run.engine)
     if options[DIALECT] is None and not options.weights_only:

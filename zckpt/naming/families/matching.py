@@ -1,4 +1,4 @@
-"""Finds a family's rule for each parameter name, and whether Hugging Face or Megatron uses it."""
+"""Finds a family's rule for a parameter's name, which is Hugging Face's or Megatron's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converts a manifest with names of files (`save_pretrained`) to the names of the model's modules.
+"""Renames parameters: from names in files of `save_pretrained` to names in the model's modules.
 
 The result can be compared with a manifest of the model. transformers' rules convert only from
 modules to files. To reverse them, they are first applied to an artificial manifest, in which every

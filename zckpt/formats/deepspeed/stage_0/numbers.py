@@ -1,4 +1,4 @@
-"""The state, master and shape that a stage-0 optimizer keeps under each number.
+"""What a stage-0 optimizer stores for each parameter number: its state, its master and its shape.
 
 The state of an optimizer has numbers in place of parameter names. In torch's own optimizer and in
 FP16_UnfusedOptimizer a number stands for one parameter, in FP16_Optimizer for one flat group.

@@ -258,9 +258,9 @@ class FlatItems:
 def buffers_of(file: TorchFile, value: Any) -> Iterator[tuple[int, Flat]]:
     """Yields (number, flat buffer) for each buffer in `distrib_optim.pt` or a `param_state` object.
 
-    `value` is that dictionary of one optimizer's buffers, and `file` the file that has it. Raises
-    UnsupportedCheckpoint for files from before March 2024, and CorruptCheckpoint if a buffer is not
-    a 1-d float32 tensor.
+    `value` is the dictionary that one of them has for an optimizer, and `file` the file of it.
+    Raises UnsupportedCheckpoint for files from before March 2024, and CorruptCheckpoint if a buffer
+    is not a 1-d float32 tensor.
     """
     if not isinstance(value, dict):
         raise CorruptCheckpoint(
