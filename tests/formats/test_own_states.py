@@ -331,7 +331,7 @@ def test_keys_may_have_been_numbers(tmp_path: Path, kind: type, to: dict[str, An
         assert zckpt.verify(source, tmp_path / name)["equal"]
     zckpt.convert(tmp_path / "universal", tmp_path / "back", to="dcp")
     for number, path in enumerate((source, tmp_path / "universal")):
-        with pytest.raises(UnsupportedState, match=r"buffer of trunk\.weight.*texts") as ended:
+        with pytest.raises(UnsupportedState, match=r"buffer of trunk\.weight.*strings") as ended:
             zckpt.convert(path, tmp_path / f"{number}", **to)
         assert "--drop-state buffer (or" in str(ended.value.hint)
         zckpt.convert(path, tmp_path / f"{number}", **to, drop_state=["buffer"])

@@ -161,7 +161,7 @@ class TestShardedTensors:
     @pytest.mark.parametrize(
         ("stated", "error", "message"),
         [
-            ({"shards_metadata": []}, errors.InconsistentCheckpoint, "lists 0 of rank 0"),
+            ({"shards_metadata": []}, errors.InconsistentCheckpoint, "lists 0 for rank 0"),
             ({}, errors.CorruptCheckpoint, "does not know"),
         ],
     )
