@@ -120,7 +120,9 @@ class TestRefused:
             metadata.state_dict_metadata["model.trunk.0.weight"].chunks.pop()
 
         change_metadata(checkpoint, change)
-        self.refused(checkpoint, errors.CorruptCheckpoint, "model.trunk.0.weight", "does not describe")
+        self.refused(
+            checkpoint, errors.CorruptCheckpoint, "model.trunk.0.weight", "does not describe"
+        )
 
     def test_a_damaged_key_path(self, checkpoint: Path) -> None:
         """It would turn a moment into a value of the program that no optimizer has."""
