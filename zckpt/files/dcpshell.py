@@ -164,7 +164,7 @@ def metadata(
     """
     return _record(
         "metadata.Metadata",
-        state_dict_metadata=dict(zip(items, _item_records(items), strict=True)),
+        state_dict_metadata={key: _item_record(item) for key, item in items.items()},
         planner_data=paths,
         storage_data={
             Record(INDEX, (key, None if offsets is None else _size(offsets), None)): Record(
@@ -176,15 +176,6 @@ def metadata(
         version=VERSION,
         **others,
     )
-
-
-def _item_records(items: Items) -> Iterator[Foreign | Repeated]:
-    """Yields the description of each item; keys may share a `TensorItem`, and then its record."""
-    records: dict[int, Foreign | Repeated] = {}
-    for item in items.values():
-        if (record := records.get(id(item))) is None:
-            record = records[id(item)] = _item_record(item)
-        yield record
 
 
 def _item_record(item: TensorItem | None) -> Foreign | Repeated:

@@ -4,7 +4,7 @@ sources.py        opens, lists and watches the files of a source
 byte_sources.py   files whose bytes lie elsewhere: in a store, or in a directory of another node
 corrections.py    reads files with some bytes replaced by corrected values
 times.py          finds files that were not written together with the rest of their save
-filenames.py      numbers in the names of files, and names that lead out of a folder
+filenames.py      numbers in names of files, names that lead out of a folder, folders above a path
 inventory.py      which files there are, which rank each belongs to, and which are missing
 names_alone.py    directories with the names of a checkpoint's files, and no data
 unfinished.py     whether a target is complete, or still being written or sent to a store

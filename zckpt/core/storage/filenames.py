@@ -1,10 +1,10 @@
-"""Numbers in the names of files, and names that lead out of a folder."""
+"""Numbers in the names of files, names that lead out of a folder, and the folders above a path."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ...errors import CorruptCheckpoint, brief
 
@@ -89,3 +89,10 @@ def path_inside(folder: str, name: str, stated_by: str) -> str:
             file=folder,
         )
     return os.path.join(folder, name)
+
+
+def with_parents(path: str) -> Iterator[str]:
+    """Yields a path, the folder that contains it, and so on up to the root."""
+    yield path
+    while path != (path := os.path.dirname(path)):
+        yield path

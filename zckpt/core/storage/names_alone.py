@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 
 from ...errors import UnsupportedCheckpoint
 from ..version import __version__
 from . import sources
+from .filenames import with_parents
 from .marks import is_marked
 
 NAMES = "zckpt-names.json"
@@ -39,7 +39,7 @@ def source_of(path: str) -> str | None:
     such file; empty if it cannot be parsed.
     """
     path = os.path.realpath(path)
-    for folder in _path_and_parents(path):
+    for folder in with_parents(path):
         file = os.path.join(folder, NAMES)
         if sources.is_file(file) and (folder == path or is_marked(folder)):
             with sources.opened(file) as opened:
@@ -70,9 +70,3 @@ def _stated(data: bytes) -> str:
         return ""
     source = note.get("source") if isinstance(note, dict) else None
     return source if isinstance(source, str) else ""
-
-
-def _path_and_parents(path: str) -> Iterator[str]:
-    yield path
-    while path != (path := os.path.dirname(path)):
-        yield path

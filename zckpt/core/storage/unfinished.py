@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Annotated
 
@@ -26,7 +26,7 @@ from msgspec import Meta, Struct, field
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, listed
 from ..version import __version__
 from . import sources
-from .filenames import path_inside
+from .filenames import path_inside, with_parents
 from .folder import JOURNAL
 
 UNFINISHED = "zckpt-unfinished.json"
@@ -98,7 +98,7 @@ def refuse_unfinished(paths: Iterable[str]) -> None:
     places = {
         place: path for path in paths for place in (os.path.realpath(path), os.path.abspath(path))
     }
-    for folder in sorted({folder for place in places for folder in _path_and_parents(place)}):
+    for folder in sorted({folder for place in places for folder in with_parents(place)}):
         inside = {
             place: path
             for place, path in places.items()
@@ -124,12 +124,6 @@ def _refuse_written(path: str) -> None:
         hint="wait for the run that writes it, or repeat that run with --resume",
         file=path,
     )
-
-
-def _path_and_parents(path: str) -> Iterator[str]:
-    yield path
-    while path != (path := os.path.dirname(path)):
-        yield path
 
 
 def _note_at(path: str) -> Note | None:
