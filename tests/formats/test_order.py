@@ -18,6 +18,7 @@ from zckpt.formats import order
 from zckpt.resume.runs import candidates
 
 from ..conftest import EXAMPLE, ROOT, Result
+from ..speed import slowness
 
 TRAINER = ROOT / "examples" / "trainer" / "checkpoint-4"
 FSDP2 = ROOT / "tests" / "data" / "fsdp2-2.13.0-tiny"
@@ -284,7 +285,7 @@ def put(path: Path, data: bytes, step: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lightning", "trainer", "deepspeed", "optimizer"])
-def test_hundreds_of_checkpoints_take_a_second(kind: str, tmp_path: Path) -> None:
+def test_hundreds_of_checkpoints_take_less_than_a_second(kind: str, tmp_path: Path) -> None:
     """Of 300 weights each, or with a long history; the names are in another order."""
     if kind == "lightning":
         data = saved({**LIGHTNING, "state_dict": WEIGHTS}, tmp_path / "x")
@@ -314,7 +315,7 @@ def test_hundreds_of_checkpoints_take_a_second(kind: str, tmp_path: Path) -> Non
         shutil.copytree(TRAINER / "global_step4", tmp_path / names[0] / "global_step4")
     start = time.process_time()
     found = newest(tmp_path)
-    assert time.process_time() - start < 3  # a second on a fast core
+    assert (time.process_time() - start) / slowness() < 1
     assert found == names[::-1]
 
 

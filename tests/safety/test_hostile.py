@@ -15,7 +15,7 @@ import pytest
 
 from . import hostile
 from .hostile import SAMPLES
-from .limited import CPU, Ended, Limited
+from .limited import Ended, Limited
 
 PLACE = {  # arguments of each command, in which SRC and DST stand for paths
     "inspect": "inspect SRC",
@@ -60,7 +60,7 @@ def fault(name: str, command: str, ended: Ended) -> str | None:
     """What is wrong with the end of a command; None if nothing is."""
     if ended.foreign:
         return f"it did {ended.foreign[:3]}"
-    if ended.signal or ended.cpu > CPU:
+    if ended.signal or ended.cpu > 5:
         return f"signal {ended.signal} after {ended.cpu:.1f} s of CPU"
     if "Traceback" in ended.err or "InternalError" in ended.err + ended.out:
         return ended.err[-400:] + ended.out[-400:]
