@@ -142,7 +142,7 @@ def read(
                         checkpoint does not state it
         buffers         globs: buffers of which each rank stores its own values
         param_names     the names of the parameters, if the optimizer only numbers them
-        weights_only    leave out an optimizer that only numbers its parameters
+        weights_only    an optimizer that only numbers its parameters may be left unread
         nameless        read the states of such an optimizer without names, if no file has them
         by_checksums    do not compare replicas in files without checksums;
                         `manifest.notices.uncompared` is their number

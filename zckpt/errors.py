@@ -126,7 +126,7 @@ class Notice(Struct, frozen=True, kw_only=True):
 
     code      a stable name that tells what the user should do next; notices.py lists all
     severity  "error", "warning" or "note"
-    message   one sentence, only for people
+    message   what zckpt has found, only for people
     subject   the parameter, the state or the rank that it is about, if any
     file      the path that it is about, if any
     hint      what to do, only for people

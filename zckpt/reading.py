@@ -60,8 +60,8 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
     """Reads the manifest of the checkpoint at `path`, with its parameters renamed. Reads no tensor.
 
     The manifest's warnings name parameters that lack optimizer states. Raises SourceChanged if a
-    file of the checkpoint changes meanwhile. If a file is missing, the error names another folder
-    nearby that has a file of that name. `alone` is False if a second checkpoint is read to compare
+    file of the checkpoint changes meanwhile. If a file is missing, and another folder nearby has a
+    file of that name, the error names this folder. `alone` is False if a second checkpoint is read to compare
     the two: then --root may name a model of the second one.
     """
     try:

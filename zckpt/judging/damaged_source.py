@@ -217,7 +217,7 @@ def kept(entry: Entry, lost: Mapping[str, str]) -> tuple[Entry, tuple[tuple[int,
 
 
 def _most_stated(found: Found, error: InconsistentCheckpoint) -> str:
-    """The step that most files state, as a value of --step-policy.
+    """The step that is stated most often, as a value of --step-policy.
 
     Adds faults to `found`: one for each file that states another step. A file with several other
     steps gets a fault for each of them.

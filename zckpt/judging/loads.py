@@ -120,7 +120,8 @@ def engine_differences(
 ) -> list[Notice]:
     """Lists settings of the engine, such as the ZeRO stage, that differ in the run `other`.
 
-    Only settings that change the content of files are compared. The list is empty unless both
+    Only settings that change the content of files are compared, and none if `words` has a ds_config.
+    If only the run has a scheduler's state, that is listed too. The list is empty unless both
     checkpoints have the format `to`, and zckpt compares engines of this format (DeepSpeed).
     """
     find = formats.named(to).functions.unlike

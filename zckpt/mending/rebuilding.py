@@ -239,8 +239,8 @@ def differing_copies(found: Found, losses: Losses) -> list[str]:
     A lost file had a replica of such a tensor. Its values are known if at least two other ranks
     have replicas, and all are equal. They are also known if another tensor supplies them
     (`Losses.others`), if replicas on other ranks are equal: those of this tensor, of the weight and
-    master of the parameter, and of all tensors of its kind (such as `exp_avg`). Buffers are left
-    out, since running means differ from rank to rank, and replicas that zckpt has made up.
+    master of the parameter, and of all tensors of its kind (such as `exp_avg`) but buffers, whose
+    running means differ from rank to rank. Replicas that zckpt has made up need not be equal.
     """
     names, others = [], losses.others
     made_up = losses.made_up_keys - others.keys()

@@ -158,7 +158,8 @@ class Processes(Group, Sharing, Pool):
         All processes then continue the target, without --resume. In other ranks it is always False.
         The agents of torchrun count restarts separately, so their count is not enough: an
         unfinished target that this launch has begun proves a restart too. If no target exists, this
-        call notes in the key-value store of the launch that it begins the target now.
+        call notes in the key-value store of the launch that it begins the target now. Unfinished
+        targets of another run are not touched without --resume.
         """
         path = os.path.abspath(target)
         key, is_unfinished = f"begun/{path!a}", os.path.lexists(f"{path}.partial")

@@ -400,8 +400,8 @@ def _filled(
     """Creates and fills the target's files, of `size` bytes in all.
 
     Warnings about tensors' values are added to `warnings`. Returns None if another process will
-    complete the target: rank 0 of a launch, or the last one that was started with --part K/N.
-    Raises UnsupportedState if the files cannot store a state of the source.
+    complete the target: the last one that was started with --part K/N. Raises UnsupportedState if
+    the files cannot store a state of the source.
     """
 
     def seal(root: Folder, shells: Manifest, outcome: CopyOutcome) -> None:

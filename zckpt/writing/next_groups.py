@@ -255,7 +255,8 @@ class _RunsGroups:
         """The other run's hyper-parameters of a param group, with the source's learning rate.
 
         The other run has saved the rate of its first update. The source's rate is the one that the
-        scheduler has reached.
+        scheduler has reached, scaled if the other run has another `initial_lr`. Without a scheduler
+        or without an `initial_lr`, the other run's rate stays.
         """
         assert self.run.groups is not None
         group = dict(self.run.groups[number])

@@ -194,7 +194,7 @@ class Keeping(Struct, frozen=True):
         return lost
 
     def _keep_groups(self) -> None:
-        """Raises UnsupportedState for a hyper-parameter that is an object.
+        """Raises UnsupportedState for a hyper-parameter that is an object and not allowed.
 
         The user allows objects of a class with `--allow-object`.
         """

@@ -139,7 +139,8 @@ def put_mean(
     """Fills `target` with the mean of all `copies`, element by element.
 
     Each copy is a buffer with the name of its dtype. The mean is computed in float64, and then
-    rounded as `cast` rounds. Raises UnsupportedCheckpoint for types that are not floats.
+    rounded as `cast` rounds. The mean of equal numbers is that number. Raises UnsupportedCheckpoint
+    for types that are not floats.
     """
     import numpy as np
 

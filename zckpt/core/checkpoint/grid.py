@@ -22,7 +22,7 @@ class GridPlace(Struct, frozen=True):
     """The pipeline stage and tensor rank of one rank, and the names of buffers in its file.
 
     `tied` maps the number in the name of a tied layer's file to the layer's key. It is None if the
-    files do not state which layers are tied.
+    files do not state which layers are tied: then only equal values of tensors can show it.
     """
 
     number: int

@@ -151,8 +151,8 @@ def map_values(value: Any, change: Callable[[Any, Any], Any]) -> Any:
     """Copies a container, and replaces each item by `change(item, key)`.
 
     `key` is the item's key in a dictionary, its index in a list, or a name of its place in an
-    object, such as `("argument", 0)`. Numbers, strings and other items of the types PLAIN stay as
-    they are.
+    object, such as `("argument", 0)`. In dictionaries and lists, numbers, strings and other items
+    of the types PLAIN stay as they are.
     """
     kind = type(value)
 

@@ -43,9 +43,10 @@ def places_of(parameters: Iterable[str]) -> Places:
 
     The parameters are given in the order of the model. All numbered layers become consecutive rows,
     sorted by number, which begin where the first of these layers stood. A row is named by its
-    number, or by its stack and number (`encoder.3`) if there are several stacks of layers. A
-    parameter outside of numbered layers is in a row named after its module: `norm` for
-    `model.norm.weight`.
+    number, or by its stack and number (`encoder.3`) if there are several stacks of layers. If
+    there is only one stack, the names in front of it are dropped from all names. A parameter
+    outside of numbered layers is in a row named by the first part of its name: `norm` for
+    `model.norm.weight` beside `model.layers.0`.
     """
     matches = {name: LAYER.fullmatch(name) for name in dict.fromkeys(parameters)}
     stacks = list(dict.fromkeys(match["stack"] or "" for match in matches.values() if match))

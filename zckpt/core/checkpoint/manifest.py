@@ -172,7 +172,7 @@ def steps_to_json(steps: Iterable[Sighting]) -> list[dict[str, Any]]:
 class Sibling(Struct, frozen=True):
     """A file in a trainer's directory that a conversion copies, but that is no checkpoint file.
 
-    If `content` is set, the target gets a file with these bytes instead of a copy.
+    If `content` is set, the target gets a file with this value instead of a copy.
     """
 
     name: str
@@ -496,7 +496,8 @@ _OF_SLOTS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_")
 def slot_name(key: str) -> str:
     """Escapes the key of an optimizer state for file names: `Exp-Avg` is `esc__45xp_2d_41vg`.
 
-    A key of lowercase letters, digits and `_` stays as it is.
+    A key of lowercase letters, digits and `_` stays as it is, unless it begins with `esc_` or is in
+    RESERVED_SLOTS, such as `param`.
     """
     plain = key and _OF_SLOTS.issuperset(key) and not key.startswith("esc_")
     if plain and key not in RESERVED_SLOTS:

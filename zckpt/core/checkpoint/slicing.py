@@ -56,7 +56,8 @@ class Slicing(Struct, frozen=True):
     def covers(self) -> bool:
         """Whether the slices together form the tensor: no element is missing or in two places.
 
-        For an element that several ranks hold, only the first rank counts.
+        For an element that several ranks hold, only the first rank counts. The elements of each
+        rank's slice must be complete too.
         """
         if not tile(self.whole, [(piece.offsets, piece.sizes) for piece in self.chosen(0)]):
             return False

@@ -40,7 +40,8 @@ Worker = Callable[[], AbstractContextManager[Callable[[Task], None]]]
 def chunk_size(dp: int, jobs: int, memory: int) -> int:
     """The size of a chunk in bytes: larger at a large dp, where each chunk is read from every rank.
 
-    Every thread has two buffers of this size. Together they fit into `memory` bytes.
+    Every thread has two buffers of this size. Together they fit into `memory` bytes, unless
+    that is less than 1 MiB for each: no chunk is smaller.
     """
     size = CHUNK * max(1, dp // 8)
     return max(1 << 20, min(size, memory // (2 * jobs)) >> 20 << 20)

@@ -195,7 +195,7 @@ class Folder(Struct, eq=False):
         return now.st_size
 
     def name_of(self, path: str) -> str:
-        """The path relative to this folder, with slashes on every system."""
+        """The path relative to this folder, with slashes between its folders."""
         return os.sep.join(self._names(path))
 
     def names(self) -> list[str]:

@@ -203,9 +203,10 @@ class RecordChecker:
     ) -> None:
         """Reads what is missing of records (zip members etc.), checks them, and counts them.
 
-        A record is completed if at least half of it was read, or if little of it is missing;
-        otherwise it stays unchecked. With `everything`, all records are completed, even those that
-        no tensor needed. `beside` is called with the bytes of a record that belong to no tensor.
+        A record is completed if at least half of it was read, if little of it is missing, or if
+        `require` has asked for it; otherwise it stays unchecked. With `everything`, all records are
+        completed, even those that no tensor needed. `beside` is called with the bytes of a record
+        that belong to no tensor.
         """
         buffer = Buffer(LITTLE)
         for number in self._whole:
