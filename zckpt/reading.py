@@ -61,8 +61,8 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
 
     The manifest's warnings name parameters that lack optimizer states. Raises SourceChanged if a
     file of the checkpoint changes meanwhile. If a file is missing, and another folder nearby has a
-    file of that name, the error names this folder. `alone` is False if a second checkpoint is read to compare
-    the two: then --root may name a model of the second one.
+    file of that name, the error names this folder. `alone` is False if a second checkpoint is
+    read to compare the two: then --root may name a model of the second one.
     """
     try:
         opens = reading.opens_items or (reading.for_target and not reading.by_checksums)

@@ -531,10 +531,7 @@ class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
         return bool(self._crcs) and self._crcs[place] != UNOPENED
 
     def crc(self, place: int) -> int | None:
-        """The CRC-32 that the item of the box with index `place` states; opens the item once.
-
-        Raises as `_Planned`.
-        """
+        """The CRC-32 that the item of box number `place` states; raises as `_Planned`."""
         if not self.is_open(place):
             location, sizes = self.places.at(self._rows[place]), self._box(place).sizes
             item = self.key, self.dtype, sizes, self._extent(place)

@@ -120,9 +120,9 @@ def engine_differences(
 ) -> list[Notice]:
     """Lists settings of the engine, such as the ZeRO stage, that differ in the run `other`.
 
-    Only settings that change the content of files are compared, and none if `words` has a ds_config.
-    If only the run has a scheduler's state, that is listed too. The list is empty unless both
-    checkpoints have the format `to`, and zckpt compares engines of this format (DeepSpeed).
+    Only settings that change the content of files are compared, and nothing if `words` have
+    a ds_config. A scheduler's state that only the run has is listed too. The list is empty unless
+    both checkpoints have the format `to`, and zckpt compares engines of this format (DeepSpeed).
     """
     find = formats.named(to).functions.unlike
     if find is None or not to == manifest.format == other.run.origin.format:
