@@ -273,7 +273,10 @@ def former(manifest: Manifest, rules: Renames, names: Iterable[str]) -> tuple[st
 
 
 def unwrapped(manifest: Manifest) -> Manifest:
-    """Removes wrappers' words, such as `_orig_mod`, from all names in a manifest."""
+    """Removes wrappers' words, such as `_orig_mod`, from all names in a manifest.
+
+    Names that would become equal stay unchanged.
+    """
     manifest = with_plain_modules(manifest)
     return _with_names(manifest, plain, without_words(_all_names(manifest)))
 

@@ -307,7 +307,7 @@ def _undecided(
 ) -> MissingData:
     """Returns the error for parameters that no rule matches.
 
-    Its hint is a file of rules in which the user replaces each `?`.
+    Its hint contains a file of rules in which the user replaces each `?`.
     """
     names = [f"{name} {list(_first(shapes))}" for name, shapes in undecided.items()]
     lines: dict[str, str] = {}

@@ -119,8 +119,8 @@ class UniversalInfo:
         """How ranks slice a fused parameter (QKV) if they slice each sub-parameter (Q, K, V).
 
         `view_facts` states the shape of a view of the tensor, and on which axis of the view the
-        sub-parameters follow each other. In the shape, this axis has the list of their sizes or
-        (before version 0.4 of the info) their number. -1 stands for any size.
+        sub-parameters follow each other. In the shape, this axis has the list of their sizes, or
+        only their number. -1 stands for any size.
         """
         known_shapes, ranks = [shape for shape in shapes if shape is not None], len(shapes)
         axis, view = int(view_facts["partition_dim"]), list(view_facts["shape"])
@@ -227,8 +227,9 @@ def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[
     fused sub-parameters are divided evenly among the ranks. If that is impossible, their sizes are
     left out.
 
-    `whole` are the parameters of which each rank has the full tensor. Without the map, nothing
-    would state this, so their names are added to the list of replicated parameters.
+    `whole` are the parameters of which each rank has the full tensor. Without the map, perhaps no
+    other key states this, so names that no pattern in the list of replicated parameters matches are
+    added to it.
     """
     maps = ((info.get("affine_map") or {}).get("params") or {}).values()
     if maps and all(len(each.get("ranks") or ()) == ranks for each in maps):

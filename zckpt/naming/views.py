@@ -182,7 +182,7 @@ def folded(view: View, axis: int, inner: Sequence[int]) -> View:
 
 
 def dealt(view: View, axis: int, order: Sequence[int]) -> View:
-    """Transposes the inner lengths of a folded axis, which reorders the elements along the axis.
+    """Permutes the lengths of a folded axis, which reorders the elements along the axis.
 
     `order` has the indexes of the old lengths, in the new order: (1, 0) makes (3, 2) of (2, 3).
     """

@@ -236,8 +236,8 @@ class Asked(Struct, frozen=True):
     def _is_found_in(self, names: Collection[str], name: str, as_base: bool) -> bool:
         """Whether from_pretrained finds the weight `name` among `names`.
 
-        It also finds a weight under an older name from transformers, or under a name that is tied
-        to it.
+        It also finds a weight under the name that transformers' rules give it in files, or under a
+        name that is tied to it. A weight that such a rule converts counts as found.
         """
         tied = [self.ties.get(name), *(a for a, owner in self.ties.items() if owner == name)]
         for spelled in filter(None, (name, *tied)):

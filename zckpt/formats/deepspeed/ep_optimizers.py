@@ -316,7 +316,7 @@ def _of_further_rank(first: Manifest, whole: WholeOptimizer, step_policy: str | 
     """The manifest of the optimizer of one further ep rank, with ep rank 0's param groups.
 
     `first` is ep rank 0's manifest, `whole` the other rank's optimizer. Raises
-    InconsistentCheckpoint if the two optimizers have different states for a dense parameter.
+    InconsistentCheckpoint if only one of the two optimizers has some state of a dense parameter.
     """
     states, slots = whole.states, kept(whole, step_policy)
     tensors = ManifestTensors(states)

@@ -76,7 +76,7 @@ class RankFiles(Struct, frozen=True):
     optimizers   one per data-parallel rank; empty in stage 0
     experts      (layer of experts, expert) -> path; layers are counted in this model rank
     of_ep        one optimizer file per ep rank, if a run with experts was in stage 0
-    parsed       a cache, which all model ranks share: files with equal contents are parsed once
+    parsed       a cache, which all model ranks share: files with equal pickles are parsed once
     number       the model rank
     sp           the number of sequence-parallel ranks if file names count them as model ranks;
                  otherwise 1
@@ -277,7 +277,7 @@ def rank_files(directory: TagDirectory, by_role: FilesByRole, parsed: Parsed) ->
 
     Up to DeepSpeed 0.19.5, file names count sequence-parallel ranks as model ranks. Then the result
     has a single model rank, and the sequence-parallel ranks are among its data-parallel ranks.
-    `parsed` is a cache: files with equal contents are parsed once.
+    `parsed` is a cache: files with equal pickles are parsed once.
     """
     if not (by_role[MODEL] or by_role[MODEL_3]):
         raise IncompleteCheckpoint(

@@ -50,8 +50,9 @@ def flat_buffers(
 ) -> Iterator[FlatBuffer]:
     """Yields every flat buffer of the checkpoint: masters and optimizer states from all ranks.
 
-    By default all ranks share one buffer per param group. With experts, a group has one buffer per
-    ep rank. `sharing` is then called with the group's number and its parameters' shapes on rank 0.
+    By default all ranks share one buffer per param group (in stage 3, per sub-group). With experts,
+    a group of experts has one buffer per ep rank. `sharing` is then called with each group's number
+    and its parameters' shapes on rank 0.
     It returns one pair per buffer: the files of the ranks that share the buffer, and its
     parameters' shapes. If ranks state different steps, `step_policy` chooses one: "max", "min" or a
     number such as "7".
@@ -150,10 +151,10 @@ class _RankedBuffer(Struct, dict=True):
             )
 
     def _as_lost(self, total: int) -> Sequence[Tensor]:
-        """The ranks' partitions of masters; a partition read in place of a lost one is cut to fit.
+        """The ranks' partitions of masters; one read in place of a lost one gets its length.
 
         `zckpt mend` can read another rank's file in place of a lost one. The partition in that file
-        may be longer than the lost one was: the last rank's partition is saved without padding.
+        may be longer or shorter: the last rank's partition is saved without padding.
         `total` is the number of elements in all partitions, without padding.
         """
         files, dp = self.ranks.optimizers, self.ranks.dp
@@ -173,6 +174,7 @@ class _RankedBuffer(Struct, dict=True):
     def _is_of_more_ranks(self, numels: Sequence[int], held: Sequence[int]) -> bool:
         """Whether stage 3's partitions are so short that several ranks wrote the same file.
 
+        They are then as short as in a run with several times as many ranks.
         Ranks that share a sequence may write to one file, one after the other. The file then has
         only the last rank's partition, and parts of all parameters are lost. `numels` are the
         parameters' numbers of elements, `held` the lengths of the partitions.
@@ -184,8 +186,8 @@ class _RankedBuffer(Struct, dict=True):
     def numbers(self) -> Iterator[str]:
         """Yields the keys of states that are one number, such as `step`, and not a partition.
 
-        Such a state may be a tensor of one element. If some rank's partition has one element too,
-        shape [1] is ambiguous, and only 0-d tensors are taken for numbers.
+        Only tensors of one element are yielded, no Python numbers. If some rank's partition has one
+        element too, shape [1] is ambiguous, and only 0-d tensors are taken for numbers.
         """
         partitions = {self.masters[0].numel, *self.lengths}
         for key, state in self.states[0].items():
@@ -374,10 +376,10 @@ def _is_empty(value: Any) -> bool:
 
 
 def _restored(value: Any) -> Any:
-    """Restores a step that DeepSpeed's elastic save has emptied, as a tensor of shape [1].
+    """Restores a number (a step) that DeepSpeed's elastic save emptied, as a tensor of shape [1].
 
-    The save takes a step of one element for padding and removes it. The tensor is then empty, but
-    its storage still has the element. Any other value is returned unchanged.
+    The save takes the tensor's one element for padding and removes it. The tensor is then empty,
+    but its storage still has the element. Any other value is returned unchanged.
     """
     if not _is_empty(value) or value.storage.length != SIZES[value.dtype]:
         return value

@@ -70,10 +70,10 @@ def obstacles(source: Manifest, options: Options) -> list[Notice]:
 
 
 def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
-    """Errors for the settings in which the next run's engine differs from the engine of `run`.
+    """Errors for the settings in which the target's engine differs from the engine of `run`.
 
     `run` is a checkpoint that the next program has saved; `source` and `options` describe the
-    target. Nothing is compared if the user gives a ds_config, because that states the next engine.
+    target. Nothing is compared if the user gives a ds_config, because that states the engine.
     Weight types are never compared: the loader casts tensors, and finds optimizer files with and
     without the prefix `bf16_` (0.19.8). If `run` has a scheduler and the source lacks its state,
     that is an error too.
@@ -104,7 +104,7 @@ def begins(source: Manifest, options: Options) -> Beginning:
     """What the target stores for parameters that the optimizer never updated.
 
     "group": zeros, and the step of the group, because the target stores one step for each group.
-    "bare": nothing.
+    "bare": nothing. `source` has the target's engine.
     """
     return "group" if shares_steps(_engine_of(source, options), source) else "bare"
 
@@ -117,7 +117,7 @@ def _engine_of(source: Manifest, options: Options) -> TargetEngine:
 def _pairs(engine: TargetEngine, new: TargetEngine) -> dict[str, tuple[Any, Any]]:
     """Maps each setting that changes the files' content to its values in the two engines.
 
-    Keys are the settings' names in messages: {"stage": (2, 3), "sub_group_size": (1000000000,
+    Keys are the settings' names in messages: {"ZeRO stage": (3, 3), "sub_group_size": (1000000000,
     1000)}.
     """
     pairs = {what: (getattr(engine, name), getattr(new, name)) for what, name in OF_ENGINES.items()}

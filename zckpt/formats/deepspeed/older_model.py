@@ -205,7 +205,7 @@ def _iterations(manifest: Manifest) -> int | None:
 def _scheduler(
     manifest: Manifest, updates: int | None, before: int | None
 ) -> tuple[Any, list[MadeValue]]:
-    """The scheduler's state to write, and which of its values were derived, for the report.
+    """The scheduler's state to write, and the report's lines about its values, derived or older.
 
     `updates` and `before` are the updates that this save and the older one have completed. The
     older state is advanced to `updates` if its counter shows one count per update, and if its other

@@ -149,7 +149,7 @@ class _RankFile:
 
 
 def _paddings(buffer: TargetBuffer) -> list[int]:
-    """The padding after each parameter, in elements; zeros for AutoEP's stacked experts."""
+    """The padding after each parameter, in elements; all zeros if AutoEP has stacked experts."""
     parameters = dict.fromkeys(map(parameter_of, buffer.names))
     return list(buffer.paddings) if len(parameters) == len(buffer.names) else [0] * len(parameters)
 

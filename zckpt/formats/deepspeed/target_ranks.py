@@ -128,9 +128,10 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
 def target_ranks(source: Manifest, options: Options) -> TargetRanks:
     """Decides the target's model ranks (its pipeline stages and tensor ranks).
 
-    If the source keeps its model ranks separate, these are the target's too. Raises WrongOption for
-    options and bounds of stages that do not fit, MissingData if nothing shows how a parameter is
-    cut, and UnsupportedCheckpoint for a source that cannot be cut.
+    If the source keeps its model ranks separate, its tensor ranks are the target's too, and its
+    stages unless the options ask for others. Raises WrongOption for options and bounds of stages
+    that do not fit, MissingData if nothing shows how a parameter is cut, and UnsupportedCheckpoint
+    for a source that cannot be cut.
     """
     if source.ranks:
         place = source.ranks[0].place

@@ -21,7 +21,7 @@ class TargetEngine:
     """The engine that will load the target: its ZeRO stage, its weights' dtype and its ds_config.
 
     They are the source's unless the user asks for others. A ds_config from the user replaces the
-    source's. `before` is the source's own engine, or None if DeepSpeed did not write the source.
+    source's. `before` is the source's own engine, or None if the source is of no DeepSpeed run.
     The value "auto" in a config counts as missing. Raises WrongOption if options and config
     contradict each other.
     """
@@ -71,7 +71,10 @@ class TargetEngine:
 
     @property
     def whole(self) -> bool:
-        """Whether the stage is 0: nothing is partitioned, and the model file has the optimizer."""
+        """Whether nothing is partitioned, and the model file has the optimizer.
+
+        So it is in stage 0, except with BF16_Optimizer.
+        """
         return self.stage == 0 and not self.wraps_bf16
 
     @property

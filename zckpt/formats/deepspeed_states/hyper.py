@@ -36,7 +36,7 @@ OF_IMPLEMENTATIONS = frozenset((*TORCH, "fused", "bias_correction", "decoupled_w
 
 
 def optimizer_name(engine: TargetEngine, source: Manifest) -> str:
-    """The target's base optimizer in lower case, such as "adamw"; "" if nothing names it."""
+    """The target's base optimizer as `plain_name` spells it: "adamw"; "" if nothing names it."""
     return plain_name(engine.optimizer) if engine.optimizer else likely_optimizer(source)
 
 
@@ -268,9 +268,9 @@ def _no_states(source: Manifest) -> MissingData:
 def are_of_families(name: str, source: Manifest) -> bool | None:
     """Whether the optimizer `name` can continue from the states of the source's optimizer.
 
-    None if zckpt does not know one of the two optimizers. Adam can continue from AdamW's states,
-    for example. The engine's Muon updates some groups as Adam does, so it can continue from Adam's
-    states too.
+    `name` is spelled as by `plain_name`. None if zckpt does not know one of the two optimizers.
+    Adam can continue from AdamW's states, for example. The engine's Muon updates some groups as
+    Adam does, so it can continue from Adam's states too.
     """
     before = [plain_name(each) for each in (source.optimizer or "").split(", ")]
     family = known_optimizer(name).family

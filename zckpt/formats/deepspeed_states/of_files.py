@@ -172,9 +172,9 @@ OF_ENGINE = OF_BASE | {
 def extra_states_of(ranks: EngineStates) -> list[StateRow]:
     """Optimizer states that belong to no parameter, as records for the manifest's `states`.
 
-    A number that is equal on all ranks becomes one record, and zckpt writes it into targets. Any
-    other state becomes a record with the values of all ranks. These values are compared but never
-    written. Keys that begin with `zckpt` are skipped, because zckpt wrote them.
+    A number or text that is equal on all ranks becomes one record, and zckpt writes it into
+    targets. Any other state becomes a record with the values of all ranks. These values are
+    compared but never written. Keys that begin with `zckpt` are skipped, because zckpt wrote them.
     """
 
     def keep(values: Any, path: str, tensors: dict[Key, Entry]) -> Any:

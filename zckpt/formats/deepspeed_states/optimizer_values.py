@@ -189,7 +189,10 @@ def _scaler_with(engine: TargetEngine, kept: Mapping[str, Any], dynamic: bool) -
 
 
 def _fresh_scaler(engine: TargetEngine) -> tuple[Foreign, bool]:
-    """A new loss scaler as the engine makes it, and whether it is dynamic (0.19.8)."""
+    """A new loss scaler as the engine makes it, and whether it is dynamic.
+
+    DeepSpeed 0.19.8, fp16/loss_scaler.py.
+    """
     static = engine.number(0.0, "fp16", "loss_scale") if engine.dtype == "F16" else 1.0
     if static:
         return _static(float(static)), False

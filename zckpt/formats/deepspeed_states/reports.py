@@ -52,7 +52,7 @@ def usual_norm(target: DeepSpeedTarget) -> float:
 
 
 def of_weights(target: DeepSpeedTarget) -> list[Notice]:
-    """Warnings on weights guessed to be frozen, masters cast to fp32, batch sizes and clipping."""
+    """Warnings on weights guessed to be frozen, missing masters, batch sizes and clipping."""
     return [
         *_of_guessed(target),
         *_of_masters(target),

@@ -100,7 +100,7 @@ class MergedStates:
         )
 
     def _equal_on_all_ranks(self) -> dict[str, Any]:
-        """The module's buffers and frozen weights that are equal on all model ranks, by name."""
+        """The buffers and uncut frozen weights that are equal on all model ranks, by name."""
         modules = [m for top in self.tops if isinstance(m := top.get("module"), dict)]
         if len(modules) < max(len(self.tops), 2):
             return {}

@@ -124,8 +124,8 @@ class ModelRank:
     def _stated(self) -> list[Shapes] | None:
         """Names and shapes of the parameters in each flat buffer; None if no file lists them.
 
-        Stage 0 has no such list. Before 0.6.0 the optimizer files have it, not the model file.
-        Before 0.5.4 one dictionary lists the parameters of all groups.
+        In stage 0, only files that zckpt wrote have such a list. Before 0.6.0 the optimizer files
+        have it, not the model file. Before 0.5.4 one dictionary lists the parameters of all groups.
         """
         places = (self.model, *self.states[:1], *(file.value for file in self.optimizers[:1]))
         lists = (place["param_shapes"] for place in places if place.get("param_shapes"))

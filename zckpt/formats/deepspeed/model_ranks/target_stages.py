@@ -106,8 +106,9 @@ def _uses(
 
     Also returns warnings for uses that zckpt assumes. A use through a function has no layer file.
     It is assumed at the last layer without a file in a stage that has a copy of the tied layer. If
-    no use has a file, the first one is assumed at the first layer without a file. `bounds` are the
-    first layers of the new stages.
+    no use has a file (with experts), zckpt assumes layers that no parameter name contains: the
+    first such layer of the first stage with this tied layer, and the last such layer of each
+    further stage with it. `bounds` are the first layers of the new stages.
     """
     uses, inferred = uses_of_files(pipeline), list[Notice]()
     if len(bounds) == 2:  # a single stage has all layers

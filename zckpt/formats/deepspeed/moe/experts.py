@@ -345,8 +345,8 @@ class Experts(Struct, frozen=True):
         Raises InconsistentCheckpoint if the optimizer has an expert whose weight is in no file. For
         another missing weight there is a warning, and its master is used: DeepSpeed does not save
         the MLP of a residual MoE layer whose name contains `expert` (0.19.8,
-        `_get_non_moe_state_dict` drops all names with `expert`, and only those below
-        `deepspeed_experts` are saved separately).
+        `_get_non_moe_state_dict` drops all names with `expert` below MoE layers, except gates, and
+        only those below `deepspeed_experts` are saved separately).
         """
         unsaved = [name for name in manifest.parameters if (name, "param") not in manifest.entries]
         if lost := [name for name in unsaved if not self.layers.is_dense(name)]:

@@ -70,7 +70,7 @@ class Nameless(Struct, frozen=True):
     is_flat        whether each group has one flat master (FP16_Optimizer)
     stated_names   each group's names, if zckpt wrote the file
     inferred       the stated names that zckpt had only inferred
-    given          each group's names, if the user gives them
+    given          the user's names: per group if masters are flat, else all in one list; or None
     """
 
     path: str
