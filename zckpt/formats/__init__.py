@@ -107,7 +107,7 @@ def engine_objects() -> frozenset[str]:
 
 
 def other_objects(manifest: Manifest) -> list[str]:
-    """Names of classes and functions in a checkpoint's pickles that no supported engine defines."""
+    """Classes and functions named in a checkpoint's pickles that no engine puts there itself."""
     return objects.others_of(manifest, engine_objects())
 
 

@@ -2,7 +2,7 @@
 
     global_step7/mp_rank_00_model_states/data.pkl     some programs unpack files of torch.save
     node0/global_step7, node1/global_step7            each node has saved on a disk of its own
-    checkpoint-500, tmp-checkpoint-500                the Trainer renamed only one node's folder
+    checkpoint-500, tmp-checkpoint-500                the Trainer renamed it before all had saved
 
 The result is only a hint: nothing is read from the file that is found.
 """
@@ -69,7 +69,7 @@ def packing(folder: str) -> str:
 
 
 def _folders_from(path: str) -> Iterator[str]:
-    """Yields `path` and the folders below it, at most DEPTH levels deep and MOST per level."""
+    """Yields `path` and the folders below it: DEPTH levels in all, at most MOST folders each."""
     level = [path]
     for _ in range(DEPTH):
         yield from level

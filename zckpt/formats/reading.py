@@ -55,7 +55,7 @@ class Reading(Struct, frozen=True):
         step_policy     which step to use, if ranks or weights have different steps
         buffers         globs: tensors of the model whose values differ from rank to rank
         param_names     the names of an optimizer's numbered parameters, in its order
-        weights_only    the optimizer's state is not needed, and may be left unread
+        weights_only    the optimizer's state may be left unread, and its parameters need no names
         tp_rules        a model family or a file that states how tensor ranks cut parameters
         ranks_apart     the tensors of tensor and pipeline ranks are not joined: the manifest has
                         each rank's slices, for a target with the same ranks

@@ -22,7 +22,7 @@ Group = dict[str, Any]
 
 
 class Template:
-    """An existing run (`--like RUN`) that is filled with the weights, states and steps of a source.
+    """An existing run (`--like RUN`) filled with a source's weights, states, steps and groups.
 
     Run and source must have the same parameters with the same shapes. The run may have more rows of
     a vocabulary if these are only padding: `rows` has the number of rows without padding, by the
@@ -131,7 +131,7 @@ class Template:
 
     @property
     def own_states(self) -> States:
-        """The source's states of one number per parameter, with parameters renamed as in the run.
+        """The source's `states`: those of one number get the run's parameter names.
 
         An example is NAdam's `mu_product`. States that are tensors are in `entries`.
         """

@@ -50,8 +50,8 @@ def weights_or_raise(
     needs more than weights.
 
         read_weights    reads the weights without the optimizer's files
-        has_masters     the engine keeps fp32 masters: if only 16-bit weights were read, `lost` says
-                        that the masters are missing, too
+        has_masters     the engine rounded the weights from masters: if 16-bit weights were read,
+                        `lost` says that the masters were lost or not read
         is_all          returns true if every file of the optimizer is lost; then every command may
                         read the weights, and commands that train refuse them later
     """

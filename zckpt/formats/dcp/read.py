@@ -240,7 +240,7 @@ class _FolderReader:
         self._add_warnings()
 
     def _key_of_folder(self) -> TreePath:
-        """The key under which the folder's values are put in the tree: () or ("model",).
+        """The key under which the folder's values are put in the tree: () or ("model/",).
 
         A key is needed in a pair such as `model` and `optim`, if the folder is itself a state dict.
         In a model's state dict, the keys of tensors are parameter names. In an optimizer's, the

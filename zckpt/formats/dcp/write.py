@@ -397,8 +397,7 @@ class DcpWriter(Struct, eq=False, dict=True):
     def _box_of(self, tensor: BlankTensor, rank: int) -> ItemBox | None:
         """The block of rows that a rank saves of a tensor; None if the rank saves no rows.
 
-        A rank saves none if a neighboring rank saves its rows, or if there are fewer blocks than
-        ranks.
+        A rank saves none if a neighboring rank saves its rows, or if no rows are left for it.
         """
         rows, count = self._rows(tensor), tensor.shape[0] if tensor.shape else 1
         start = rank * -(-count // self.world)

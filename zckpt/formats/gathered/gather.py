@@ -41,9 +41,9 @@ LEFT_OUT = "verify without --gather"
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
     """Returns every tensor of model and optimizer, joined from shards by torch's own rule.
 
-    `path` is the checkpoint's directory. A `Partition` is one full tensor, as the byte ranges of
-    its shards. Raises UnsupportedCheckpoint if a rank's mesh does not state its coordinate, and
-    InconsistentCheckpoint if a rank has other shards than the metadata states.
+    `path` is the checkpoint's directory or file. A `Partition` is one full tensor, as the byte
+    ranges of its shards. Raises UnsupportedCheckpoint if a rank's mesh does not state its
+    coordinate, and InconsistentCheckpoint if a rank has other shards than the metadata states.
     """
     try:
         return _partitions(locate(path))

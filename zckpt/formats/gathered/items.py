@@ -72,7 +72,7 @@ def slices(folder: str, names: Sequence[str], of: str | None = None) -> list[str
 
 
 def said_of(files: Sequence[str]) -> str:
-    """The beginning of an error about files that seem to be ranks' slices of one model."""
+    """A clause for an error or a warning: these files seem to be ranks' slices of one model."""
     first, last = (os.path.basename(files[place]) for place in (0, -1))
     return (
         f"{first} to {last} have the same tensor names: they seem to be slices of one model on "

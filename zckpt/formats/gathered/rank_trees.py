@@ -151,7 +151,7 @@ class MergedRanks(Struct, eq=False):
     different     the values that differ between ranks; only rank 0's is kept in `tree`
     of_ranks      the other ranks' values where ranks differ, by file
     steps         the files' values under the key `step`
-    copies        tensors that every rank has completely
+    copies        plain tensors, which each rank should have completely
     uncompared    the number of tensors that could only be compared by reading them
     """
 

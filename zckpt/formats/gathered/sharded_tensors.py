@@ -231,7 +231,8 @@ def _split_factor(placement: Any) -> int:
     """The `split_factor` of a `_StridedShard`; 1 for other placements, 0 if it is not stated.
 
     It is the number of parts into which other mesh axes have cut the tensor's axis before. With
-    FSDP2, tensor parallelism has made these cuts. The caller refuses a tensor with the factor 0.
+    FSDP2, tensor parallelism has made these cuts. The caller applies placements in the order of
+    their factors, so those with factor 1 cut first, and refuses a tensor with the factor 0.
     """
     if not placement.name.endswith("._StridedShard"):
         return 1

@@ -107,7 +107,7 @@ def file_names(source: Manifest, options: Options) -> FileNames:
     """Chooses the names of the target's files.
 
     They depend on `--dialect` (such as accelerate) and on the trainer whose files are beside the
-    source. Without `--dialect`, a source of this format keeps the names that it has.
+    source. Without `--dialect`, a source of this format keeps its dialect, or its single file.
     """
     engine = keys_of(source.run.engine)
     if options[DIALECT] is None and not options.weights_only:
@@ -365,8 +365,8 @@ class StateDictWriter(StateDicts):
     ) -> Any:
         """Replaces the stand-ins for tensors in a nested value by tensors without bytes.
 
-        The stand-ins are `BlankTensor` (type and shape of a parameter's tensor), `Scalar` (a 0-d
-        tensor) and `TensorName` (the name of a tensor in the manifest's state). `storages` collects
+        The stand-ins are `BlankTensor` (type and shape of a parameter's tensor), `Scalar` (a
+        number) and `TensorName` (the name of a tensor in the manifest's state). `storages` collects
         the new tensors' places in the file. A `BlankTensor` that occurs several times becomes one
         tensor: `made` caches the results by `id()`. `make` creates a tensor from a `BlankTensor`;
         without `make`, it has the full shape.

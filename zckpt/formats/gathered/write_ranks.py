@@ -41,7 +41,7 @@ ORDER = Foreign(Global(f"{SPECS}.ShardOrderEntry"), (0, (0,)), None, "new")
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """Lays out the files of `--dp` ranks, each with its rows of every tensor.
+    """Lays out the files of `--dp` ranks, each with its rows of tensors, and with full buffers.
 
     Raises WrongOption unless FSDP2 cut the source's parameters into rows on a mesh of one axis.
     Also raises WrongOption with `--dialect`, because all of its values mean complete files.

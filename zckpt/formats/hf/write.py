@@ -211,8 +211,8 @@ class PretrainedWriter(Struct, eq=False, dict=True):
 
         For an adapter, these are written: the adapter's own tensors, and of the base model the
         tensors that were trained and those that PEFT saves with the adapter. AdaLoRA's `ranknum` is
-        never saved. A source without an optimizer does not show what was trained. Of its base
-        model, only tensors that PEFT saves are written.
+        never saved. A source without frozen parameters does not show what was trained
+        (it has no optimizer). Of its base model, only tensors that PEFT saves are written.
         """
         if self.adapter and name.endswith(peft.RANKS):
             return False

@@ -2,8 +2,8 @@
 
 Megatron-Core 0.14 to 0.19.2 writes wrong masters and moments into `fully_reshardable` files if the
 optimizer has several buckets and one has padding at its end: it gathers without the padding, and
-then uses offsets that count it. The weights are right. Flat buffers need no such check: zckpt finds
-the parameters in them by comparing rounded masters with the weights (buffers/placing.py).
+then uses offsets that count it. The weights are right. Flat buffers are not affected: zckpt checks
+by rounding where their parameters are (buffers/placing.py). This module also compares replicas.
 """
 
 from __future__ import annotations

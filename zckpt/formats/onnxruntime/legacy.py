@@ -145,8 +145,9 @@ def _is_half(key: str, tensor: Tensor, suffix: str) -> bool:
 def _weight_names(models: Sequence[Mapping[str, Tensor]], suffix: str) -> set[str]:
     """The names of all weights in the files.
 
-    These are the keys that have a 16-bit copy, and all keys that are neither a 16-bit copy, nor a
-    slice of a weight, nor an optimizer state. `suffix` ends the keys of 16-bit copies.
+    These are the names of 16-bit copies without `suffix`, and all keys that are neither a
+    16-bit copy, nor a slice of a weight, nor an optimizer state. `suffix` ends the keys of 16-bit
+    copies.
     """
     every = [(model, key, tensor) for model in models for key, tensor in model.items()]
     copied = {key.removesuffix(suffix) for _, key, each in every if _is_half(key, each, suffix)}

@@ -208,7 +208,7 @@ class _Entries:
         self._add_moments(name)
 
     def add_whole(self, name: str) -> None:
-        """Adds a weight that every rank stores completely: a frozen one, or any in an fp32 run.
+        """Adds a weight that every rank stores completely: a frozen one, or one trained in fp32.
 
         Raises IncompleteCheckpoint if a rank lacks it.
         """

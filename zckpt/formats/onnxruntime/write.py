@@ -97,7 +97,7 @@ class TargetWeight(Struct, frozen=True):
 
     owned      the ranks' shares of the weight; empty if it is frozen
     apart      only the owners store the weight
-    moments    the types of its optimizer states: {"exp_avg": "F32", ...}
+    moments    the types of its optimizer states: {"Moment_1": "F32", ...}
     updates    its number of completed updates; None if no optimizer state is written
     """
 
@@ -194,8 +194,9 @@ class OnnxRuntimeWriter:
         return TargetWeight(name, "F32", parameter.shape, owned, apart, moments, updates)
 
     def _frozen_weight(self, name: str) -> TargetWeight:
-        """Describes a frozen weight or buffer in the target: fp32, and complete on every rank.
+        """Describes a frozen weight or buffer in the target: it is complete on every rank.
 
+        Floating-point types other than fp64 become fp32; any other type is kept.
         Raises MissingData if the source lacks it.
         """
         entry = self.source.entries.get((name, "param"))

@@ -55,8 +55,7 @@ from .tree import InPieces, Leaf, SavedTree, StepStatement, TreePath, dotted, mi
 class ManifestBuilder:
     """Builds the manifest of a checkpoint from named state dicts of models and optimizers.
 
-    `build` adds, in this order: weights, optimizer states, steps, and all values that are no
-    tensors.
+    `build` adds weights, optimizer states, steps, and all other values.
     """
 
     def __init__(
@@ -219,7 +218,10 @@ class ManifestBuilder:
                 self._add_states(name, scalars)
 
     def _add_others(self, trained: Sequence[str]) -> None:
-        """Adds the tensors that no optimizer lists: frozen weights first, then buffers."""
+        """Adds the tensors that no optimizer lists: weights first, then buffers.
+
+        The weights are frozen if the model has an optimizer, or as zckpt's own facts state.
+        """
         facts, owned = self.facts, set(trained)
         untrained_names = [
             name for name in self.model if name not in owned and name not in self.aliases
@@ -465,7 +467,8 @@ class ManifestBuilder:
         """Converts any value of a state dict for the manifest, which contains no tensors.
 
         A 0-d tensor becomes a number. Any other tensor is replaced by its name, and its byte ranges
-        are added to `entries`. `path` is the value's dotted path, which becomes the name.
+        are added to `entries`. `path` is the value's dotted path, which becomes the name
+        unless zckpt has stated one.
         """
         entries = self.entries if entries is None else entries
         if isinstance(value, Leaf):

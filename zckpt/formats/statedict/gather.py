@@ -93,9 +93,10 @@ def states(
     model       the model's tensors by name; a tensor of another parameter gets no name
     numbers     the names of the parameters that the optimizer numbers, in order
 
-    Only tensors of the parameter's shape are yielded, such as `exp_avg`. Single numbers, such as
-    `step`, are skipped. A key counts as that of a single number if any parameter has under it a
-    Python number, or a tensor of one element although the parameter has another shape.
+    Of a named parameter, only tensors of its shape are yielded, such as `exp_avg`. Single
+    numbers, such as `step`, are skipped. A key counts as that of a single number if any parameter
+    has under it a Python number, or a tensor of one element although the parameter has another
+    shape.
     """
     by_name, nameless = _optimizer(state_dict, numbers)
     named = [(name, state) for name, state in by_name.items() if name in model]

@@ -19,7 +19,7 @@ class Stated(Struct):
     buffers    the names of buffers
     frozen     the names of weights that no optimizer trains
     names      by file, or by key of torch.distributed.checkpoint: the manifest's names of the
-               tensors in it that are no weights or moments
+               tensors in it; weights and moments have "" or are not listed
     inferred   names that no file stated when zckpt read the source
     numbers    the names of the parameters that the optimizer numbers, in order
     optimizer  the class that `--optimizer` named

@@ -39,7 +39,7 @@ SOLE = "model"
 
 
 class Root(Struct, frozen=True):
-    """A model of a checkpoint with several, and the optimizers that train it.
+    """A model of a checkpoint, and the optimizers that train it.
 
     name        the model's key, such as "generator", or "model"
     model       the path of its state dict

@@ -193,7 +193,7 @@ def omitted(key: str) -> Notice:
 
 
 def entry_of(place: TreePath, kept: Collection[TreePath]) -> TreePath:
-    """Shortens a path to the smallest part of the tree that can be removed without any `kept` path.
+    """Shortens a path as far as its value can still be removed without a value at a `kept` path.
 
     ("ema", "model") becomes ("ema",), unless a kept path also begins with "ema".
     """
@@ -244,9 +244,10 @@ def omit_parts(
     models: Mapping[TreePath, Mapping[Any, Any]],
     optimizers: Collection[TreePath],
 ) -> list[TreePath]:
-    """Leaves out averaged weights that each rank saved as its slice; returns their paths.
+    """Leaves out averaged weights that each rank saved as its slice.
 
-    They have the names of the model's weights, but another shape on at least one rank.
+    Returns the paths that were removed from the tree. The averages have the names of
+    the model's weights, but another shape on at least one rank.
     """
     shapes = by_key(
         (str(name), leaf.shape)

@@ -55,7 +55,7 @@ TreePath = tuple[Any, ...]
 
 
 def dotted(path: TreePath) -> str:
-    """The path of a value as a string, such as "optim.state.0.exp_avg"."""
+    """The path of a value as torch.distributed.checkpoint names it: "optim.state.0.exp_avg"."""
     return ".".join(map(str, path))
 
 
@@ -97,7 +97,7 @@ def put(tree: Any, path: TreePath, value: Any, room: int) -> int:
 
 
 def no_twin() -> None:
-    """The `find_twin` of a `Leaf` whose files state no checksums: returns None."""
+    """The `find_twin` of a `Leaf` whose checksums are unknown: returns None."""
 
 
 class Leaf(Struct, frozen=True, eq=False):

@@ -20,7 +20,10 @@ from .tree import Leaf, number_of
 
 
 def weights_of(path: str) -> tuple[dict[str, Leaf], list[Record]]:
-    """The tensors of a safetensors file by name, and their byte ranges."""
+    """The tensors of a safetensors file by name, and their byte ranges.
+
+    The byte ranges come without checksums, because safetensors files state none.
+    """
     tensors = safefile.read(path)
     leaves = {
         stored.name: Leaf(

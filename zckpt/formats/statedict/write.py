@@ -46,7 +46,7 @@ class StateDicts:
 
     `format` is the target's format. Groups of a source with the same format are copied unchanged.
     `layout` is the kind of keys in the optimizer's state dict, "nested" or "flat". None means that
-    of the source, or "nested" if the source is no state dict.
+    of the source, or "nested" if the source has none, or has complete files.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class StateDicts:
 
 
 def _kept_key(key: Any) -> Any:
-    """Converts a key to a string unless it is a string or a number.
+    """Converts a key to a string unless it is a string or an integer.
 
     torch.distributed.checkpoint allows no other keys.
     """

@@ -6,8 +6,8 @@ at the end of a bucket is not stored. In `dp_reshardable` directories, each buck
 `distrib_optim.pt`, all buckets are one tensor, and no file states where they end.
 
 Megatron-Core's rule gives a position, and the bytes confirm it: the fp32 masters there must round
-to the parameter's weights. This module compares the first elements of each parameter; `read.check`
-compares all of them.
+to the parameter's weights. This module compares the first elements of each parameter; a
+conversion compares all of them (`Format.compares`).
 """
 
 from __future__ import annotations
