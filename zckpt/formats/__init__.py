@@ -136,7 +136,8 @@ def is_of_trainer(path: str) -> bool:
 def are_weights_alone(path: str) -> bool:
     """Whether a trainer saved a model at `path` without its optimizer.
 
-    This is so if `path` has weights only, and beside them the trainer's trainer_state.json.
+    Only weights (`detect_weak`) and a step in trainer_state.json beside them are looked for: the
+    caller asks first whether `path` is a checkpoint with an optimizer.
     """
     return trainers.counter(path) is not None and any(item.detect_weak(path) for item in FORMATS)
 
