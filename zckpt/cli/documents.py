@@ -237,7 +237,7 @@ class OfTensor(Struct):
 class LostPart(Notice):
     """What lost files contained of some tensors, and whether it can be restored (`state`).
 
-    elsewhere  other files contain the same bytes
+    elsewhere  other files contain the same values, or values from which they follow
     made-up    no file does, but `mend --rebuild` can put other values in their place
     rebuilt    `mend --rebuild` has done so
     gone       no file does, and no other values can take their place
@@ -264,7 +264,7 @@ class Interrupted(Struct):
 
     `older` is the path of the newest complete checkpoint. `tensors` is the number of tensors that
     the interrupted one should have, and `alike` the number of these that `older` has with the same
-    type and shape. `frozen` are the names of weights that `older` has and training does not change.
+    type and shape. `frozen` are the names of weights among these that training does not change.
     `older` and the numbers are null if they are unknown.
     """
 

@@ -228,8 +228,8 @@ def list_run(
     """List the checkpoints of a run and their state, the oldest first.
 
     A row tells, from the metadata, whether the checkpoint is complete and from one save. If not,
-    the reasons follow below the table. There is a line too if a file changed within the last
-    minute, because the save may still be running. With a size, such as --dp 16, a row tells whether
+    the reasons follow below the table, and a line if a file of it changed within the last minute,
+    because the save may still be running. With a size, such as --dp 16, a row tells whether
     the engine loads the checkpoint on that many ranks. A damaged checkpoint does not hide the
     others.
 

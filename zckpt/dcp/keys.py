@@ -36,7 +36,8 @@ class KeyMeaning(Struct, frozen=True):
     kind   "weight", "state", "group" or "extra"
     name   the source's name of a parameter, buffer or extra state; "" for a numbered group
     slot   the key of an optimizer state or a hyper-parameter, such as "exp_avg" or "lr"
-    front  the part of the key before the parameter's name or, for a group, before `param_groups`
+    front  of a state or a hyper-parameter: the part of the key before the parameter's name; for a
+           numbered group the beginning of its keys, such as "optim.param_groups.0."; else ""
     rule   the change of prefix that turned the program's name into the source's name: for example,
            "module." was removed
     """

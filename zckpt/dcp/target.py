@@ -180,7 +180,8 @@ class LoadTarget:
 
         It is the value that the source's groups have for the parameters of the program's group. If
         the source has no such value and the program's value is only a placeholder, it is the value
-        stored under the key. The members of a group (`params`) are never taken from the source.
+        stored under the key. The members of a group (`params`) are never taken from the source's
+        groups.
         """
         groups, stored = self._groups, self.source.listing.items.get(key)
         assert groups is not None
@@ -355,7 +356,10 @@ def _local(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _fitting(entries: Sequence[Entry], tensor: torch.Tensor) -> Entry:
-    """Chooses the stored tensor that fills a tensor: for a weight in fp32 or fp64, the master."""
+    """Chooses the stored tensor that fills a tensor.
+
+    For a weight in fp32 or fp64, it is the master if there is one.
+    """
     slots = {entry.slot: entry for entry in entries}
     if not WEIGHTS & slots.keys():
         return entries[0]

@@ -24,9 +24,10 @@ XML_1_0 = str.maketrans(
 
 
 class Finding(Struct, frozen=True):
-    """One sentence about a fault, for CI, with its code and the file that it is about.
+    """One sentence of a report, for CI, with its code and the file that it is about.
 
-    docs/codes.md lists the codes. The file is None if the fault is not about one.
+    It is about a fault or a warning. docs/codes.md lists the codes. The file is None if the
+    sentence is not about one.
     """
 
     code: str

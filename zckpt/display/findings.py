@@ -96,7 +96,7 @@ def _relation(report: dict[str, Any], is_wrong: bool) -> str:
 def _fault(report: dict[str, Any]) -> str:
     """A phrase for what is wrong with a checkpoint, such as `is damaged` or `contradicts itself`.
 
-    It adds if all damage is in files that resuming does not read.
+    It says so if all damage is in files that resuming does not read.
     """
     codes = {line["code"] for line in report["problems"]}
     if codes and codes <= {*DAMAGED} and not any(report.get(key) for key in OF_VALUES):

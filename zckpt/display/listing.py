@@ -154,7 +154,7 @@ def _print_obstacles(rows: Sequence[Row], sizes: str) -> None:
 
 
 def _print_count(rows: Sequence[Row], wrong: int) -> None:
-    """Prints how many checkpoints are intact (all bytes were read), or else complete."""
+    """Prints how many checkpoints are intact (all bytes were read), or complete by metadata."""
     count = f"{len(rows) - wrong:,} of {counted(len(rows), 'checkpoint')}"
     if any(row["intact"] is not None for row in rows):
         print(f"intact, of which all bytes were read: {count}")

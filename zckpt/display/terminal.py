@@ -203,8 +203,8 @@ def progress(
     as_json         show nothing unless `asked`; then lines are JSON documents
     asked           (by --progress) print lines on a terminal too, and the first one immediately
 
-    Yields None if `hidden`. Otherwise yields a function to call with the total number of bytes,
-    which returns a function to call after each step with the number of bytes done.
+    Yields None if nothing is shown. Otherwise yields a function to call with the total number of
+    bytes, which returns a function to call after each step with the number of bytes done.
     """
     if hidden or sys.stderr is None or (as_json and not asked):
         yield None

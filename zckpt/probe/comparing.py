@@ -38,7 +38,7 @@ NOISE = 4  # times the noise between one pair of runs
 class Event(Struct, frozen=True):
     """Two runs' records of one tensor, the distance between them, and the tolerated distance.
 
-    `what` is a string with the two numbers that differ most.
+    `what` is the string of `apart`: the two numbers that differ most, or what else differs.
     """
 
     rank: int
@@ -219,7 +219,8 @@ def above_noise(
     The noise is the distance between the runs `a` and `noise` of one program. Also returns the
     largest noise. If the records of ranks were merged (`is_merged`), the noise is the maximum over
     ranks and batches, and the tolerance never becomes smaller than before: runs on different
-    numbers of ranks add in different orders.
+    numbers of ranks add in different orders. Nor does it as soon as any noise was found, because
+    two tensors may be equal by chance.
     """
     measured: dict[tuple[Any, ...], float] = {}
     for event in aligned(a, noise)[0]:

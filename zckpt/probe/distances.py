@@ -42,7 +42,10 @@ def tolerance(record: TensorRecord, narrowest: float) -> float:
 
 
 def apart(a: TensorRecord, b: TensorRecord, is_merged: bool) -> tuple[float, str]:
-    """The distance of two records, and a string with the two numbers that differ most."""
+    """The distance of two records, and a string with the two numbers that differ most.
+
+    If something else differs, such as the shape, the string tells that instead.
+    """
     if a.shape != b.shape:
         return math.inf, f"shape {list(a.shape)} against {list(b.shape)}"
     if a.dtype != b.dtype:

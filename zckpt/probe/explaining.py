@@ -113,8 +113,8 @@ def meaning(
 ) -> str:
     """A sentence about the likely cause of the first difference between two runs.
 
-    `a` and `b` are the records that differ, and `what` is a string with the two numbers that differ
-    most. `is_merged` tells that the records of all ranks were merged into one.
+    `a` and `b` are the records that differ, and `what` is the string that `apart` returned about
+    them. `is_merged` tells that the records of all ranks were merged into one.
     """
     if what.startswith(("shape", "type")):
         of_batch = len(a.shape) == len(b.shape) > 0 and a.shape[1:] == b.shape[1:]

@@ -125,8 +125,9 @@ def _labels(a: Run, b: Run) -> set[tuple[int, str]]:
 def _grouped(run: Run, labels: set[tuple[int, str]]) -> dict[Group, list[RankRecord]]:
     """Groups the records that are to be merged into one record.
 
-    Each group is sorted by batch, then by rank. If the step and the phase (such as "eval") are in
-    `labels`, each batch has its own groups. Otherwise all batches of the step are in one group.
+    Groups are in the order of the first rank's records. Each group is sorted by batch, then by
+    rank. If the step and the phase (such as "eval") are in `labels`, each batch has its own groups.
+    Otherwise all batches of the step are in one group.
     """
     groups: dict[Group, list[RankRecord]] = {}
     for rank in sorted(run.ranks):

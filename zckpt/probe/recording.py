@@ -64,11 +64,12 @@ def record(
 
         step            the number of completed updates when the block begins, or a function that
                         returns the current number
-        optimizer       a torch optimizer that steps once per update: each step counts an update
+        optimizer       a torch optimizer that steps once per update: each step counts an update,
+                        unless `step` is a function
         ranks           only these ranks record; None: all
         start_step, end_step    records only steps in [start_step, end_step)
         parameters      record the modules' parameters once per step
-        gradients       with `parameters`: record their gradients too
+        gradients       record the gradients of outputs and, with `parameters`, of parameters
         samples         the number of elements of each tensor that are kept
         bucket          the number of elements of a tensor on a GPU that are measured at a time
         device          "cpu": copy tensors to the CPU and measure them there, with a CRC-32, which

@@ -64,7 +64,7 @@ class TensorRecord(Struct, frozen=True):
 
     @property
     def module(self) -> str:
-        """The path of the module that returned the tensor, or that has the parameter."""
+        """The path of the module that returned or got the tensor, or that has the parameter."""
         if self.kind in OF_WEIGHTS:
             return self.key.rpartition(".")[0] or "(model)"
         return self.key.partition("#")[0]

@@ -168,7 +168,8 @@ def _modules(
 def used_by(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields a module, and the modules inside whose weights it uses itself, each with its path.
 
-    These are modules without a forward pass of their own, such as those in a ModuleList. Paths are
+    The modules inside are ParameterLists and ParameterDicts, which are never called, and everything
+    in modules of torch that use their children's weights without calling them (`WHOLE`). Paths are
     relative: that of the module itself is "".
     """
     if isinstance(module, WHOLE):

@@ -119,7 +119,7 @@ def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
 
 
 def beside(manifest: Manifest) -> list[Damage]:
-    """Finds damage in bytes that zckpt does not need: version numbers and zip headers.
+    """Finds damage in zip members that zckpt does not need, such as version numbers or a random id.
 
     They belong to no tensor, but torch.load (2.13) refuses a file if certain bits of them are
     flipped.

@@ -129,9 +129,10 @@ class _Comparison:
     def _are_other_schedulers(self, a: Any, b: Any) -> bool:
         """Whether the LR schedulers of the two checkpoints cannot be compared.
 
-        This is so if one is DeepSpeed's own scheduler and the other is torch's. It is also so if
-        the engine's files of only one side have a scheduler: the other side's may be in a trainer's
-        file.
+        This is so if one is DeepSpeed's own scheduler and the other is torch's. If the engine's
+        files of only one side have a scheduler, it depends on that scheduler. For one of torch, it
+        is so if the other side has a scheduler in a trainer's file, or this one in the client
+        state. For DeepSpeed's own, it is so if the engines or the configured schedulers differ.
         """
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             return (COUNTER in a) != (COUNTER in b)
@@ -206,7 +207,7 @@ class _Comparison:
         """Compares values of which each rank has its own, for all ranks but the first.
 
         For the other ranks, a manifest lists only values that differ from the first rank's (in
-        `of_ranks`).
+        `of_ranks`). A value that is not listed is taken from the first rank.
         """
         a, b = self.sides.values()
         for name in dict.fromkeys((*a.files.of_ranks, *b.files.of_ranks)):
@@ -219,7 +220,7 @@ class _Comparison:
                 self._compare(f"{name}: {key}", one, other)
 
     def _compare_layouts(self) -> None:
-        """Compares the offsets of shards that files of the same name state.
+        """Compares what files of the same name state about the run's sizes and its partitions.
 
         Keys that only one side has are not compared: some versions of an engine do not write them.
         """
@@ -370,7 +371,10 @@ def _differing(path: str, a: Any, b: Any) -> Iterator[str]:
 
 
 def twins(a: Manifest, b: Manifest) -> bool:
-    """Whether two checkpoints have the same format and files of the same names and sizes."""
+    """Whether two checkpoints have the same format, engine, ZeRO stage, ranks and module type.
+
+    Then their files have the same names and sizes.
+    """
     same_engine = a.format == b.format and engine_name(a) == engine_name(b)
     return same_engine and _sizes(a) == _sizes(b) and _wrapper(a)[1] == _wrapper(b)[1]
 
@@ -417,7 +421,7 @@ def _facts(manifest: Manifest) -> Report:
 
 
 def plain_facts(origin: Origin) -> Report:
-    """How a checkpoint was saved, such as the engine, as JSON.
+    """How a checkpoint was saved, such as the format, as JSON.
 
     Facts that are lists or dictionaries are left out.
     """

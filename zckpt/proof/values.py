@@ -173,7 +173,7 @@ def _missing(owner: Manifest, other: Manifest, reported: Collection[str]) -> Ite
 
 
 def unsupported_states(manifest: Manifest) -> list[Notice]:
-    """A notice for each optimizer state in the files that zckpt cannot read."""
+    """A notice for each optimizer state in the files that zckpt does not read."""
     return [
         note(
             "state-unsupported",
@@ -272,7 +272,7 @@ def groups(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def without_empty_groups(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Notice]]:
-    """Removes groups without parameters if one of the two checkpoints cannot store them.
+    """Removes groups without parameters if only one of the two checkpoints can store them.
 
     Returns both manifests and notices. DeepSpeed removes such groups from the optimizer. Flat keys
     (`param_groups.fc1.weight.lr`) contain a parameter's name, so they cannot store such a group

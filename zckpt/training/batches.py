@@ -55,7 +55,7 @@ class Batch(Struct, frozen=True):
         return None if self.names == OF_ANY else self.names.micro
 
     def setting(self, ranks: int) -> str | None:
-        """The numbers to set on `ranks` ranks, such as "micro=2"; None if they fit already.
+        """The numbers to set on `ranks` ranks, such as "MICRO=2"; None if they fit already.
 
         None too if DeepSpeed divides the batch itself. `total` must be a multiple of `ranks`.
         """

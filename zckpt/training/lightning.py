@@ -94,7 +94,7 @@ def resuming(
     """Returns a function that gives, for a path, the line of code that resumes from it.
 
     `file` is the name of the file that Lightning loads, if the path is a directory. `otherwise` is
-    returned if Lightning did not save the source, or if the source's optimizer is not Lightning's
+    returned if no known program saved the source, or if the source's optimizer is not Lightning's
     first.
     """
     if not is_in(source):

@@ -293,8 +293,8 @@ class _Filter(Struct, eq=False):
     def _unavoidable(self, value: Any) -> frozenset[str]:
         """The disallowed classes and functions that force zckpt to leave out the whole value.
 
-        Names inside of a dictionary in the value do not: the dictionary can be kept without the
-        items that contain them.
+        Names inside of a dictionary in a list or in an object's state do not: the dictionary can be
+        kept without the items that contain them.
         """
         if not self._disallowed(value) or isinstance(value, dict):
             return frozenset()

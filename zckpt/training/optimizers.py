@@ -212,7 +212,7 @@ def is_of_axis(key: str, shapes: Iterable[Sequence[int]]) -> bool:
 
     The elements of such a state do not belong to the parameter's elements, even if it has the shape
     of a square parameter. If the parameters' `shapes` are all square, only the state's name tells
-    it.
+    it. For other shapes the result is False: there, the state's own shape tells it.
     """
     is_square = all(len(shape) == 2 and shape[0] == shape[1] for shape in shapes)
     return is_square and OF_MATRICES.fullmatch(key) is not None

@@ -29,7 +29,7 @@ Scheduler = Mapping[str, Any]
 
 
 def for_groups(scheduler: Scheduler, origins: Sequence[int]) -> dict[str, Any]:
-    """Changes a learning rate scheduler's state for new parameter groups.
+    """Returns a learning rate scheduler's state, changed for new parameter groups.
 
     Its lists have a value for each group. `origins` has, for each new group, the number of the old
     group whose values it gets.
@@ -42,7 +42,7 @@ def for_groups(scheduler: Scheduler, origins: Sequence[int]) -> dict[str, Any]:
 
 
 def with_rates(scheduler: Scheduler, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sets the learning rates in a scheduler's state to those of `groups`."""
+    """Returns a scheduler's state in which the learning rates are those of `groups`."""
 
     def rated(key: str, values: list[Any]) -> list[Any]:
         name = RATES.get(key)
@@ -68,7 +68,7 @@ def keeps_rates(scheduler: Scheduler) -> bool:
 def _with_lists(
     scheduler: Scheduler, change: Callable[[str, list[Any]], list[Any]]
 ) -> dict[str, Any]:
-    """Changes a scheduler's lists that have a value for each parameter group.
+    """Returns a scheduler's state, with changed lists that have a value for each parameter group.
 
     `change` gets the key and the list, and returns the new list. Schedulers inside this scheduler
     are changed too.

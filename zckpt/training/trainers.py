@@ -246,8 +246,8 @@ def inside(
 
     NeMo AutoModel puts three things into a folder with shards. The model's configuration and
     tokenizer (in `.hf_metadata`) are used. A second copy of the weights (in `consolidated`), and a
-    script that writes this copy, are left out. `own_paths` are the checkpoint's own files in this
-    folder.
+    script that writes this copy and contains the folder's path, are left out. `own_paths` are the
+    checkpoint's own files in this folder.
     """
     siblings = SiblingList(source, OPEN_FOLDERS)
     lines: list[Notice] = []

@@ -92,9 +92,9 @@ class Gathering:
             self._finish(flight)
 
     def _room(self, memory: int, least: int) -> tuple[int, int]:
-        """Divides `memory` bytes between the gathered rows and the other checkpoint's elements.
+        """The bytes of a bucket: of the gathered rows, and of the other checkpoint's elements.
 
-        Returns both numbers of bytes. The rows get at least `least` bytes.
+        `memory` is the limit for both buckets of this process. The rows get at least `least` bytes.
         """
         most = 1.0
         for places in self.places.values():

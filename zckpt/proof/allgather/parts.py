@@ -65,8 +65,8 @@ def with_names(parts: Sequence[Partition], manifest: Manifest) -> WithNames:
     """Names the tensors whose names no file states, by comparing them with the manifest.
 
     A tensor gets the name of the manifest's tensor with the same slot (such as `exp_avg`), type,
-    shape and position of the first byte. Empty tensors have no position. A tensor of one element
-    may be missing in the manifest, which stores it as a number.
+    shape and position of the first byte. Empty tensors have no position. A tensor of at most one
+    element may be missing in the manifest, which stores it as a number.
     """
     entries: dict[tuple[str, int] | None, list[Entry]] = {}
     if any(isinstance(part, Nameless) for part in parts):
@@ -118,7 +118,7 @@ def first_extent(part: Joined | Whole) -> Extent | None:
 def by_name(
     parts: Sequence[Named], manifest: Manifest
 ) -> tuple[list[Named], dict[Key, Entry], dict[Key, Entry]]:
-    """Gives every tensor in the ranks' shards a key, such as ("fc1.weight", "exp_avg").
+    """Gives every tensor in the ranks' shards a unique key, such as ("fc1.weight", "exp_avg").
 
     Returns three things: the shards, the tensors by key, and further copies of tensors by key.
     Copies are momenta that several ranks store completely, and second names of tied weights. A tied
