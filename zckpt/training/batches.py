@@ -55,9 +55,10 @@ class Batch(Struct, frozen=True):
         return None if self.names == OF_ANY else self.names.micro
 
     def setting(self, ranks: int) -> str | None:
-        """The numbers to set on `ranks` ranks, such as "MICRO=2"; None if they fit already.
+        """The numbers to set on `ranks` ranks, such as "per_device_train_batch_size=2".
 
-        None too if DeepSpeed divides the batch itself. `total` must be a multiple of `ranks`.
+        None if they fit already, or if DeepSpeed divides the batch itself. `total` must be a
+        multiple of `ranks`.
         """
         assert self.total is not None
         micro, accumulation, also = self.names
