@@ -217,7 +217,7 @@ def _combined(tables: list[ItemTable]) -> ItemTable:
     items, locations = dict(first.items), dict[ItemKey, ItemLocation](first.locations)
     copies: dict[ItemKey, list[ItemLocation]] = {}
     paths = {**first.paths}
-    known = {(key, box.offsets) for key, item in items.items() for box in _boxes(item)}
+    known_boxes = {(key, box.offsets) for key, item in items.items() for box in _boxes(item)}
     for table in tables[1:]:
         for place, location in table.locations.items():
             if locations.setdefault(place, location) is not location:
@@ -225,12 +225,12 @@ def _combined(tables: list[ItemTable]) -> ItemTable:
         for key, item in table.items.items():
             if key not in items:
                 items[key] = item
-                known |= {(key, box.offsets) for box in _boxes(item)}
+                known_boxes |= {(key, box.offsets) for box in _boxes(item)}
                 continue
             for box in _boxes(item):
-                if (key, box.offsets) not in known:
+                if (key, box.offsets) not in known_boxes:
                     items[key] = _with_box(items[key], box)
-                    known.add((key, box.offsets))
+                    known_boxes.add((key, box.offsets))
         paths = {**table.paths, **paths}
     return replace(first, items=items, locations=Places.of(locations), paths=paths, copies=copies)
 
@@ -352,8 +352,8 @@ class _Columns:
                         _text(name, "the name of a file")
                     if not (0 <= offset < MAX_NUMBER and 0 <= length < MAX_NUMBER):
                         _numbers((offset, length), key)
-                    own = self._number(number, key) if number >= 0 else -1
-                    yield key, own, name, offset, length
+                    shape_number = self._number(number, key) if number >= 0 else -1
+                    yield key, shape_number, name, offset, length
                 continue
             item, stored = attributes(index), attributes(info)
             key, offsets = _text(item.get("fqn"), "a key"), item.get("offset")
@@ -365,8 +365,8 @@ class _Columns:
                 )
             name = _text(stored.get("relative_path"), "the name of a file")
             offset, length = _numbers((stored.get("offset"), stored.get("length")), key)
-            own = -1 if offsets is None else self.shapes.number(_numbers(offsets, key))
-            yield key, own, name, offset, length
+            shape_number = -1 if offsets is None else self.shapes.number(_numbers(offsets, key))
+            yield key, shape_number, name, offset, length
 
 
 def _paths(planner_data: Any, items: Items) -> dict[str, KeyPath]:

@@ -229,16 +229,16 @@ class ItemFiles:
         for box in item.boxes:
             if box.is_empty:
                 continue
-            location, stated = table.location(key, box), (dtype or item.dtype, box.sizes)
-            if (lost := self.missing(location, key, *stated)) is not None:
-                yield box, TorchFile.of(Record(lost.extent, None), *stated)
+            location, described_as = table.location(key, box), (dtype or item.dtype, box.sizes)
+            if (lost := self.missing(location, key, *described_as)) is not None:
+                yield box, TorchFile.of(Record(lost.extent, None), *described_as)
                 continue
-            record = self.planned(location, key, *stated)
+            record = self.planned(location, key, *described_as)
             if record is not None:
-                yield box, TorchFile.of(record, *stated, self.pread)
+                yield box, TorchFile.of(record, *described_as, self.pread)
                 continue
-            file = self.tensor_file(location, key, *stated)
-            require_same(location, key, described(file), stated)
+            file = self.tensor_file(location, key, *described_as)
+            require_same(location, key, described(file), described_as)
             yield box, file
 
     def unused(self, table: ItemTable) -> list[Extent]:

@@ -99,15 +99,15 @@ def _places(metadata: _Metadata, choice: Choice) -> Places:
 
 
 def _numbers(path: str, places: Sequence[tuple[int, int]]) -> list[float]:
-    known: dict[bytes, float] = {}
+    numbers_by_text: dict[bytes, float] = {}
     parsed = Parsed()
     with sources.opened(path) as opened:
         for offset, length in places:
             text = sources.pread(opened.fileno(), length, offset)
-            if text not in known:
+            if text not in numbers_by_text:
                 file = TorchFile(path, parsed, Extent(path, offset, length), opened.fileno())
                 value = file.number(file.value)
                 number = value.value if isinstance(value, Scalar) else value
                 if type(number) in (int, float):
-                    known[text] = float(number)
-    return [*known.values()]
+                    numbers_by_text[text] = float(number)
+    return [*numbers_by_text.values()]

@@ -304,16 +304,16 @@ class Rows:
         match = self.forms.properties.match(data, position)
         if match is None:
             return None
-        known = self._words.get(match[0])
-        if known is None:
+        properties = self._words.get(match[0])
+        if properties is None:
             values = [self._value(ref, memo) for ref in (match[1], match[2], match[4])]
             dtype, layout, form = values
             state = (dtype, layout, match[3] == b"\x88", form, match[5] == b"\x88")
-            known = self._words[match[0]] = Foreign(Global(PROPERTIES), (), state, "new")
+            properties = self._words[match[0]] = Foreign(Global(PROPERTIES), (), state, "new")
         if self.is_numbered:
-            memo[len(memo) + self.skipped] = known
+            memo[len(memo) + self.skipped] = properties
         self._count(1)
-        return [known], match.end()
+        return [properties], match.end()
 
     def _tensor(self, data: Any, position: int, memo: dict[int, Any]) -> Any:
         """Recognizes the description of a tensor if one with the same bytes was read before.
@@ -503,13 +503,13 @@ class Rows:
         self.skipped += 1
 
     def _entered(self, text: bytes, size: tuple[int, ...]) -> int:
-        known = self._known_shapes.get(text)
-        if known is None:
+        number = self._known_shapes.get(text)
+        if number is None:
             if len(self._known_shapes) >= MOST_KNOWN:
                 self._known_shapes.clear()
-            known = self._known_shapes[text] = len(self.shapes)
+            number = self._known_shapes[text] = len(self.shapes)
             self.shapes.append(size)
-        return known
+        return number
 
     def _word(self, ref: bytes | None, memo: dict[int, Any]) -> Any:
         """The value of a reference that many objects of the pickle contain; looked up only once."""

@@ -155,12 +155,12 @@ def metadata(
     items: Items,
     paths: Mapping[str, tuple[Any, ...]],
     locations: Iterable[tuple[ItemKey, ItemLocation]],
-    **others: Any,
+    **further_fields: Any,
 ) -> Foreign:
     """The object to pickle as `.metadata`; files of locations are relative to its folder.
 
-    `paths` are the keys that lead to each item in the program's state dict. `others` are further
-    fields, which torch ignores.
+    `paths` are the keys that lead to each item in the program's state dict. torch ignores
+    `further_fields`.
     """
     return _record(
         "metadata.Metadata",
@@ -174,7 +174,7 @@ def metadata(
         },
         storage_meta=None,
         version=VERSION,
-        **others,
+        **further_fields,
     )
 
 

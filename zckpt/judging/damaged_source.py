@@ -259,17 +259,19 @@ def _stand_in(
     kind, paths = _missing_in(found, error)
     gone = {*paths, *map(found.real, found.lost)}
     there = [path for path in files_below(found.path) if path not in gone]
-    others = {path: other for path in paths if (other := stand_in(path, there)) is not None}
-    borrowed = {path: other for path in paths if path not in others and (other := older(path))}
-    others |= borrowed
-    if not others or len(found.lost) + len(others) > max(MOST, len(there)):
+    replacements = {path: other for path in paths if (other := stand_in(path, there)) is not None}
+    borrowed = {
+        path: other for path in paths if path not in replacements and (other := older(path))
+    }
+    replacements |= borrowed
+    if not replacements or len(found.lost) + len(replacements) > max(MOST, len(there)):
         return False  # a damaged number of ranks may be huge
-    for path in others:
+    for path in replacements:
         found.faults.append(_fault(found, error, kind, path))
     found.shadow = found.shadow or os.path.join(
         temporary, os.path.basename(os.path.abspath(found.path))
     )
-    for path, other in others.items():
+    for path, other in replacements.items():
         inside = os.path.relpath(path, found.path)
         _link(found.path, found.shadow, inside, os.path.realpath(other))
         found.lost[os.path.join(found.shadow, inside)] = kind
@@ -306,11 +308,11 @@ def _link(real: str, shadow: str, inside: str, other: str) -> None:
     if not os.path.isdir(shadow):
         os.mkdir(shadow)
         # links to files such as `latest` are not followed
-        for each in os.scandir(real) if os.path.isdir(real) else ():
-            if each.is_file() and each.stat().st_size <= SMALL:
-                _copy(each.path, os.path.join(shadow, each.name))
+        for item in os.scandir(real) if os.path.isdir(real) else ():
+            if item.is_file() and item.stat().st_size <= SMALL:
+                _copy(item.path, os.path.join(shadow, item.name))
             else:
-                os.symlink(os.path.abspath(each.path), os.path.join(shadow, each.name))
+                os.symlink(os.path.abspath(item.path), os.path.join(shadow, item.name))
     place = os.path.join(shadow, name)
     if os.path.isfile(place) or os.path.islink(place):
         os.unlink(place)

@@ -71,8 +71,8 @@ def has_optimizer(manifest: Manifest) -> bool:
         or bool(manifest.roots)
         or any(
             is_optimizers(entry.slot)
-            for own in manifest.rank_manifests
-            for entry in own.entries.values()
+            for rank_manifest in manifest.rank_manifests
+            for entry in rank_manifest.entries.values()
         )
         or has_groups(manifest.state.get("client_state"), depth=3)
     )

@@ -90,14 +90,14 @@ def has_links(found: Found) -> bool:
     )
 
 
-def remade(found: Found, known: Mapping[str, Alike]) -> str:
+def remade(found: Found, copyable: Mapping[str, Alike]) -> str:
     """Restores lost files in the temporary folder of links, as copies of other ranks' files.
 
-    `known` maps the path of each lost file to the file to copy. The links in that folder lead to
+    `copyable` maps the path of each lost file to the file to copy. The links in that folder lead to
     the checkpoint's files. Returns the folder's path.
     """
-    for path, own in known.items():
-        own.write(path)
+    for path, copied in copyable.items():
+        copied.write(path)
     assert found.shadow is not None
     return found.shadow
 
@@ -108,7 +108,7 @@ def _alike(found: Found, path: str) -> Alike | None:
     if lost is None or AXIS not in lost.axes or _has_parts(found, path):
         return None
     gone = {*map(found.real, found.lost)}
-    others = [
+    other_files = [
         other
         for other in sorted(files_below(found.path))
         if other not in gone
@@ -116,17 +116,19 @@ def _alike(found: Found, path: str) -> Alike | None:
         and its.is_like(lost)
         and its.numbers == lost.numbers_with(AXIS, its.at(AXIS) or 0)
     ]
-    if len(others) < FEWEST:
+    if len(other_files) < FEWEST:
         return None
     try:
-        renamings = {other: [*_renaming(other, real)] for other in others}
+        renamings = {other: [*_renaming(other, real)] for other in other_files}
         with corrected(each for renaming in renamings.values() for each in renaming):
-            first, *rest = others
+            first, *rest = other_files
             if not all(sources.same_bytes(first, other) for other in rest):
                 return None
     except (ZckptError, OSError, ValueError, struct.error, zipfile.BadZipFile):
         return None
-    return Alike(os.path.relpath(real, found.path), first, tuple(renamings[first]), len(others))
+    return Alike(
+        os.path.relpath(real, found.path), first, tuple(renamings[first]), len(other_files)
+    )
 
 
 def _has_parts(found: Found, path: str) -> bool:

@@ -59,9 +59,9 @@ def stated_twice(damage: Damage) -> Correction | None:
     member's data. If the data have the second CRC-32, and the one in the directory differs from it
     in one bit, that bit was flipped.
     """
-    extent, stated = damage.record.extent, damage.record.crc
-    assert stated is not None
-    if (stated ^ damage.crc).bit_count() != 1:
+    extent, stated_crc = damage.record.extent, damage.record.crc
+    assert stated_crc is not None
+    if (stated_crc ^ damage.crc).bit_count() != 1:
         return None
     try:
         members = [item for item in members_of(extent.file) if item.offset == extent.offset]
@@ -76,6 +76,6 @@ def stated_twice(damage: Damage) -> Correction | None:
         if behind[:4] == DESCRIPTOR:
             second = struct.unpack_from("<I", behind, 4)[0]
         if second == damage.crc:
-            before, after = (struct.pack("<I", crc) for crc in (stated, damage.crc))
+            before, after = (struct.pack("<I", crc) for crc in (stated_crc, damage.crc))
             return Correction(extent.file, member.entry + 16, before, after)
     return None

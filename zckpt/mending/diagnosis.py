@@ -131,14 +131,14 @@ def what_opens(path: str, reading: Reading, stack: ExitStack) -> Diagnosis:
             blamed = [_blamed(judged)]
         except REFUSED as caught:
             error, blamed = caught, [[caught.file or path], _below(caught.file or path)]
-        known = {place.extent for place in early}
+        known_extents = {place.extent for place in early}
         found = list[Place]()
         for files in blamed:
             found = found or [
                 place
                 for file in dict.fromkeys(filter(os.path.isfile, files))
                 for place in _in_file(file)
-                if place.extent not in known
+                if place.extent not in known_extents
             ]
         early += found
         corrections = corrections_of(found)
@@ -253,11 +253,11 @@ def _of_tensors(
     """Yields the damaged tensors, if they lie in one piece, with their original bytes."""
     for result in outcome.results:
         for entry, crc in zip((result.match.a, result.match.b), result.digests, strict=True):
-            stated = entry.digest if entry is not None else None
-            if entry is None or crc in (None, stated) or stated is None:
+            stated_crc = entry.digest if entry is not None else None
+            if entry is None or crc in (None, stated_crc) or stated_crc is None:
                 continue
             assert crc is not None
             pieces = [*entry.fragments]
             if entry is manifest.entries.get(entry.key) and len(pieces) == 1:
-                damage = Damage(Record(pieces[0].extent, stated), crc)
+                damage = Damage(Record(pieces[0].extent, stated_crc), crc)
                 yield explained(damage, [(entry, pieces[0])], witnesses)

@@ -254,10 +254,10 @@ def lacks_model(found: Found) -> bool:
     return is_only_one and any(map(is_of_optimizer, left))
 
 
-def losses_of(found: Found, older: Manifest | None, known: Mapping[str, Alike]) -> Losses:
+def losses_of(found: Found, older: Manifest | None, copyable: Mapping[str, Alike]) -> Losses:
     """Finds out what a checkpoint has lost with its files.
 
-    `older` is an earlier checkpoint of the same run. Files in `known` can be copied from other
+    `older` is an earlier checkpoint of the same run. Files in `copyable` can be copied from other
     ranks, so they are reported as restored, not as lost.
     """
     faults = _each_once(found)
@@ -271,17 +271,17 @@ def losses_of(found: Found, older: Manifest | None, known: Mapping[str, Alike]) 
         if is_layers and older is not None and (found.borrowed or not found.lost):
             return Losses(None, faults, unfit=_unfit_layer(older))
         return Losses(found.manifest, faults, lacks_layer=is_layers and not found.lost)
-    lines = [_restored(path, copied, found) for path, copied in known.items()]
-    if known.keys() == found.lost.keys():
+    lines = [_restored(path, copied, found) for path, copied in copyable.items()]
+    if copyable.keys() == found.lost.keys():
         return Losses(
-            found.manifest, faults, lines, remade=[copied.mended for copied in known.values()]
+            found.manifest, faults, lines, remade=[copied.mended for copied in copyable.values()]
         )
-    lost = [each for each in _losses(found, older) if not known.keys() >= {*each.files}]
+    lost = [each for each in _losses(found, older) if not copyable.keys() >= {*each.files}]
     losses = Losses(found.manifest, faults, [*lines, *_lines(found, lost)], lost)
     losses = replace(losses, copies=dict(_copies(found, older)))
     if older is not None and any(map(is_model, found.borrowed)):
         return _continued(losses, found, older)
-    values = [*_of_other_ranks(found, found.lost.keys() - known.keys() - found.borrowed.keys())]
+    values = [*_of_other_ranks(found, found.lost.keys() - copyable.keys() - found.borrowed.keys())]
     lines = [*losses.lines, *(_line_of(value, file) for file, value in values)]
     return replace(losses, lines=lines, values=[value for _, value in values])
 
@@ -415,11 +415,11 @@ def _lines(found: Found, lost: Sequence[Loss]) -> Iterator[Report]:
     yield line_of(note("elements-missing", message), state="elsewhere", tensors=[])
     groups = by_key(((each.state, each.entry.slot, each.why, each.files), each) for each in lost)
     order = {state: place for place, state in enumerate(("elsewhere", "made-up", "gone"))}
-    for (state, slot, why, files), own in sorted(
+    for (state, slot, why, files), losses in sorted(
         groups.items(), key=lambda item: order[item[0][0]]
     ):
-        names = [*dict.fromkeys(each.entry.parameter for each in own)]
-        count, total = sum(each.count for each in own), sum(each.entry.numel for each in own)
+        names = [*dict.fromkeys(loss.entry.parameter for loss in losses)]
+        count, total = sum(loss.count for loss in losses), sum(loss.entry.numel for loss in losses)
         paths = [found.real(file) for file in files]
         what, where = WORDS.get(slot, slot), listed([*map(os.path.basename, paths)], MOST)
         message = (
@@ -427,10 +427,10 @@ def _lines(found: Found, lost: Sequence[Loss]) -> Iterator[Report]:
             f"{where}: {why}"
         )
         tensors = [
-            {"tensor": each.entry.name, "elements": each.count, "of": each.entry.numel}
-            for each in own
+            {"tensor": loss.entry.name, "elements": loss.count, "of": loss.entry.numel}
+            for loss in losses
         ]
-        notice = problem("elements-missing", message, subject=own[0].entry.name, file=paths[0])
+        notice = problem("elements-missing", message, subject=losses[0].entry.name, file=paths[0])
         yield line_of(notice, state=state, tensors=tensors)
 
 
@@ -464,9 +464,9 @@ def _of_buffers(manifest: Manifest, found: Found) -> Iterator[Loss]:
     The lost file is a tensor-parallel rank's. Exactly one complete copy of each buffer is left.
     """
     whole = Counter(
-        each.key
-        for each in (*manifest.entries.values(), *manifest.replicas)
-        if is_whole(each, found.lost)
+        entry.key
+        for entry in (*manifest.entries.values(), *manifest.replicas)
+        if is_whole(entry, found.lost)
     )
     for copy in manifest.replicas:
         files = {fragment.extent.file for fragment in copy.fragments} & found.lost.keys()

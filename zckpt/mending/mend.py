@@ -94,21 +94,21 @@ def mend(
             with corrected(restored):
                 found = stack.enter_context(whatever_is_there(source, reading, other))
             is_hidden = not reading.follow_links and has_links(found)
-            known = {} if is_hidden else alike(found)
-            losses = losses_of(found, other, known)
+            copyable = {} if is_hidden else alike(found)
+            losses = losses_of(found, other, copyable)
             if losses.lacks_older:
                 rebuilding.need_older()
             lacking = rebuilding.lacking(losses.slots)
-            is_all = bool(known) and known.keys() == found.lost.keys()
+            is_all = bool(copyable) and copyable.keys() == found.lost.keys()
             made = None
             if losses.can_be_made_up and not lacking and not is_hidden:
                 losses = replace(losses, differing=differing_copies(found, losses))
-                made = rebuilt(found, losses, found.lost.keys() - known.keys(), rebuilding)
+                made = rebuilt(found, losses, found.lost.keys() - copyable.keys(), rebuilding)
             if made is not None:
-                losses = losses.made_up([*(copied.mended for copied in known.values()), *made])
+                losses = losses.made_up([*(copied.mended for copied in copyable.values()), *made])
                 is_all = True
             if is_all:
-                seen, real = remade(found, known), found.real
+                seen, real = remade(found, copyable), found.real
                 reading = replace(reading, follow_links=True)  # it is a folder of links
                 diagnosis = diagnose(seen, reading, other, copying, begin)
         base = os.path.abspath(seen if os.path.isdir(seen) else os.path.dirname(seen))

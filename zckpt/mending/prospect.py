@@ -108,12 +108,13 @@ def _of_places(opened: Diagnosis) -> Prospect:
 
 def _phrases(places: Sequence[Place]) -> Iterator[str]:
     """Yields a phrase for each file that says what is restored in it."""
-    restored = (place.mended(os.path.dirname(place.extent.file)) for place in places)
-    for file, own in by_key((each.file, each) for each in restored if each is not None).items():
-        if len(own) == 1 and own[0].bit is not None:
-            yield f"restore bit {own[0].bit} of byte {own[0].offset} of {file}"
+    mended = (place.mended(os.path.dirname(place.extent.file)) for place in places)
+    by_file = by_key((restored.file, restored) for restored in mended if restored is not None)
+    for file, corrections in by_file.items():
+        if len(corrections) == 1 and corrections[0].bit is not None:
+            yield f"restore bit {corrections[0].bit} of byte {corrections[0].offset} of {file}"
         else:
-            yield f"restore {counted(len(own), 'place')} of {file}"
+            yield f"restore {counted(len(corrections), 'place')} of {file}"
 
 
 def _of_losses(
@@ -122,8 +123,8 @@ def _of_losses(
     """Says what `mend` would restore of lost files; None if one of them cannot be written again."""
     other = None if older is None else read(older, Reading(nameless=True, opens_items=True))
     with whatever_is_there(path, reading, other) as found:
-        known = alike(found)
-        losses = losses_of(found, other, known)
+        copyable = alike(found)
+        losses = losses_of(found, other, copyable)
         if losses.lacks_older and not opened.places:
             what, options = _made_up([MODEL], AN_OLDER_ONE), ("--older PATH", f"--rebuild {MODEL}")
             return Prospect(what, options, makes_up=True)
@@ -136,7 +137,7 @@ def _of_losses(
         links = ("--follow-links",) if is_hidden else ()
         names = [os.path.basename(found.real(lost)) for lost in found.lost]
         phrases = joined([*_phrases(opened.places), f"write {listed(names, MOST)} again"])
-        if known.keys() == found.lost.keys():
+        if copyable.keys() == found.lost.keys():
             return Prospect(f"{phrases}, as all other ranks have the same bytes", links)
         is_left = losses.can_be_made_up and not differing_copies(found, losses)
         if opened.places or not is_left:

@@ -242,27 +242,30 @@ def differing_copies(found: Found, losses: Losses) -> list[str]:
     master of the parameter, and of all tensors of its kind (such as `exp_avg`) but buffers, whose
     running means differ from rank to rank. Replicas that zckpt has made up need not be equal.
     """
-    names, others = [], losses.others
-    made_up = losses.made_up_keys - others.keys()
+    names, supplied = [], losses.others
+    made_up = losses.made_up_keys - supplied.keys()
     for manifest in found.known.rank_manifests:
         by_name = by_key((copy.key, copy) for copy in manifest.replicas)
         groups = {key: [manifest.entries[key], *own] for key, own in by_name.items()}
-        left = {key: [each for each in own if _is_left(each, found)] for key, own in groups.items()}
-        lost = [key for key, own in groups.items() if len(left[key]) < len(own)]
+        left = {
+            key: [each for each in copies if _is_left(each, found)]
+            for key, copies in groups.items()
+        }
+        lost = [key for key, copies in groups.items() if len(left[key]) < len(copies)]
         drifted = {
             key[1]
-            for key, own in (groups.items() if others.keys() & {*lost} else ())
-            if key[0] not in manifest.buffers and not _agree(own, found)
+            for key, copies in (groups.items() if supplied.keys() & {*lost} else ())
+            if key[0] not in manifest.buffers and not _agree(copies, found)
         }
         for key in lost:
-            is_copied = key in others
+            is_copied = key in supplied
             is_made = key in made_up and all(map(may_drift, by_name[key]))
-            own = [] if is_made else left[key]
+            remaining = [] if is_made else left[key]
             of_weights = [left.get((key[0], slot), []) for slot in WEIGHTS]
             of_weights = of_weights if is_copied or is_made else []
-            is_alone = not is_copied and not is_made and len(own) < FEWEST
+            is_alone = not is_copied and not is_made and len(remaining) < FEWEST
             is_unlike = is_copied and key[1] in drifted
-            if is_alone or is_unlike or not all(map(_are_equal, (own, *of_weights))):
+            if is_alone or is_unlike or not all(map(_are_equal, (remaining, *of_weights))):
                 names.append(groups[key][0].name)
     return names
 
@@ -346,9 +349,9 @@ def _fill(
             if (other := rebuilding.source(entry, source)) is not None:
                 _copy(reader, other, entry, run, number)
         crcs = {
-            each.extent.offset: crc_of([each.extent])
-            for each in shells.files.records
-            if each.extent.file == made
+            record.extent.offset: crc_of([record.extent])
+            for record in shells.files.records
+            if record.extent.file == made
         }
         state_checksums(number, Extent(made, 0, os.fstat(number).st_size), crcs)
 

@@ -35,9 +35,9 @@ def masters_round(manifest: Manifest, lost: Mapping[str, str], older: Manifest |
         if rest is not weight and master is not None and master.shape == weight.shape:
             entries[weight.key], entries[master.key] = rest, masters.part_of(master, ranges)
     replicas = tuple(
-        each
-        for each in manifest.replicas
-        if is_whole(each, lost) and entries.get(each.key) is manifest.entries.get(each.key)
+        entry
+        for entry in manifest.replicas
+        if is_whole(entry, lost) and entries.get(entry.key) is manifest.entries.get(entry.key)
     )
     left = manifest.replace(entries=entries, replicas=replicas)
     sources = [left] if older is None else [left, older]

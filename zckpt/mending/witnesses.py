@@ -110,8 +110,8 @@ class Witnesses:
         None if there is no such tensor.
         """
         extent = damage.record.extent
-        for who, others in self._sets(contents):
-            corrections = _differences(contents, others)
+        for who, references in self._sets(contents):
+            corrections = _differences(contents, references)
             if not corrections:
                 continue
             with corrected(corrections):
@@ -131,8 +131,8 @@ class Witnesses:
             for entry, _ in contents
         }
         for number in range(max(map(len, copies.values()), default=0)):
-            others = {key: own[number] for key, own in copies.items() if number < len(own)}
-            yield "a copy on another rank", others
+            references = {key: own[number] for key, own in copies.items() if number < len(own)}
+            yield "a copy on another rank", references
         pairs = ((entry, self._pairs.get(id(entry))) for entry, _ in contents)
         partners = (
             (entry, match.b if match.a is entry else match.a) for entry, match in pairs if match
@@ -150,27 +150,27 @@ class Witnesses:
             )
         if self._older is not None:
             entries = self._older.entries
-            others = {
+            references = {
                 id(entry): other
                 for entry, _ in contents
                 if (other := entries.get(entry.key)) is not None
                 and (other.dtype, other.shape) == (entry.dtype, entry.shape)
             }
-            yield f"the older checkpoint {self._older.where}", others
+            yield f"the older checkpoint {self._older.where}", references
 
 
-def _differences(contents: Contents, others: dict[int, Entry]) -> list[Correction]:
+def _differences(contents: Contents, references: dict[int, Entry]) -> list[Correction]:
     """Makes the corrections that copy elements of other tensors over damaged ones.
 
-    `others` maps the `id` of a damaged tensor's entry to the other entry. Elements of a wider type
-    are rounded. The list is empty if more than 8 MiB differ. Fragments with more than 65,536
-    sequences of consecutive elements are left out.
+    `references` maps the `id` of a damaged tensor's entry to the entry to copy from. Elements of a
+    wider type are rounded. The list is empty if more than 8 MiB differ. Fragments with more than
+    65,536 sequences of consecutive elements are left out.
     """
     corrections, count = list[Correction](), 0
     ours, theirs = Buffer(BLOCK).view, Buffer(BLOCK).view
     with reading([RecordChecker(())], SCRATCH) as (reader,):
         for entry, fragment in contents:
-            other, size = others.get(id(entry)), SIZES[entry.dtype]
+            other, size = references.get(id(entry)), SIZES[entry.dtype]
             if other is None or fragment.count > MOST_RUNS:
                 continue
             for run in fragment.runs(0, entry.numel):

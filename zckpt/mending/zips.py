@@ -243,14 +243,14 @@ class _Zip:
         magic, flags, method, crc, packed, length, named, _ = struct.unpack_from(
             "<4s2xHH4xIIIHH", head
         )
-        stated = (crc, packed, length)
+        header_sizes = (crc, packed, length)
         short = min(member.length, WIDE)
         expected = (member.crc, short, short)
         stop = self._offset(member) + member.length
         agree = (
             (magic, method, named, head[LOCAL:]) == (b"PK\3\4", 0, name, member.name)
             and flags == member.flags == self._flags(member)
-            and stated == ((0, 0, 0) if flags & DESCRIBED else expected)
+            and header_sizes == ((0, 0, 0) if flags & DESCRIBED else expected)
             and (number > 0 or member.header == 0)
         )
         if flags & DESCRIBED and agree:

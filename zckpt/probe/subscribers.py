@@ -275,12 +275,12 @@ class _Hooks:
         subscribed = self.by_method
 
         def before() -> None:
-            for each in subscribed["pre_backward_module"]:
-                each.pre_backward_module(place)
+            for subscriber in subscribed["pre_backward_module"]:
+                subscriber.pre_backward_module(place)
 
         def after() -> None:
-            for each in reversed(subscribed["post_backward_module"]):
-                each.post_backward_module(place)
+            for subscriber in reversed(subscribed["post_backward_module"]):
+                subscriber.post_backward_module(place)
 
         def change(path: str, gradient: Tensor) -> Tensor:
             for subscriber in subscribed["gradient_tensor"]:

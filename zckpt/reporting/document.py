@@ -112,12 +112,12 @@ def _checkpoints(path: str, source: Mapping[str, Any]) -> tuple[list[Candidate],
     except (ZckptError, OSError):  # reading the path as one checkpoint raises the better error
         return itself, []
     there = [
-        each
-        for each in listed_checkpoints
-        if os.path.isdir(each.where) or os.path.isfile(each.where)
+        checkpoint
+        for checkpoint in listed_checkpoints
+        if os.path.isdir(checkpoint.where) or os.path.isfile(checkpoint.where)
     ]
     return (
-        (there, [each for each in listed_checkpoints if each not in there])
+        (there, [checkpoint for checkpoint in listed_checkpoints if checkpoint not in there])
         if there
         else (itself, [])
     )

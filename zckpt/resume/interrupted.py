@@ -40,18 +40,18 @@ def interrupted(
     with suppress(ZckptError, OSError):
         found = candidates(path)
         order = [standing.path for standing in formats.by_age(each.where for each in found)]
-        for each in sorted(found, key=lambda each: order.index(each.where), reverse=True):
-            if tag is not None and tag not in (each.tag, each.name):
+        for candidate in sorted(found, key=lambda each: order.index(each.where), reverse=True):
+            if tag is not None and tag not in (candidate.tag, candidate.name):
                 continue
-            verdict = judged(each, reading)
+            verdict = judged(candidate, reading)
             if not verdict.whole:
                 break
-            return _report(each, verdict, others(path, each.tag), reading)
+            return _report(candidate, verdict, others(path, candidate.tag), reading)
     return None
 
 
 def _report(
-    candidate: Candidate, verdict: Verdict, others: list[Candidate], reading: Mapping[str, Any]
+    candidate: Candidate, verdict: Verdict, older_ones: list[Candidate], reading: Mapping[str, Any]
 ) -> Report:
     wrong = dict[str, State](states_in(verdict.error) if verdict.error else {})
     with ExitStack() as stack:
@@ -63,7 +63,7 @@ def _report(
         wrong |= {path: wrong.get(path, "unreadable") for path in lost if os.path.exists(path)}
         wrong |= dict.fromkeys((path for path in lost if not os.path.exists(path)), "missing")
         rows = verdict.rows if verdict.manifest else of_folder(candidate.where, wrong)
-        older = _newest_whole(others, reading)
+        older = _newest_whole(older_ones, reading)
         return {
             "name": candidate.name,
             "path": candidate.where,
@@ -77,13 +77,13 @@ def _report(
 
 
 def _newest_whole(
-    others: list[Candidate], reading: Mapping[str, Any]
+    older_ones: list[Candidate], reading: Mapping[str, Any]
 ) -> tuple[Candidate, Manifest] | None:
-    for each in others:
+    for candidate in older_ones:
         with suppress(ZckptError, OSError):
-            verdict = judged(each, reading)
+            verdict = judged(candidate, reading)
             if verdict.manifest is not None and not verdict.obstacles:
-                return each, verdict.manifest
+                return candidate, verdict.manifest
     return None
 
 

@@ -214,11 +214,11 @@ class Resuming(Struct, dict=True):
         aside = [
             warning(
                 "checkpoint-set-aside",
-                f"{each['path']} is skipped: {each['reason']['message']}; {candidate.where} is "
-                "used",
-                file=each["path"],
+                f"{skipped['path']} is skipped: {skipped['reason']['message']}; "
+                f"{candidate.where} is used",
+                file=skipped["path"],
             )
-            for each in left
+            for skipped in left
         ]
         lines = said([*aside, *candidate.notes])
         for line in (*plan["lines"], *plan["said"]):

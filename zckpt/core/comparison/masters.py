@@ -190,9 +190,9 @@ class Rounding:
     ) -> list[tuple[Manifest, Result]]:
         results_by_id = {
             id(self._wholes[number]): Result(
-                self.matches[number], (None, None), Difference(each.count, each.first)
+                self.matches[number], (None, None), Difference(difference.count, difference.first)
             )
-            for number, each in differing.items()
+            for number, difference in differing.items()
         }
         rest = [each for each in self._compared if copies and not each.whole]
         results = results_of(self._manifest, [each.match for each in rest])

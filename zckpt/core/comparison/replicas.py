@@ -147,9 +147,14 @@ class Replicas:
             number: Result(
                 self.matches[number],
                 (None, None),
-                Difference(each.count, each.first, max_abs=each.max_abs, nans=(each.nans, 0)),
+                Difference(
+                    difference.count,
+                    difference.first,
+                    max_abs=difference.max_abs,
+                    nans=(difference.nans, 0),
+                ),
             )
-            for number, each in sorted(differing.items())
+            for number, difference in sorted(differing.items())
         }
 
 

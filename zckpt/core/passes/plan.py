@@ -85,11 +85,11 @@ def join(source: Manifest, target: Manifest, from_masters: bool) -> list[Pair]:
     MissingData if the source has no such tensor.
     """
     pairs = []
-    for rank, (rank_manifest, its) in enumerate(
+    for rank, (rank_manifest, target_manifest) in enumerate(
         zip(source.rank_manifests, target.rank_manifests, strict=True)
     ):
         owners = rank_manifest.owners
-        for entry in (*its.entries.values(), *its.replicas):
+        for entry in (*target_manifest.entries.values(), *target_manifest.replicas):
             name = owners.get(entry.parameter, entry.parameter)
             pairs.append(Pair(_source_of(entry, name, rank_manifest, from_masters), entry, rank))
     return pairs

@@ -84,14 +84,14 @@ def claimed(
     this process's. `size_of` returns the number of bytes that a task reads. `progress` is called
     with this number for each task that another process runs.
     """
-    mine, number, filled = claim(), 0, 0
+    claimed_block, number, filled = claim(), 0, 0
     for task in tasks:
         if filled >= BLOCK:
             number, filled = number + 1, 0
-            if number > mine:
-                mine = claim()
+            if number > claimed_block:
+                claimed_block = claim()
         filled += size_of(task)
-        if number == mine:
+        if number == claimed_block:
             yield task
         elif progress:
             progress(size_of(task))

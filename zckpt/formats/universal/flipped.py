@@ -91,11 +91,11 @@ def _bits_by_checksum(text: bytes, document: dict[str, Any]) -> Iterator[Bit]:
     (the sorted JSON from which the CRC-32 is computed). The text may list its keys in another order
     than the canonical contents. So the bytes around the flipped bit are searched for in the text.
     """
-    stated = document.get("crc32")
-    if not isinstance(stated, str) or not re.fullmatch("[0-9a-f]{8}", stated):
+    stated_crc = document.get("crc32")
+    if not isinstance(stated_crc, str) or not re.fullmatch("[0-9a-f]{8}", stated_crc):
         return
     contents = canonical(document)
-    for place, bit in flipped_bits(int(stated, 16), crc32(contents), len(contents)):
+    for place, bit in flipped_bits(int(stated_crc, 16), crc32(contents), len(contents)):
         start, stop = max(0, place - AROUND), place + AROUND + 1
         ends = (match.end() for match in MARK.finditer(contents[start:place]))
         begin = max(ends, default=0)
