@@ -150,7 +150,7 @@ def test_a_line_of_check_has_the_reasons(zckpt: Zckpt) -> None:
     assert zckpt("check", EXAMPLE, TRAINER, "--dp", 4).out.splitlines() == [
         f"{EXAMPLE / 'global_step7'} loads as it is (deepspeed, dp 4)",
         f"{TRAINER} does not load as it is (deepspeed, dp 4): saved by 2 data-parallel ranks; "
-        "4 are asked for [size-differs]",
+        "4 are asked for [size-differs]; 1 warning",
     ]
 
 

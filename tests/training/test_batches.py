@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,42 @@ def test_the_next_run_of_deepspeed(words: dict[str, Any], said: list[str]) -> No
     """The example states 6 samples for each of 4 ranks, and no global batch."""
     assert [line.message for line in batch_changes(zckpt.read(EXAMPLE), words, ())] == said
     assert batch_changes(zckpt.read(EXAMPLE), words, [{"code": "batch-size-changes"}]) == []
+
+
+@pytest.mark.engines
+@pytest.mark.first
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "sizes", [(24, None, None), (24, 6, None), (24, None, 2), (24, 6, 1), (None, 6, None)]
+)
+def test_deepspeed_computes_the_rest(
+    sizes: tuple[int | None, ...],
+    ranks: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is said if the engine keeps the batch itself, else what makes it do so."""
+    from deepspeed.runtime import config as engine
+
+    monkeypatch.setattr(engine.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(engine.dist, "get_world_size", lambda: ranks)
+
+    def samples(config: dict[str, Any]) -> int:
+        loaded = engine.DeepSpeedConfig(config)
+        return ranks * loaded.train_micro_batch_size_per_gpu * loaded.gradient_accumulation_steps
+
+    config = {name: size for name, size in zip(batches.SETTINGS, sizes, strict=True) if size}
+    report = zckpt.reshard(EXAMPLE, tmp_path / "target", dp=ranks, config=config, dry_run=True)
+    told = changes(report)
+    resumed = batch_changes(zckpt.read(EXAMPLE), {"dp": ranks, "config": config}, ())
+    assert [line.message for line in resumed] == told
+    try:
+        is_kept = samples(config) == 24
+    except AssertionError:  # its sizes contradict each other
+        is_kept = False
+    assert (told == []) == is_kept
+    advice = dict(re.findall(r"(\w+)=(\d+)", told[0])) if told else {}
+    assert samples(config | {name: int(size) for name, size in advice.items()}) == 24
 
 
 @pytest.mark.parametrize(("ranks", "times"), [(4, None), (8, "1/2 of"), (2, "2 times")])

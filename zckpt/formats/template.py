@@ -79,7 +79,7 @@ class Template:
         wrong = [
             f"{name} ({list(shape)} and {list(self.shape(name))})"
             for name, owner in owners.items()
-            if not self.fits(name, shape := _shape(source, owner))
+            if not self.fits(name, shape := source.shape_of(owner))
         ]
         if wrong:
             raise MissingData(
@@ -94,7 +94,7 @@ class Template:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a weight or a buffer in the run."""
-        return _shape(self.run, name)
+        return self.run.shape_of(name)
 
     def fits(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a source's shape fits the run's weight `name`.
@@ -123,7 +123,7 @@ class Template:
         for name, like in self.run.parameters.items():
             owner = self.owners[name]
             # files of full tensors do not distinguish buffers from frozen weights
-            parameter = self.source.parameters.get(owner) or Parameter(_shape(self.source, owner))
+            parameter = self.source.parameters.get(owner) or Parameter(self.source.shape_of(owner))
             parameters[name] = replace(
                 parameter, trainable=like.trainable, group=like.group, aliases=like.aliases
             )
@@ -202,11 +202,6 @@ class Template:
                     subject=name,
                 )
         return chosen
-
-
-def _shape(manifest: Manifest, name: str) -> tuple[int, ...]:
-    parameter = manifest.parameters.get(name)
-    return manifest.entries[name, "param"].shape if parameter is None else parameter.shape
 
 
 def _listed(slots: set[str]) -> str:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from msgspec.structs import replace
-
 from .. import formats
 from ..core.checkpoint.facts import FlatBufferEngine
 from ..core.checkpoint.manifest import Manifest
@@ -55,17 +53,13 @@ def batch_changes(
     ranks, origin, engine = words["dp"], manifest.run.origin, manifest.run.engine
     of_zero = manifest.format in ("deepspeed", "onnxruntime")  # other formats state no size
     is_told = any(line["code"] == batches.CHANGES for line in lines)
-    if not of_zero or origin.dp in (None, ranks) or is_told:
+    if not of_zero or origin.dp is None or is_told:
         return []
-    found, sp = batches.Batch(None, batches.OF_ANY), origin.sequence_ranks(ranks)
+    config = None
     if manifest.format == "deepspeed" and isinstance(engine, FlatBufferEngine):
-        found = batches.in_config(manifest, words.get("config") or engine.config)
-        sp = words.get("sp") or sp
-    if found.total is None:
-        found = replace(found, total=batches.global_batch(manifest))
-    if found.micro is None:  # DeepSpeed computes it, but the program's data loader may not
-        found = replace(found, accumulation=None)
-    return batches.changes(found, manifest, ranks, sp)
+        config = words.get("config") or engine.config
+    sp = words.get("sp") or origin.sequence_ranks(ranks)
+    return batches.of_next_run(manifest, ranks, config, sp)
 
 
 def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:

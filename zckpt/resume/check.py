@@ -13,7 +13,7 @@ from ..core.checkpoint.manifest import Manifest
 from ..core.comparison.replicas import not_compared
 from ..core.passes.description import VERSION, line_of, said, unopened
 from ..errors import NotACheckpoint, Notice, WrongOption, ZckptError, listed, problem, warning
-from ..judging.loads import engine_differences, missing_of, obstacles, unlike
+from ..judging.loads import batch_changes, engine_differences, missing_of, obstacles, unlike
 from ..judging.verdict import CONTRADICTIONS, Verdict, step_of
 from .fitting import (
     CURED,
@@ -28,7 +28,13 @@ from .fitting import (
 )
 from .runs import Candidate, alone, candidates, judged, no_checkpoint
 
-SAID_WITH_FIX = (MUST_SET, "begins-afresh", "begins-late", "state-dropped")
+SAID_WITH_FIX = (
+    MUST_SET,
+    "batch-size-changes",
+    "begins-afresh",
+    "begins-late",
+    "state-dropped",
+)
 """The codes of warnings that are printed with the proposed command."""
 
 
@@ -129,6 +135,8 @@ def _report(candidate: Candidate, verdict: Verdict, question: Question) -> Words
     reasons = [*verdict.obstacles, *reasons]
     own_notes = [each for each in manifest.notices.warnings if each.code == "unfinished-save"]
     own_notes += [*verdict.remarks, *notes, *question.asked.unused(to)]
+    if to == manifest.format and not reasons:
+        own_notes += batch_changes(manifest, words, ())
     lines = [*candidate.notes, *not_compared(manifest), *own_notes]
     return {
         **report,

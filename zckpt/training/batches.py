@@ -28,6 +28,8 @@ class Names(NamedTuple):
     """What must be set too, for a sentence that gives numbers of both."""
 
 
+SETTINGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""The keys of a ds_config; DeepSpeed computes one or two of them if it states the others."""
 OF_DEEPSPEED = Names("train_micro_batch_size_per_gpu")
 OF_TRAINER = Names(
     "per_device_train_batch_size", also=" (and the numbers in your ds_config, if they are not auto)"
@@ -42,12 +44,14 @@ class Batch(Struct, frozen=True):
     names          the program's names of the next two settings
     micro          samples of a rank in one forward pass; None if no configuration states them
     accumulation   forward passes per update; None if the program's configuration is unknown
+    is_computed    whether DeepSpeed computes what its configuration does not state
     """
 
     total: int | None
     names: Names
     micro: int | None = None
     accumulation: int | None = None
+    is_computed: bool = False
 
     @property
     def subject(self) -> str | None:
@@ -65,13 +69,14 @@ class Batch(Struct, frozen=True):
         per_rank = self.total // ranks
         if self.accumulation is None or self.total > MOST_TO_DIVIDE:
             return f"{micro} times {accumulation} to {per_rank}"
+        if self.is_computed and per_rank % (self.micro or self.accumulation) == 0:
+            return None
         fitting, rest = divmod(per_rank, self.accumulation)
         if rest:
             most = per_rank if self.micro is None else min(per_rank, self.micro)
             size = next(count for count in range(most, 0, -1) if per_rank % count == 0)
             return f"{micro}={size} and {accumulation}={per_rank // size}{also}"
-        is_set = self.micro is not None or self.names == OF_TRAINER
-        return f"{micro}={fitting}{also}" if is_set and fitting != self.micro else None
+        return f"{micro}={fitting}{also}" if fitting != self.micro else None
 
 
 def global_batch(manifest: Manifest) -> int | None:
@@ -96,6 +101,19 @@ def is_of_trainer(source: Manifest) -> bool:
     return program_of(source.files.siblings) == TRANSFORMERS
 
 
+def of_next_run(
+    source: Manifest, ranks: int, config: Mapping[str, Any] | None = None, sp: int = 1
+) -> list[Notice]:
+    """A warning that says what to set to keep the source's global batch on `ranks` ranks.
+
+    `config` is the next run's ds_config, or else the source's; None for a program without one. The
+    list is empty if nothing must be set, or if the source states neither batch nor ranks.
+    """
+    batch = in_state_dicts(source) if config is None else in_config(source, config)
+    is_known = batch.total is not None or source.run.origin.dp is not None
+    return changes(batch, source, ranks, sp) if is_known else []
+
+
 def in_state_dicts(source: Manifest) -> Batch:
     """The global batch for a program whose files state no batch size, such as one with FSDP."""
     names = Names(OF_TRAINER.micro) if is_of_trainer(source) else OF_ANY
@@ -103,22 +121,21 @@ def in_state_dicts(source: Manifest) -> Batch:
 
 
 def in_config(source: Manifest, config: Mapping[str, Any]) -> Batch:
-    """The global batch that a ds_config states; its `total` is None if it states none.
+    """The global batch that a ds_config states, or else the source's.
 
-    The Trainer may write only the size per rank. Then `total` is that of the source, because
-    `config` may be the next run's, for another number of ranks.
+    A ds_config may state only the size per rank, and it may be the next run's, for another number
+    of ranks. So the source's global batch is not computed from `config`.
     """
-    total: Any = config.get("train_batch_size")
-    micro: Any = config.get("train_micro_batch_size_per_gpu")
-    accumulation = config.get("gradient_accumulation_steps", 1)
     names = OF_TRAINER if is_of_trainer(source) else OF_DEEPSPEED
+    total, micro, accumulation = (config.get(name) for name in SETTINGS)
+    is_computed = names == OF_DEEPSPEED and is_count(total) and None in (micro, accumulation)
+    total = total if is_count(total) else global_batch(source)
+    total = total if total is not None and total <= MOST_TO_DIVIDE else None
+    accumulation = 1 if accumulation is None else accumulation
     micro = micro if is_count(micro) else None
-    if not is_count(accumulation):
-        return Batch(None, names, micro)
-    if total is None and micro is not None and names == OF_TRAINER:
-        total = global_batch(source)
-    is_known = is_count(total) and total <= MOST_TO_DIVIDE
-    return Batch(total if is_known else None, names, micro, accumulation)
+    if total is None or not is_count(accumulation) or not (micro or is_computed):
+        return Batch(total, names, micro)
+    return Batch(total, names, micro, accumulation, is_computed)
 
 
 def changes(batch: Batch, source: Manifest, ranks: int, sp: int = 1) -> list[Notice]:

@@ -150,9 +150,9 @@ class _RunsGroups:
                 file=self.path,
             )
         wrong = [
-            f"{name} ({list(_shape(named, owner))} and {list(run.parameters[name].shape)})"
+            f"{name} ({list(named.shape_of(owner))} and {list(run.parameters[name].shape)})"
             for name, owner in owners.items()
-            if name in run.parameters and _shape(named, owner) != run.parameters[name].shape
+            if name in run.parameters and named.shape_of(owner) != run.parameters[name].shape
         ]
         if wrong:
             raise MissingData(
@@ -243,7 +243,7 @@ class _RunsGroups:
 
         It has no step if the source froze it.
         """
-        before = self.named.parameters.get(name) or Parameter(_shape(self.named, name), False)
+        before = self.named.parameters.get(name) or Parameter(self.named.shape_of(name), False)
         if name not in self.members:
             frozen = replace(before, trainable=False, group=None, step=None, updated=True)
             return frozen if before.trainable else before
@@ -328,11 +328,6 @@ def _lacks_frozen(run: Manifest) -> bool:
     if isinstance(engine, FlatBufferEngine):
         return engine.excludes_frozen is True
     return isinstance(engine, StateDictEngine) and engine.adapter
-
-
-def _shape(manifest: Manifest, name: str) -> tuple[int, ...]:
-    parameter = manifest.parameters.get(name)
-    return manifest.entries[name, "param"].shape if parameter is None else parameter.shape
 
 
 def _lines(manifest: Manifest, names: Sequence[str]) -> list[Report]:

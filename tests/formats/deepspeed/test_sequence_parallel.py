@@ -285,10 +285,13 @@ def test_ranks_and_batches_of_the_next_run(tmp_path: Path) -> None:
 
 
 def test_batches_of_the_next_run(tmp_path: Path) -> None:
-    """12 samples on 4 ranks, of which two each have the same: 6 for each sequence."""
+    """12 samples on 4 ranks, of which two each have the same: 6 for each sequence.
+
+    On 2 ranks DeepSpeed accumulates twice without being told.
+    """
     config = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 6}
     run = copied(OLD_1, tmp_path / "run", lambda model: model.update(ds_config=config))
-    for dp, sp, micro in ((8, None, 3), (2, None, 12), (8, 4, None), (3, None, 4)):
+    for dp, sp, micro in ((8, None, 3), (2, None, None), (8, 4, None), (3, None, 4)):
         report = zckpt.reshard(run, tmp_path / "out", dp=dp, sp=sp, dry_run=True)
         said = [line for line in texts(report["warnings"]) if "global batch" in line]
         word = f"set train_micro_batch_size_per_gpu={micro} to keep a global batch of 12"

@@ -204,7 +204,8 @@ def test_a_pipeline_leaves_zero(
         if dtype == "fp32"
         else "divides gradients by the loss"
     )
-    assert [said in line for line in texts(report["warnings"])] == [True] * (case.dtype == dtype)
+    lines = [line for line in report["warnings"] if line["code"] != "batch-size-changes"]
+    assert [said in line for line in texts(lines)] == [True] * (case.dtype == dtype)
     assert zckpt.verify(tmp_path / "run", against=root / "run")["equal"]
     resumed = dataclasses.replace(
         case, stage=0, dtype=dtype, tp=options.get("tp", case.tp), lists_frozen=dtype != "fp32"

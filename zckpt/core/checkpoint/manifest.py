@@ -466,6 +466,11 @@ class Manifest(Struct, frozen=True):
         every = (item for own in self.rank_manifests for item in own.parameters.items())
         return {alias: name for name, item in every for alias in item.aliases}
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a parameter or buffer; KeyError if the checkpoint has neither."""
+        parameter = self.parameters.get(name)
+        return self.entries[name, "param"].shape if parameter is None else parameter.shape
+
     @property
     def slots(self) -> dict[str, list[Entry]]:
         """Maps each slot (`param`, `exp_avg` and so on) to its tensors, in the manifest's order."""

@@ -137,9 +137,7 @@ class DcpWriter(Struct, eq=False, dict=True):
         if (ranks := options[DP]) is not None:
             self.siblings, lines = trainers.for_ranks(self.siblings, source.dp, ranks)
             self.omitted += lines
-            batch = batches.in_state_dicts(source)
-            if batch.total is not None:
-                self.warnings += batches.changes(batch, source, ranks)
+            self.warnings += batches.of_next_run(source, ranks)
         self.omitted += [
             note(
                 "state-omitted",

@@ -138,10 +138,8 @@ def _of_masters(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def _of_batch(target: DeepSpeedTarget) -> list[Notice]:
-    batch = batches.in_config(target.source, target.engine.config)
-    if batch.total is None:
-        return []
-    return batches.changes(batch, target.source, target.dp, target.engine.sp)
+    engine = target.engine
+    return batches.of_next_run(target.source, target.dp, engine.config, engine.sp)
 
 
 def _of_clipping(target: DeepSpeedTarget) -> list[Notice]:

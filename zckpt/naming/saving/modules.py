@@ -126,8 +126,7 @@ def _blank(model: Manifest) -> Manifest:
     entries: dict[Key, Entry] = {}
     for name in names_of(model):
         owner = owners.get(name, name)
-        about = model.parameters.get(owner)
-        shape = about.shape if about else model.entries[owner, "param"].shape
+        shape = model.shape_of(owner)
         parameters[name] = Parameter(shape)
         count = prod(shape)
         fragments = solid(count, Extent(name, 0, count))
