@@ -1,4 +1,4 @@
-"""Read, convert, write and prove sharded ZeRO checkpoints, without the engine that wrote them.
+"""Read, convert, write and compare sharded checkpoints without the engine that wrote them.
 
     read, load              reads a checkpoint's manifest; loads one tensor
     inspect                 reports what a checkpoint contains

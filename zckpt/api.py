@@ -137,13 +137,16 @@ def read(
         tag             the checkpoint to read, if the path has several
         root            the model to read, if there are several: "generator", or with its
                         optimizer "generator=optimizer_g"
-        step_policy     the step to use if places disagree: "max", "min", "keep" or a number
+        step_policy     the step to use if places disagree: "max", "min", a number, or "keep" (each
+                        weight keeps its own step)
         tp_rules        a family or a file: how tensor-parallel ranks slice parameters, if the
                         checkpoint does not state it
         buffers         globs: buffers of which each rank stores its own values
         param_names     the names of the parameters, if the optimizer only numbers them
-        weights_only    an optimizer that only numbers its parameters may be left unread
-        nameless        read the states of such an optimizer without names, if no file has them
+        weights_only    only the weights are needed: zckpt may leave the optimizer unread, and then
+                        needs no names for its parameters
+        nameless        if an optimizer only numbers its parameters and no file has their names,
+                        read its states without names
         by_checksums    do not compare replicas in files without checksums;
                         `manifest.notices.uncompared` is their number
         opens_items     open every item (a saved slice of a tensor, or an object) of `.distcp`
@@ -256,9 +259,9 @@ def reshard(
 
     A universal source is written for the engine that its manifest names. With `checkpoints` ("all"
     or "best-and-last"), `source` is a Trainer's output directory, and several of its checkpoints
-    are written. `best_in` is the directory that will finally contain the Trainer's best checkpoint.
-    trainer_state.json gets the path of the best checkpoint in this directory. The other arguments,
-    and the errors, are those of `convert`.
+    are written. trainer_state.json contains the path of the Trainer's best checkpoint. `best_in` is
+    the directory in this path: the place where the best checkpoint will finally be. The other
+    arguments and the errors are as for `convert`.
     """
     more = _of_ranks(words)
     reading, running, options = _split(words, masters_from_weights=masters_from_weights, **more)
@@ -326,9 +329,11 @@ def export(
     folder with this file and the tokenizer, for sources that have none. `max_shard_size` is in
     bytes. `rename` and `family` are as for `verify`. `tie` are pairs of names: a tied weight's
     second name, which the source lacks, and its name in the source. `words` are as for `convert`.
-    Raises MissingData if there is no configuration, and TypeError for these options of `convert`:
-    `weights_only`, which is always set, `model_config` and `max_file_size`, which are `config` and
-    `max_shard_size` here, `param_names` and `drop_state`. The other errors are those of `convert`.
+    Raises MissingData if there is no configuration. The other errors are as for `convert`.
+
+    Some options of `convert` raise TypeError: `param_names`, `drop_state`, and `weights_only`,
+    which is always set. `model_config` and `max_file_size` do so too: their names here are `config`
+    and `max_shard_size`.
     """
     fixed_words: Report = {"weights_only": True, "dtype": dtype, "max_file_size": max_shard_size}
     fixed_words |= {"model_config": None if config is None else os.fspath(config)}
@@ -387,11 +392,11 @@ def mend(
 ) -> Report:
     """Writes a copy of the damaged checkpoint at `source`, with the original bytes restored.
 
-    A flipped bit is found from the checksum of a record (a range of bytes in a file, such as a
+    A flipped bit is found by the checksum of a record (a range of bytes in a file, such as a
     tensor). In a record of up to 256 KiB the bit is restored. In a larger record, damage of many
-    bits could look the same. So the bit is restored only if other bytes confirm it (a replica on
-    another rank, the same tensor of the checkpoint `older`, a 16-bit weight beside its master), or
-    if `accept_chance` is true.
+    bits could be mistaken for one flipped bit. So the bit is restored only if other bytes confirm
+    it (a replica on another rank, the same tensor of the checkpoint `older`, a 16-bit weight beside
+    its master), or if `accept_chance` is true.
 
     A lost file is written again if all other ranks, at least two, have the same bytes. If lost
     files had masters and moments, and the weights are left, `rebuild` chooses what replaces them:
@@ -454,10 +459,11 @@ def verify(
         device          where `gather` runs, "cuda" or "cpu"; by default on a GPU if there is one
         tensors         a glob that selects tensors
         weights_only    compare only weights
-        drop_state      optimizer states that are not compared; other states are a difference if
-                        only one side has them
+        drop_state      optimizer states that are not compared; any other state that only one side
+                        has is a difference
         rename          pairs of a regular expression and its replacement, for the names of `path`
-        family          rename and repack the parameters of `path` for the other program
+        family          a model family, such as "llama": converts names and fused weights of `path`
+                        from Hugging Face to Megatron-Core, or back
         sharing         a `zckpt.group()`, whose processes share the reading; all return the report
 
     `source` are the arguments of `read`. The report contains all findings: a ZckptError is raised
@@ -500,8 +506,9 @@ def diff(
 
     `tensors` is a glob: only matching tensors are compared, and also the equal ones are listed.
     `weights_only` and `drop_state` are as for `verify`; `source` are the arguments of `read`.
-    `format`, `tag`, `step_policy`, `rename` and `family` apply to `a`; `param_names` and the step
-    policy `keep` apply to both.
+    `format`, `tag`, `follow_links`, `rename` and `family` apply to `a`. So does `step_policy`,
+    except "keep" (each weight keeps its own step), which applies to both. `root`, `tp_rules`,
+    `buffers` and `param_names` apply to both too.
     """
     from .proof import verify as proof
 
@@ -531,8 +538,9 @@ def stats(
     begin: Begin | None = None,
     **source: Unpack[NamedKeywords],
 ) -> Report:
-    """Statistics of every tensor in a checkpoint, with warnings of dead or impossible numbers.
+    """Statistics of every tensor in a checkpoint, with warnings about suspicious numbers.
 
+    Examples are NaN, infinities, weights that are all zero, and negative second moments.
     `tensors` is a glob that selects tensors; `source` are the arguments of `read`. The statistics
     are over the finite numbers of a tensor, in float64: min, max, mean, std (with n - 1, as
     torch.std), norm (L2), counts, and a histogram of magnitudes.

@@ -91,8 +91,8 @@ TOPICS: dict[str, dict[str, Code]] = {
             "same.",
             "The checksum covers many bytes, or a block of these bytes has one repeated value, as "
             "after the loss of a disk sector.",
-            "Give an older checkpoint with `--older PATH`, or accept the correction with "
-            "`--accept-chance`.",
+            "Give an older checkpoint with `--older PATH`, which may prove the correction. Or "
+            "accept the likely correction with `--accept-chance`.",
         ),
         "mended": Code(
             (),
@@ -164,11 +164,12 @@ TOPICS: dict[str, dict[str, Code]] = {
         "unsafe-name": Code(
             (FAULT, REFUSAL),
             "A file name or a link leads out of the checkpoint's folder.",
-            "A cache made the link, or the checkpoint is damaged or hostile.",
-            "Replace the link by its file. Do not trust a checkpoint with a name that leads out.",
+            "A download cache stores its files as links, or the checkpoint is damaged or hostile.",
+            "Replace the link by its file. If a file name leads out of the folder, do not trust "
+            "the checkpoint.",
         ),
     },
-    "Files of one save": {
+    "Files that do not belong to one save": {
         "copies-differ": Code(
             (FAULT,),
             "Replicas of a tensor differ between ranks.",
@@ -261,7 +262,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         "other-folder-needed": Code(
             (REFUSAL,),
             "This folder or file has only the model, or only the optimizer.",
-            "The program saves model and optimizer in two places.",
+            "The program saves the model and the optimizer in two folders or files.",
             "Give the path that contains both model and optimizer.",
         ),
         "pointer-dangling": Code(
@@ -331,8 +332,8 @@ TOPICS: dict[str, dict[str, Code]] = {
         "proof-unsupported": Code(
             (REFUSAL,),
             "The files do not allow the comparison that `verify` was asked to make.",
-            "There is no rule of `--gather` for the files, or a proof file has checksums but no "
-            "values.",
+            "`--gather` cannot join the files of the ranks, or the comparison needs values, and "
+            "the proof file has only checksums.",
             "Verify without `--gather`, or compare with the checkpoint instead of its proof file.",
         ),
         "state-unsupported": Code(
@@ -396,7 +397,8 @@ TOPICS: dict[str, dict[str, Code]] = {
             (),
             "The source has no fp32 masters: the target's masters are made from the weights.",
             "The program trained without masters, or saved only weights.",
-            "Nothing, if the program trained weights of this type.",
+            "If the program trained without masters, do nothing. Otherwise take a checkpoint with "
+            "masters.",
         ),
         "names-needed": Code(
             (REFUSAL,),
@@ -539,7 +541,7 @@ TOPICS: dict[str, dict[str, Code]] = {
             "The run of `--like` or `--groups-from` belongs to another model or program.",
             "The run has other parameters, shapes, states or files than the source, or no "
             "optimizer groups.",
-            "Give a run of the same model that the next program has saved.",
+            "Give a run of the same model, saved by the program that will load the target.",
         ),
         "names-collide": Code(
             (OPTION, FAULT),
@@ -550,7 +552,8 @@ TOPICS: dict[str, dict[str, Code]] = {
         "names-do-not-fit": Code(
             (OPTION, REFUSAL),
             "Names that an option gives do not match the checkpoint.",
-            "The list has other names, another order or another number.",
+            "The list has other names than the checkpoint, too many or too few names, or another "
+            "order.",
             "Correct the list; the hint says in which order the names must be.",
         ),
         "option-invalid": Code(
@@ -568,7 +571,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         "option-needed": Code(
             (OPTION, REFUSAL),
             "The command needs another option.",
-            "The files do not contain what the option gives.",
+            "The files lack a fact that the option states, or another option needs this one too.",
             "Add the option that the hint names.",
         ),
         "option-not-applicable": Code(
@@ -795,7 +798,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         "program-must-set": Code(
             (FAULT,),
             "The program that loads the target must do or set something.",
-            "The engine's files cannot contain what the program must set.",
+            "The engine's files have no place for a setting, or its loader ignores the setting.",
             "Do what the message says before training resumes.",
         ),
         "scheduler-differs": Code(
@@ -865,7 +868,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         "rank-zero-taken": Code(
             (),
             "Each rank has its own values of a tensor or state, and zckpt uses those of rank 0.",
-            "The training does not synchronise such values between ranks.",
+            "The training does not synchronise this tensor or state between ranks.",
             "Nothing, if the values of rank 0 are good enough for the run.",
         ),
         "tensor-differs": Code(
@@ -931,8 +934,8 @@ TOPICS: dict[str, dict[str, Code]] = {
             (),
             "The position of a layer, a tensor or a checkpoint was inferred: its pipeline stage, "
             "its model, or its order in the run.",
-            "No file states the position.",
-            "Check the position, as the message says.",
+            "No file states the stage, the model or the order.",
+            "Check the inferred position, as the message says.",
         ),
         "root-inferred": Code(
             (),
@@ -942,7 +945,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "tie-inferred": Code(
             (),
-            "Two equal weights are treated as tied, or the output layer may be tied.",
+            "Equal weights are treated as tied, or the source's missing output layer may be tied.",
             "The files do not state which weights are tied.",
             "If the weights should not be tied, see the message; `--tie` states tied weights.",
         ),
@@ -951,16 +954,16 @@ TOPICS: dict[str, dict[str, Code]] = {
         "begins-afresh": Code(
             (),
             "Parameters that the source did not train begin without optimizer states.",
-            "The run of `--groups-from` trains these parameters.",
+            "The run of `--groups-from` trains these parameters, but the source did not.",
             "Nothing.",
         ),
         "begins-late": Code(
             (),
             "Parameters that the source did not train begin with zero moments at a late step.",
-            "The run of `--groups-from` trains these parameters, and the target stores one step "
-            "per group.",
-            "Put the new parameters into a separate group, which begins at its first update, or "
-            "lower the learning rate.",
+            "The run of `--groups-from` trains these parameters in a group with others, and the "
+            "target stores one step for the whole group.",
+            "Put the new parameters into a separate group in the next program, where they begin "
+            "without a state. Or lower the learning rate.",
         ),
         "best-elsewhere": Code(
             (),
@@ -996,8 +999,9 @@ TOPICS: dict[str, dict[str, Code]] = {
             (),
             "Prefixes that a wrapper or an attribute of the program added (such as `module.`) were "
             "removed from names.",
-            "The target's loader, or the comparison, needs names without these prefixes.",
-            "Nothing. `--rename` sets other names.",
+            "The program that loads the target, or a comparison of two checkpoints, needs names "
+            "without the added prefixes.",
+            "If you need other names, set them with `--rename`.",
         ),
         "name-omitted": Code(
             (),
@@ -1009,7 +1013,7 @@ TOPICS: dict[str, dict[str, Code]] = {
             (),
             "The state in the target is exact, but training will not go on exactly the same.",
             "The optimizer's result depends on the number of ranks, or the target's engine "
-            "applies another rule.",
+            "updates weights by another rule (such as for weight decay).",
             "Nothing.",
         ),
         "rank-state-omitted": Code(
@@ -1029,8 +1033,8 @@ TOPICS: dict[str, dict[str, Code]] = {
             "Because of an option, an optimizer state of the source is not in the target.",
             "The option `--drop-state` names the state, or the run of `--groups-from` does not "
             "train its parameter.",
-            "Nothing, if the optimizer can begin without this state. Otherwise convert again "
-            "without the option.",
+            "If the optimizer cannot begin without this state, convert again without "
+            "`--drop-state` or `--groups-from`.",
         ),
         "state-omitted": Code(
             (),
@@ -1052,16 +1056,16 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "weights-omitted": Code(
             (),
-            "The checkpoint has further weights that are not in the target.",
-            "The further weights are averages, or belong to another model.",
-            "Choose further weights with `--root`, as the message says.",
+            "The checkpoint has weights that are not in the target.",
+            "The omitted weights are averages (such as an EMA's), or belong to another model.",
+            "If you need the omitted weights, choose them with `--root`, as the message says.",
         ),
     },
     "Others": {
         "said-by-source": Code(
             (),
             "A message without a code, which an older zckpt wrote into the checkpoint.",
-            "The manifest was written by a version without codes.",
+            "The zckpt that wrote the checkpoint's manifest was so old that it had no codes.",
             "Read the message.",
         ),
     },

@@ -52,8 +52,8 @@ def prove(
     if reading.family is not None and (gather or against is None):
         raise WrongOption(
             "option-needed",
-            "--family is only for a comparison: it gives the names of Megatron-Core to a "
-            "checkpoint of Hugging Face, or the way back",
+            "--family is only for a comparison: it translates the names of Hugging Face to those "
+            "of Megatron-Core, or the names of Megatron-Core to those of Hugging Face",
             hint="add --against PATH" if not gather else "leave out --gather",
         )
     if gather and against is None:
@@ -71,7 +71,7 @@ def prove(
         raise WrongOption(
             "option-needed",
             f"{flag} applies only to a comparison",
-            hint="add --against PATH, or leave it out",
+            hint="add --against PATH, or leave out the option",
         )
     started = time.monotonic()
     report: Report = {

@@ -182,7 +182,7 @@ def _rebuilt(manifest: Manifest, format: Format, is_shared: bool) -> Manifest:
         raise WrongOption(
             "option-not-applicable",
             f"--masters-from-weights does not apply to {format.name}",
-            hint="it mends masters that Megatron-Core mixed up; leave it out",
+            hint="leave out this option: it is for Megatron-Core files with wrong fp32 masters",
         )
     return rebuilt(manifest, BEGINNINGS if is_shared else ALL)
 
@@ -275,7 +275,7 @@ def _need_root(reading: Reading, *manifests: Manifest) -> None:
     if name and not any(manifest.run.origin.root == name for manifest in manifests):
         raise WrongOption(
             "option-names-nothing",
-            f"{' and '.join(m.root for m in manifests)}: one model, and it is not called {name}",
+            f"no model of {' and '.join(m.root for m in manifests)} is called {name}",
             hint="leave out --root",
         )
 
@@ -287,7 +287,7 @@ def _need_tag(path: str, reading: Reading, manifest: Manifest) -> None:
         return
     raise WrongOption(
         "option-names-nothing",
-        f"{manifest.root}: one checkpoint, and it is not called {tag}",
+        f"{manifest.root} is one checkpoint, which is not called {tag}",
         hint="leave out --tag",
     )
 

@@ -221,7 +221,7 @@ def test_all_bytes_are_read_only_for_intact(run: Path, zckpt: Zckpt) -> None:
     assert states(ended).pop("checkpoint-100") == "damaged"
     assert [*states(ended).values()].count("intact") == 4
     assert re.search(r"^checkpoint-100 is damaged: .*as if bit \d of byte", ended.out, re.MULTILINE)
-    assert ended.out.splitlines()[-1] == "intact, of which all bytes were read: 4 of 5 checkpoints"
+    assert ended.out.splitlines()[-1] == "intact (all bytes were read): 4 of 5 checkpoints"
     listed = rows(zckpt("list", run, "--intact", "--json"))
     assert [row["intact"] for row in listed.values()] == [True, True, False, True, True]
     assert listed["checkpoint-100"]["whole"] is True

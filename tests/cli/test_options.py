@@ -101,7 +101,7 @@ def test_help_says_which_values_go_with_which_target() -> None:
         f"{to} has " + " or ".join(each + " (default)" * (each == USUAL[to]) for each in dialects)
         for to, dialects in DIALECTS.items()
     ]
-    assert texts["dialect"] == f"The kind of files: {', '.join(kinds)}."
+    assert texts["dialect"] == f"The variant of the target's format: {', '.join(kinds)}."
     assert texts["dcp_layout"] == (
         "For dcp: the layout of the optimizer's keys.  [default: the source's, or nested]"
     )

@@ -109,7 +109,7 @@ def test_a_line_of_verify_has_the_first_finding(damaged: Path, zckpt: Zckpt) -> 
 
 def test_two_paths_are_not_compared(zckpt: Zckpt) -> None:
     """`zckpt diff A B` compares two, and somebody may think that `verify A B` does."""
-    assert "the two are checked separately" in zckpt("verify", EXAMPLE, TRAINER).err
+    assert "each path is checked by itself" in zckpt("verify", EXAMPLE, TRAINER).err
     assert zckpt("verify", EXAMPLE, TRAINER, EXAMPLE).err == ""
     assert zckpt("verify", EXAMPLE, EXAMPLE, "--against", EXAMPLE).err == ""
 

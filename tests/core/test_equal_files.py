@@ -135,7 +135,8 @@ def test_a_state_of_two_parameters_whose_others_differ(tmp_path: Path) -> None:
     equal = [("w/exp_avg", SOME), ("v/exp_avg", SOME)]
     rest = [("w/exp_avg_sq", SOME[::-1]), ("v/exp_avg_sq", OTHER)]
     assert single(tmp_path, *equal, *rest) == [
-        f"v.exp_avg holds the same bytes as w.exp_avg, but other states of v and w differ: {COPIED}"
+        "v.exp_avg holds the same bytes as w.exp_avg, but v and w differ in other tensors: "
+        f"{COPIED}"
     ]
     same = [("w/exp_avg_sq", OTHER), ("v/exp_avg_sq", OTHER)]
     assert single(tmp_path, *equal, *same) == []  # the same gradients
@@ -148,7 +149,7 @@ def test_a_state_of_two_parameters_whose_others_differ(tmp_path: Path) -> None:
     ("first", "second", "reason"),
     [
         ("w/exp_avg", "w/exp_avg_sq", "exp_avg_sq and exp_avg are never equal"),
-        ("w/param", "v/param", "other states of v and w differ"),
+        ("w/param", "v/param", "v and w differ in other tensors"),
     ],
 )
 def test_values_may_lie_in_any_record(first: str, second: str, reason: str, tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_each_rank_has_as_many_experts(ep: int, local: int) -> None:
 @pytest.mark.parametrize("ep", [-2, 0, 3, 16])
 def test_a_layer_that_ranks_cannot_share_is_refused(ep: int) -> None:
     layers = [{"layer": "moe", "experts": 8, "ep": ep}]
-    with pytest.raises(ValueError, match=f"not a possible layer .*experts=8, ep={ep}"):
+    with pytest.raises(ValueError, match=f"cannot be spread evenly .*experts=8, ep={ep}"):
         facts_of({"engine": {**FLAT_JSON, "experts": layers}})
 
 

@@ -73,25 +73,25 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     "another shape where shapes are listed": (
         lambda rank: with_parameter(rank, "b", shape=(3,)),
-        "run: ranks disagree on the shape, the group, the step or another number of b",
+        "run: ranks disagree on b: its shape, param group, step or a one-number state differs",
     ),
     "another group": (
         lambda rank: with_parameter(rank, "a", group=1),
-        "run: ranks disagree on the shape, the group, the step or another number of a",
+        "run: ranks disagree on a: its shape, param group, step or a one-number state differs",
     ),
     "other numbers": (
         lambda rank: replace(
             rank, states=States((StateRow("d", "number", ("a",), Scalar(2.0, "F32")),))
         ),
-        "run: ranks disagree on the shape, the group, the step or another number of a",
+        "run: ranks disagree on a: its shape, param group, step or a one-number state differs",
     ),
     "a frozen one": (
         lambda rank: with_parameter(rank, "a", trainable=False),
-        "run: ranks disagree on the shape, the group, the step or another number of a",
+        "run: ranks disagree on a: its shape, param group, step or a one-number state differs",
     ),
     "no step": (
         lambda rank: with_parameter(rank, "a", step=None),
-        "run: ranks disagree on the shape, the group, the step or another number of a",
+        "run: ranks disagree on a: its shape, param group, step or a one-number state differs",
     ),
     "another step": (
         lambda rank: with_parameter(rank, "a", step=9),

@@ -74,7 +74,7 @@ CONTRADICTIONS: dict[str, tuple[Change, type[Exception], str]] = {
     "a location of no item": (
         lambda m: m.state_dict_metadata.pop("m.w"),
         errors.CorruptCheckpoint,
-        r"the files of m\.w, but does not describe these items",
+        r"the data of m\.w lie, but does not describe all of these data",
     ),
     "a value without a location": (
         lambda m: m.storage_data.pop(MetadataIndex("note.epoch")),

@@ -140,7 +140,7 @@ def test_many_tensors_with_one_long_description() -> None:
     text = written(400, 16, 5)
     rows = Rows(text)
     content = Unpickler(text, rows=rows).load()
-    with pytest.raises(errors.CorruptCheckpoint, match="too many for the files"):
+    with pytest.raises(errors.CorruptCheckpoint, match="outnumber the stored items"):
         dcpfile._table("/run", (), content, rows)
 
 

@@ -188,6 +188,6 @@ def test_defaults_and_steps_that_decide_nothing_are_named(tmp_path: Path) -> Non
     )
     (step, lr) = texts(report["warnings"][-2:])
     assert lr.startswith("--group-defaults lr is not used: the source stores lr=0.003.")
-    assert step == "--step-policy 99 is not used: all places state step 7"
+    assert step == "--step-policy 99 is not used: all stored steps are 7"
     report = zckpt.convert(EXAMPLE, tmp_path / "b", to="dcp", step_policy="max")
     assert report["warnings"] == []

@@ -565,10 +565,10 @@ def test_random_states_are_no_states_of_an_optimizer(key: str, tmp_path: Path) -
 def test_what_is_known_of_a_state_around_the_optimizer(tmp_path: Path) -> None:
     """Nobody says that an optimizer has put it there."""
     source = wrapped(tmp_path, lambda optim: {"inner": optim, "seen": torch.arange(4)})
-    with pytest.raises(UnsupportedState, match="stands around the optimizer's state dict"):
+    with pytest.raises(UnsupportedState, match="stored next to the optimizer's state dict"):
         zckpt.convert(source, tmp_path / "run", **FLAT[1])
     (line,) = zckpt.inspect(zckpt.read(source))["states"]
-    assert line["form"] == "around the optimizer's state dict"
+    assert line["form"] == "next to the optimizer's state dict"
 
 
 def test_a_programs_own_state_is_no_wrapper(tmp_path: Path) -> None:

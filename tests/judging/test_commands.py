@@ -203,7 +203,7 @@ def test_all_give_one_answer(
         ended["verify"].out + ended["verify"].err,
     )
     if answer == "notice":
-        said = "resuming does not read it"
+        said = "the program resumes without reading this file"
         for command in ("verify", "check", "auto-resume"):
             assert said in ended[command].out + ended[command].err
 

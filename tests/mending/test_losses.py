@@ -102,7 +102,7 @@ def test_of_stages_1_and_2(
     assert "was in lost files alone" not in shown.out
     refused = zckpt("mend", example, tmp_path / "mended")
     assert refused.code == 1
-    assert "`--rebuild masters --rebuild moments=zero` makes up what is lost" in refused.err
+    assert "`--rebuild masters --rebuild moments=zero` writes made-up values" in refused.err
     assert "lost for good" not in refused.err
     assert not (tmp_path / "mended").exists()
 

@@ -195,11 +195,11 @@ def test_before_it_is_typed(
     assert "an older checkpoint of the run (--older PATH) shows the names and shapes" in alone.err
     asked = zckpt("mend", run, tmp_path / "mended", "--older", older)
     assert asked.code == 1
-    assert "`--rebuild model` makes up what is lost" in asked.err
+    assert "`--rebuild model` writes made-up values in place of the lost ones" in asked.err
     words = ("mend", run, tmp_path / "mended", "--older", older, "--rebuild", "model")
     shown = zckpt(*words, "--dry-run")
     assert shown.code == 3
-    assert "the masters are left, and round to these weights" in shown.out
+    assert "other files have the masters, which round to these weights" in shown.out
     assert (
         "is made up: other values take its place (--rebuild):\n  weights of running_mean: 19 of 19"
         in shown.out
@@ -277,7 +277,7 @@ def in_fp16(value: dict[str, Any]) -> None:
     [
         (renamed, "has other parameters than the optimizer's files: fc"),
         (reordered, "has the parameters in another order"),
-        (in_fp16, "has another 'bf16' in its ds_config"),
+        (in_fp16, "has another 'bf16' in ds_config"),
     ],
 )
 def test_an_older_one_of_another_run(
@@ -349,7 +349,8 @@ def test_without_a_list_of_slices(
     made_up = {each["tensor"] for each in weights if each["by"] == "made-up"}
     assert {"fc1.weight/param", "fc2.weight/param"} <= made_up
     assert {each["witness"] for each in weights if each["tensor"] in made_up} == {
-        "the masters are left, and round to these weights if their order is that of the older file"
+        "other files have the masters, which round to these weights if the parameters have the "
+        "same order as in the older file"
     }
     shown = zckpt("mend", run, tmp_path / "other", "--older", older, "--dry-run")
     assert "would take its place:\n  weights of " in shown.out

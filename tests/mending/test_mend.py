@@ -207,7 +207,7 @@ def test_a_large_record_needs_a_word(tmp_path: Path, zckpt: Callable[..., Result
     assert not (tmp_path / "mended").exists()
     ended = zckpt("mend", source, tmp_path / "mended", "--accept-chance")
     assert ended.code == 0
-    assert "is restored as the checksum alone says (--accept-chance):\n  bit 6 of" in ended.out
+    assert "only the checksum is evidence (--accept-chance):\n  bit 6 of" in ended.out
     assert contents(tmp_path / "mended") == whole
     assert "on trust in a checksum alone" in zckpt("inspect", tmp_path / "mended").err
 

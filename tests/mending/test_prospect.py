@@ -139,7 +139,7 @@ def test_moments_of_the_older_one(example: Path, tmp_path: Path, zckpt: Shell) -
     (example / OPTIMIZER).unlink()
     line = next_line(zckpt, example)
     assert line is not None
-    assert f"masters that are the 16-bit weights and the moments of {older})" in line
+    assert f"masters made from the 16-bit weights and the moments of {older})" in line
     assert line.endswith(f"--older {older} --rebuild masters --rebuild moments=older")
     assert zckpt(*typed(line, tmp_path / "mended")).code == 0
     assert list((tmp_path / "mended").rglob(MENDED))

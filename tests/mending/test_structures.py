@@ -101,7 +101,7 @@ def test_a_name(is_local: bool, tmp_path: Path) -> None:
     flip(source / MODEL, last, 2)  # data/7, which is there as well
     (place,) = package.mend(source, tmp_path / "mended")["places"]
     assert contents(tmp_path / "mended") == contents(EXAMPLE)
-    assert (place["by"], place["witness"]) == ("witness", "a second place in the zip")
+    assert (place["by"], place["witness"]) == ("witness", "the same fact elsewhere in the zip")
     assert (place["offset"], place["bit"]) == (last, 2)
 
 

@@ -59,13 +59,13 @@ def test_hugging_face_names_keep_their_model() -> None:
 
 
 def test_one_rule_holds_for_all_names() -> None:
-    with pytest.raises(MissingData, match=r"names: b; nothing asks for its module\.b"):
+    with pytest.raises(MissingData, match=r"names: b; unused names of the source: module\.b"):
         matched(["a", "b"], ["a", "module.b"])
 
 
 def test_what_is_left_over_is_listed_of_both_sides() -> None:
     with pytest.raises(
-        MissingData, match=r"model\.tail\.weight; nothing asks for its mean"
+        MissingData, match=r"model\.tail\.weight; unused names of the source: mean"
     ) as caught:
         matched([*under("model.")[:2], "model.tail.weight"], NAMES)
     assert "--rename" in caught.value.hint

@@ -88,13 +88,13 @@ def test_no_difference(run_a: Path, tmp_path: Path, zckpt: Zckpt) -> None:
     [
         (7, "parameter", "layers.0.weight", "0", "this weight differs before the first update"),
         (7, "forward", "layers.0#0/out", "0", "the first forward: weights, buffers or"),
-        (7, "backward", "layers.0#0/out", "0", "forwards are equal, the first backward is not"),
+        (7, "backward", "layers.0#0/out", "0", "the first forward pass is equal, its"),
         (7, "forward", "layers.0#0/out", "1", "the first batch is equal, a later one"),
         (8, "forward", "layers.0#0/out", "0", "equal until the first update: moments, masters"),
         (8, "parameter", "layers.0.weight", "0", "equal until the first update: moments, masters"),
-        (8, "backward", "layers.0#0/out", "0", "the second forward is equal, its backward is not"),
-        (8, "forward", "layers.0#0/out", "1", "equal over updates: order of the data, random"),
-        (9, "forward", "layers.0#0/out", "0", "equal over updates: order of the data, random"),
+        (8, "backward", "layers.0#0/out", "0", "the second forward pass is equal, its"),
+        (8, "forward", "layers.0#0/out", "1", "equal beyond the first update: the order of the"),
+        (9, "forward", "layers.0#0/out", "0", "equal beyond the first update: the order of the"),
     ],
 )
 def test_the_first_big_difference_and_what_its_place_means(
@@ -161,7 +161,8 @@ def test_while_the_original_repeats_itself_any_difference_is_big(
     assert report["big"]["key"] == "head#0/out"
     assert report["noise_floor"] == 0
     unseen = changed(tmp_path / "unseen", 8, "forward", "head#0/out")  # in its CRC-32 alone
-    assert probe.compare(run_a, unseen, again)["big"]["what"] == "bytes beside the samples"
+    what = probe.compare(run_a, unseen, again)["big"]["what"]
+    assert what == "checksums differ, recorded numbers do not"
     assert probe.compare(run_a, unseen)["big"] is None
 
 

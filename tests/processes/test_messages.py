@@ -146,9 +146,9 @@ def test_a_result_that_cannot_be(
     results = ended(launch(2, *words, preparing={rank: partial(sends, value, number)}))
     if rank == 0:  # which has its own result, and reports it
         assert results[1].code == 1
-        assert "it is not a result" in results[1].err
+        assert "it does not contain a result" in results[1].err
     else:
-        refused(results, "it is not a result")
+        refused(results, "it does not contain a result")
 
 
 @pytest.mark.parametrize("value", first([7, {}, [1, "x", 0], [1, None, 1], [1, "x", 256], ["x"]]))
@@ -168,7 +168,7 @@ def test_a_failure_that_cannot_be(
     words = ("convert", sources["dcp"], tmp_path / "new", *SMALL)
     leader, _ = ended(launch(2, *words, preparing={1: others}))
     assert leader.code == 1
-    assert "it is no failure" in leader.err
+    assert "it does not describe a failure" in leader.err
     assert not (tmp_path / "new").exists()
 
 

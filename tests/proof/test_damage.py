@@ -213,7 +213,7 @@ def test_in_many_bytes_one_bit_is_only_likely(monkeypatch: pytest.MonkeyPatch) -
     line = meant(manifest, 19)
     assert line["tensors"] == ["a/x", "b/x"]
     assert "element" not in line
-    assert "were flipped (if only one is), in element 1 of b/x" in line["message"]
+    assert "were flipped (if only one bit is), in element 1 of b/x" in line["message"]
 
 
 def test_padding_that_is_not_zero_is_a_note_where_the_engine_has_zeros() -> None:

@@ -142,8 +142,8 @@ def test_what_one_engine_has_in_another_way_is_named(tmp_path: Path) -> None:
     report = verify_against(a, b)
     assert report["equal"]
     assert texts(report["notes"]) == [
-        f"place of the step: group, int in {a.root}; state, F32 in {b.root}: AdamW reads it from "
-        "there"
+        f"place of the optimizer's step: group, int in {a.root}; state, F32 in {b.root}: one of "
+        "them is where AdamW looks for it"
     ]
     assert texts(report["not_compared"]) == [
         "hyper-parameters of the optimizer's group 1, which has no parameters: only in " + a.root

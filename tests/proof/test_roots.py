@@ -130,17 +130,17 @@ def test_the_optimizer_is_that_of_the_model_if_several_are_named(proven: Manifes
 def test_a_proof_of_the_chosen_model_alone_is_compared_as_it_is() -> None:
     own, chosen = alone(), alone().replace(origin=Origin(root="actor"))
     assert of_root(own, "actor", chosen) is own
-    with pytest.raises(WrongOption, match="one model, and it is not called critic"):
+    with pytest.raises(WrongOption, match="has a model that is called critic"):
         of_root(own, "critic", chosen)
 
 
 def test_one_of_several_models_must_be_chosen(proven: Manifest) -> None:
     """Those are named that have the parameters of the checkpoint, in their shapes."""
     both = {"w": Parameter((2,))}
-    with pytest.raises(AmbiguousCheckpoint, match="may be critic, actor") as caught:
+    with pytest.raises(AmbiguousCheckpoint, match="may be any of these: critic, actor") as caught:
         refuse_several(proven, alone(parameters=both))
     assert caught.value.hint == "choose one with --root critic or --root actor"
-    with pytest.raises(AmbiguousCheckpoint, match=r"may be actor$"):
+    with pytest.raises(AmbiguousCheckpoint, match=r"may be any of these: actor$"):
         refuse_several(proven, alone())
     refuse_several(proven, alone(parameters={"w": Parameter((9,))}))
     refuse_several(proven, alone(parameters={}))

@@ -208,7 +208,8 @@ def test_what_further_ranks_have_is_not_in_a_proof(manifest: Manifest) -> None:
     """But copies of tensors are compared with the first rank's own."""
     copies = (entry("w/param"), entry("b/param"), entry("r/state"), entry("b/param"))
     assert texts(_of_first_rank(replace(manifest, replicas=copies))) == [
-        "b/param, r/state of ranks after the first: a proof has only the first rank's"
+        "b/param, r/state of ranks after the first: a proof file has checksums only for the first "
+        "rank"
     ]
     assert _of_first_rank(replace(manifest, replicas=copies[:1])) == []
 
@@ -309,7 +310,7 @@ def test_what_is_no_tensor_is_compared_too(tmp_path: Path) -> None:
     assert report["groups"] == [{"group": 0, "key": "lr", "a": 1.0, "b": 2.0}]
     assert texts(report["not_compared"]) == [
         f"fused of the optimizer's groups: only in {own.root}",
-        "rng/state of ranks after the first: a proof has only the first rank's",
+        "rng/state of ranks after the first: a proof file has checksums only for the first rank",
     ]
     chosen = verify_proof(own, proven, "", Selection(tensors="w/*"))
     assert (chosen["equal"], "groups" in chosen) == (True, False)
@@ -352,7 +353,7 @@ def test_one_of_several_proven_models_is_compared(tmp_path: Path) -> None:
     assert verify_proof(critic, proven, "", root="critic")["equal"]
     report = verify_proof(critic, proven, "", root="actor")
     assert [line["tensor"] for line in report["differences"]] == ["w/param"]
-    with pytest.raises(AmbiguousCheckpoint, match="may be actor, critic"):
+    with pytest.raises(AmbiguousCheckpoint, match="may be any of these: actor, critic"):
         verify_proof(critic, proven, "")
 
 

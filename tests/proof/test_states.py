@@ -431,7 +431,7 @@ def test_what_further_ranks_state() -> None:
     other = b.replace(origin=TWO)
     lines, sentences = states.states(a, other)
     assert lines == []
-    assert [line.partition(" of further ranks")[0] for line in texts(sentences)] == [
+    assert [line.partition(" of the ranks after")[0] for line in texts(sentences)] == [
         "client_state.seed",
         "client_state.seed, client_state.epoch",
     ]

@@ -314,7 +314,7 @@ def test_a_named_optimizer_may_look_elsewhere(place: StepPlace) -> None:
         lines, (note,) = values.step_places(*sides)
         assert lines == []
         assert "group, int" in note.message
-        assert "AdamW reads it from there" in note.message
+        assert "where AdamW looks for it" in note.message
 
 
 @pytest.mark.parametrize(

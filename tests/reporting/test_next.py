@@ -82,7 +82,7 @@ def test_a_lost_rank(
         "export the weights",
         f"copy {path.name} back, if you have another copy",
         f"make up what is lost, with other values in its place ("
-        f"masters that are the 16-bit weights and the moments of {older})",
+        f"masters made from the 16-bit weights and the moments of {older})",
     ]
     said = advice(found)
     assert said.startswith("Masters and optimizer state of fc2 lost (")

@@ -65,7 +65,7 @@ def refused(result: Result, message: str, hint: str) -> None:
 # -- what a store refuses
 
 REFUSALS: dict[str, tuple[int, str, str, str]] = {
-    "expired": (400, "ExpiredToken", "have expired", "get new ones"),
+    "expired": (400, "ExpiredToken", "have expired", "get new cred"),
     "no permission": (403, "AccessDenied", "no permission to", "ask the owner of the bucket"),
     "unknown key": (403, "InvalidAccessKeyId", "does not know the credentials", "AWS_ACCESS_KEY"),
     "wrong secret": (403, "SignatureDoesNotMatch", "does not know the credentials", "AWS_SECRET"),
@@ -296,7 +296,7 @@ def test_a_strange_object_beside_a_checkpoint_is_no_reason(
     [
         ("s3://", "names no bucket", "s3://BUCKET/PATH"),
         ("s3:///run", "names no bucket", "s3://BUCKET/PATH"),
-        ("s3://me:pass7word@bucket/run", "given with credentials", "leave them out"),
+        ("s3://me:pass7word@bucket/run", "given with credentials", "leave them out of"),
         ("https://example.org/run?X-Amz-Signature=pass7word", "has a query", "without it"),
         ("https://example.org/run#pass7word", "has a query", "without it"),
         ("hf://run", "names no repository", "hf://ORG/NAME"),

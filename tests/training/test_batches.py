@@ -17,7 +17,7 @@ from ..conftest import EXAMPLE, ROOT, Result
 
 TRAINER = ROOT / "examples" / "trainer" / "checkpoint-4"  # of 2 ranks, with a global batch of 8
 TRAIN_MICRO = "train_micro_batch_size_per_gpu"
-SET = "set per_device_train_batch_size times gradient_accumulation_steps to {} to keep"
+SET = "set the product of per_device_train_batch_size and gradient_accumulation_steps to {} to keep"
 STATES = {"rng_state_0.pth", "rng_state_1.pth"}
 
 
@@ -53,8 +53,8 @@ def test_from_deepspeed_to_fsdp(
         (
             {"dp": 8, "config": {"gradient_accumulation_steps": 2}},
             [
-                f"set {TRAIN_MICRO} times gradient_accumulation_steps to 3 to keep a global batch "
-                "of 24"
+                f"set the product of {TRAIN_MICRO} and gradient_accumulation_steps to 3 to keep a "
+                "global batch of 24"
             ],
         ),
         (
@@ -116,7 +116,8 @@ def test_deepspeed_computes_the_rest(
 def test_a_global_batch_that_is_unknown(ranks: int, times: str | None) -> None:
     unknown = batches.Batch(None, batches.OF_ANY)
     messages = [line.message for line in batches.changes(unknown, zckpt.read(EXAMPLE), ranks)]
-    said = f"set the batch size of each rank times accumulated steps to {times} the old value "
+    word = "the product of the batch size of each rank and accumulated steps"
+    said = f"set {word} to {times} its old value "
     assert messages == ([] if times is None else [f"{said}to keep the global batch"])
 
 
@@ -134,7 +135,7 @@ def test_ranks_with_fsdp_share_no_sequence(ranks: int, batch: int | None, tmp_pa
     """In the source, 4 ranks had 2 sequences' batches of 12 samples."""
     source = ROOT / "tests" / "data" / "deepspeed-0.18.2-z1_dp4_sp2" / "run"
     report = zckpt.convert(source, tmp_path / "target", to="dcp", dp=ranks)
-    word = "the batch size of each rank times accumulated steps"
+    word = "the product of the batch size of each rank and accumulated steps"
     said = f"set {word} to {batch} to keep a global batch of 24"
     assert changes(report) == ([] if batch is None else [said])
 

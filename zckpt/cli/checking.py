@@ -29,7 +29,7 @@ from .options import (
 from .parameters import PATH
 
 DETAILS = ("held", "digests")
-"""The keys of `verify`'s report with an item per tensor and rank. Only a proof needs them."""
+"""The long keys of `verify`'s report, with an item per tensor; only --save-proof needs them."""
 BRIEF = warning(
     "option-without-effect",
     "--brief changes nothing here: it needs --json",
@@ -56,13 +56,14 @@ RENAMED = warning(
     "--against",
     type=PATH,
     metavar="PATH",
-    help="Compare with this checkpoint (any format) or proof.",
+    help="Compare with this checkpoint (any format), or with the FILE of an earlier --save-proof.",
 )
 @grouped(
     "Comparison",
     "--gather",
     is_flag=True,
-    help="Also check zckpt's reader: join the ranks' partitions with torch, as the engine does.",
+    help="Join the ranks' partitions with torch, as the training engine does. This also finds "
+    "errors of zckpt's own reader.",
 )
 @grouped(
     "Comparison",
@@ -111,9 +112,9 @@ def verify(
     """Check a checkpoint for contradictions, or compare it with another one.
 
     Without --against, verify checks that checksums match, every element is stored once, replicas
-    are equal, weights are the rounded masters, steps agree, and no file has the name of another
-    rank's file. A file that the same rank saved in another run may contradict nothing: only
-    --against finds it.
+    are equal, weights are the rounded masters, steps agree, and each file belongs to the rank in
+    its name. A file of the same rank from another run can pass all these checks. Only --against
+    finds it.
 
     With --against, verify compares tensors bit for bit and everything else by value. A tensor or
     value on one side only is a difference, but only a note if the other side's format cannot store
@@ -159,7 +160,9 @@ def verify(
         return shown(report), code
 
     if len(paths) == 2 and against is None:  # a user may expect what `diff A B` does
-        message = "the two are checked separately; to compare: zckpt verify PATH --against PATH"
+        message = (
+            "each path is checked by itself; to compare the two: zckpt verify PATH --against PATH"
+        )
         display.warn(description.said([warning("not-compared", message)]), quiet or as_json)
     if brief and not as_json:
         display.warn(description.said([BRIEF]), quiet)
@@ -236,7 +239,7 @@ def diff(a: str, b: str, wide: bool, asked: bool, as_json: bool, quiet: bool, **
 @wide
 @common
 def stats(path: str, wide: bool, asked: bool, as_json: bool, quiet: bool, **words: Any) -> None:
-    """Show statistics of every tensor, and warn of dead or impossible numbers.
+    """Show statistics of every tensor, and warn about suspicious numbers.
 
     The statistics are min, max, mean, std (with n - 1, as torch.std) and L2 norm over finite
     numbers, in float64; counts of NaN, infinite, negative, zero and positive numbers; and a
@@ -290,7 +293,13 @@ def stats(path: str, wide: bool, asked: bool, as_json: bool, quiet: bool, **word
     metavar="FILE",
     help="Also write the report as an HTML page.",
 )
-@grouped("Output", "-q", "--quiet", is_flag=True, help="Print no notes and no picture.")
+@grouped(
+    "Output",
+    "-q",
+    "--quiet",
+    is_flag=True,
+    help="Print no notes, and no heat map of modules and steps.",
+)
 @as_document
 def probe_diff(
     a: str,

@@ -60,7 +60,7 @@ OTHER_WORDS = {"max-shard-size": "max-file-size"}
 )
 @click.version_option(__version__, prog_name="zckpt")
 def cli() -> None:
-    """Read, convert, write and prove sharded checkpoints of ZeRO, FSDP and Megatron.
+    """Read, convert, write and compare sharded checkpoints of ZeRO, FSDP and Megatron.
 
     `zckpt help COMMAND` has examples and options. Begin with: zckpt inspect PATH
 

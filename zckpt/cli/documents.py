@@ -353,9 +353,12 @@ class Verify(Comparison, kw_only=True):
     instead: str | UnsetType | None = UNSET
     """If this checkpoint is not complete: the newest complete one of the same run."""
     mend: Json | UnsetType | None = UNSET
-    """What `mend` restores exactly, and its command; null if it does not make the copy whole so."""
+    """What `zckpt mend` would restore of files that are lost or cannot be opened, and the command.
+
+    Null if there are no such files, or if `mend` cannot restore all of them without made-up values.
+    """
     rebuild: Json | UnsetType | None = UNSET
-    """The `--rebuild` that makes up all lost values, and its command; null if nothing does."""
+    """The same, if `mend` must make up lost values (`--rebuild`); null in all other cases."""
     held: Json | UnsetType = UNSET
     names_of_reader: list[str] | UnsetType = UNSET
 
@@ -432,7 +435,7 @@ class AutoResume(Document, kw_only=True):
     unopened: int | UnsetType = UNSET
     obstacles: list[Notice]
     names: bool
-    """True if the path has files without tensors, with the engine's names, as with copy=False."""
+    """True if `path` has empty files through which DeepSpeed loads the source (copy=False)."""
     written: bool
     bytes: int
     seconds: float

@@ -40,7 +40,8 @@ WHOLE = "which is complete according to its metadata"
     "Source",
     "--accept-chance",
     is_flag=True,
-    help="Restore a bit that only the checksum confirms.",
+    help="Restore a flipped bit even if only a checksum shows which one it is. By chance it may be "
+    "the wrong one.",
 )
 @grouped(
     "Source",
@@ -69,17 +70,17 @@ def mend(
 ) -> int:
     """Write a mended copy of a checkpoint with flipped bits or lost files.
 
-    mend reads all bytes, as verify does, and lists the damaged ones and their original values. A
-    record is a byte range with a checksum, from which mend finds a flipped bit. Damage of many bits
-    can look the same: in 1 of 2,000 cases if the record has 256 KiB. In a larger record, other
-    bytes must confirm the bit: a replica, the same tensor in --older, or a 16-bit weight beside its
-    master. Otherwise mend writes only with --accept-chance.
+    mend reads all bytes, as verify does, and lists the damaged ones and their original values. It
+    finds a flipped bit by the checksum of a record (a byte range in a file). Damage of many bits
+    can be mistaken for one flipped bit: in 1 of 2,000 cases for a record of 256 KiB. In a larger
+    record, other bytes must confirm the bit: a replica, the same tensor in --older, or a 16-bit
+    weight beside its master. Otherwise mend writes only with --accept-chance.
 
-    mend lists what lost files contained, and which of it other files still have. It rewrites a file
-    that is the same on all other ranks, such as the model files of stage 3; frozen weights in such
-    a file come from --older. With --rebuild, mend makes up values that no file has. For a lost
-    optimizer file of stage 1 or 2, these are masters and moments, so the training losses change.
-    For a lost model file, these are counters and buffers; its weights are restored exactly.
+    mend lists the contents of lost files, and says which of these values other files still have. It
+    rewrites a file that is the same on all other ranks, such as the model files of stage 3; frozen
+    weights in such a file come from --older. With --rebuild, mend makes up values that no file has.
+    For a lost optimizer file of stage 1 or 2, these are masters and moments, so the training losses
+    change. For a lost model file, these are counters and buffers; its weights are restored exactly.
 
     DST has the files of SRC, and zckpt-mended.json, the list of what was restored. zckpt copies the
     list into every checkpoint made from DST. SRC is never changed.

@@ -74,7 +74,7 @@ uncompared = stacked(
 """Options that leave something out of a comparison."""
 
 renaming = declared_option(RENAME)
-"""--rename, which renames the parameters of the source (PATH or A)."""
+"""--rename, which renames parameters of the first checkpoint: PATH in `verify`, A in `diff`."""
 
 family = declared_option(FAMILY)
 """--family, which renames and repacks the parameters for another program."""
@@ -115,7 +115,8 @@ _buffers = grouped(
     multiple=True,
     metavar="GLOB",
     help="Treat these tensors as buffers, if the files do not tell buffers from frozen parameters. "
-    "If ranks store different values without an optimizer, rank 0's are used. Repeatable.",
+    "If their values differ between ranks, in files without an optimizer, rank 0's are used. "
+    "Repeatable.",
 )
 _follow_links = grouped(
     "Source",
@@ -174,7 +175,7 @@ reading = of_sources(False, _tag)
 """The options of `export`: as `common`, but --param-names is hidden and refused with a hint."""
 
 of_run = of_sources(True)
-"""The options of commands that take a run: as `common`, without --tag."""
+"""The options of commands that read a whole run: those in `common`, but without --tag."""
 
 
 def given(words: dict[str, Any]) -> dict[str, Any]:
@@ -206,7 +207,9 @@ memory = grouped(
     help="Limit for the memory of all buffers together.",
 )
 
-moving = stacked(threads(f"one per processor, 2 to 4; {JOBS} for a URL"), memory, progress)
+moving = stacked(
+    threads(f"one per processor, at least 2, at most 4; {JOBS} for a URL"), memory, progress
+)
 """Options for reading tensors."""
 
 single = grouped(
@@ -216,7 +219,7 @@ single = grouped(
     is_flag=True,
     help="Do all work in this process, also under torchrun, srun or mpirun.",
 )
-"""--single, of commands that all processes of a launch would otherwise share."""
+"""--single, for commands whose work the processes of a launch share by default."""
 
 by_rank_0 = grouped(
     "Copying",
@@ -228,7 +231,7 @@ by_rank_0 = grouped(
     callback=leave_to_rank_0,
     help="Do all work in this process, also under torchrun, srun or mpirun.",
 )
-"""--single, of commands that run in rank 0 of a launch only: the other processes exit."""
+"""--single, for commands that by default run only in rank 0 of a launch; other ranks exit."""
 
 _io = grouped(
     "Copying",

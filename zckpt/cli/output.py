@@ -13,7 +13,10 @@ UNPRINTABLE = "backslashreplace"
 
 
 def set_up() -> None:
-    """Opens closed standard files, and replaces sys.stdout by a `Pipe`."""
+    """Prepares stdin, stdout and stderr: opens closed ones, and replaces sys.stdout by a `Pipe`.
+
+    A `Pipe` discards output that no process reads any more.
+    """
     open_standard_files()
     pipe = Pipe(sys.stdout.fileno(), "w", closefd=False)
     encoding = getattr(sys.stdout, "encoding", None)

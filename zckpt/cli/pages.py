@@ -22,9 +22,10 @@ STARTS = b"<!DOCTYPE html>", b"# ", b"<svg "
 
 
 def name_for(path: str) -> str:
-    """The name of a checkpoint's page, without an extension: the last part of the path.
+    """The default name of the page that `report` writes for a checkpoint, without an extension.
 
-    If many runs have a folder of that name, the parent's name is added: `run5-checkpoint-500`.
+    It is the last part of `path`. If many runs have a folder of that name, the parent's name comes
+    before it: `run5-checkpoint-500`.
     """
     above, name = os.path.split(os.path.abspath(path))
     run = os.path.basename(above)
@@ -32,10 +33,10 @@ def name_for(path: str) -> str:
 
 
 def check(path: str | None) -> None:
-    """Raises an error before the work begins, if the page cannot be written at its end.
+    """Raises an error if a page could not be saved at `path`, before a command does its work.
 
-    Raises MissingExtra without jinja2, and WrongOption for a path that cannot be written, or at
-    which there is a file that is not a page.
+    Raises MissingExtra for an HTML page without jinja2. Raises WrongOption if `path` cannot be
+    written, or if a file is there that is not a page of zckpt. A `path` of None raises nothing.
     """
     if not path:
         return

@@ -50,7 +50,8 @@ class Assembler(Struct, frozen=True, eq=False):
     A pair is a tensor of the target and the tensor of the source that fills it. It is identified by
     Python's `id`.
 
-        numbers         maps each pair whose target tensor gets a CRC-32 to its index
+        numbers         the pairs whose target tensor gets a CRC-32: maps them to their indices in
+                        the list of all pairs
         checking        the pairs whose bytes are hashed to compare them with the source's checksums
         hashed_first    the indices of pairs whose elements are hashed before they are cast
     """

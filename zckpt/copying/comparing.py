@@ -1,4 +1,4 @@
-"""Compares complete tensors during a copy; the processes that share the copy share this too.
+"""Compares complete tensors during a copy; processes that share the copy share the comparison.
 
 Masters are compared with their weights, and replicas of ranks with each other. All tensors that one
 check compares form a sequence of bytes, called a row. A row is treated like a file: its regions are
@@ -26,11 +26,11 @@ from .journal import Passed, Region
 from .sharing import Portion
 
 DIFFERS = "differs"
-"""The kind of a key in a region that notes the difference of a match.
+"""The kind of a journal key under which a difference of two tensors is recorded, not a CRC-32.
 
-The key also has the index of the match and its first differing element. In place of bytes and a
-CRC-32 it has the number of elements that differ, the bits of the largest distance, and the number
-of NaNs.
+The key also has the index of the match (the two tensors) and the first element that differs. In
+place of byte numbers and a CRC-32, the journal then has three numbers: how many elements differ,
+the bits of the largest distance as an integer, and how many NaNs there are.
 """
 NO_NUMBERS = -1  # in place of a distance; as bits it is a NaN, which no distance is
 
@@ -38,9 +38,9 @@ NO_NUMBERS = -1  # in place of a distance; as bits it is a NaN, which no distanc
 class ComparedPart(Struct, frozen=True):
     """Elements [start, stop) of two tensors that are compared in one step.
 
-    `row` has all pairs of tensors that are to be compared; `number` is the index of this pair. For
-    sharing, the row is seen as one sequence of bytes, in regions of some 256 MiB. `region` is the
-    byte at which the region of these elements begins.
+    `row` has all pairs of tensors that one check compares. This pair is `match`, and `number` is
+    its index. The bytes of a row are divided into regions of some 256 MiB, which processes share.
+    `region` is the number of the first byte of the region with these elements.
     """
 
     row: Row
@@ -65,9 +65,9 @@ class _Region(Struct, eq=False):
 class Row:
     """All tensors that `check` compares, as one sequence of bytes that is divided into regions.
 
-    The journal of a conversion lists the complete regions of files and of rows. `name` identifies
-    the row there, and ends with a slash, as no file name does. A region is compared in parts that
-    need `memory` bytes in three buffers.
+    The journal of a conversion lists finished regions: written ones of files, and compared ones of
+    rows. `name` is the row's name in the journal. It ends with a slash, as no file name does. A
+    region is compared in parts. For one part, three buffers take `memory` bytes together.
     """
 
     def __init__(self, name: str, check: FullCheck, memory: int) -> None:
@@ -112,8 +112,9 @@ class Row:
     ) -> Differing | None:
         """Compares the elements of a part; returns their difference, or None if they are equal.
 
-        Some checks need only the first difference of two tensors. If an earlier one in this region
-        is known, the result is None too. The bytes that are read here are not hashed.
+        Some checks need only the first difference of two tensors. If the part's region has an
+        earlier difference of the same tensors, the result is None too. The bytes that are read here
+        are not hashed for checksums.
         """
         views = []
         assert part.match.b is not None
@@ -136,9 +137,10 @@ class Row:
         return Differing(difference.first, difference.count, distance, nans)
 
     def compared(self, part: ComparedPart, difference: Differing | None) -> Region | None:
-        """Counts a part as compared, and adds its difference to the differences of its region.
+        """Counts a part as compared, and keeps its difference until its region is finished.
 
-        If this was the last part of the region, returns the region with all its differences.
+        A region is a byte range of the row. After the last part of a region, returns the region
+        with all differences found in it, for the journal.
         """
         region = self._regions[part.region]
         if difference is not None:
@@ -152,10 +154,10 @@ class Row:
 
 
 def rows_of(checks: Sequence[FullCheck], memory: int) -> dict[str, Row]:
-    """Makes a row for each check that compares tensors, and maps the row's name to the row.
+    """Makes a `Row` of all tensors that a check compares, for each check; maps names to rows.
 
-    A row has all tensors that the check compares. `memory` is the size in bytes of the three
-    buffers in which they are compared.
+    Checks without tensors get no row. A thread compares tensors in three buffers: `memory` is the
+    size of the three together, in bytes.
     """
     rows: dict[str, Row] = {}
     for check in checks:
@@ -167,7 +169,7 @@ def rows_of(checks: Sequence[FullCheck], memory: int) -> dict[str, Row]:
 
 
 def is_row(name: str) -> bool:
-    """Whether a name in the journal is that of a row (tensors to compare), not that of a file."""
+    """Whether a name in a conversion's journal stands for a `Row` of tensors, not for a file."""
     return name.endswith("/")
 
 
@@ -190,10 +192,10 @@ def _noted(number: int, difference: Differing) -> Passed:
 
 
 def differing(passed: Sequence[Passed]) -> dict[int, Differing]:
-    """Parses the differences that the journal records for a compared region.
+    """Parses the differences of tensors that the journal records for a region.
 
-    `passed` has what `Row.compared` has put into the region. The result maps the index of each
-    differing match (two compared tensors) to its difference.
+    `passed` are the items of the region. The result maps the index of a match (two compared
+    tensors) to the difference. It is empty for a region of a file.
     """
     return {
         number: Differing(first, count, _distance(bits), nans)

@@ -1,7 +1,8 @@
-"""The five steps of a conversion: empty files, read back, join, copy, seal.
+"""Carries out a conversion in five steps, from empty files to the complete directory.
 
     1. shells      the target's files, with their headers and with holes where tensors go
-    2. read back   the target format's own reader says which bytes of the shells are which elements
+    2. read back   the target format's own reader reads the shells: it says which bytes are which
+                   elements
     3. join        every element of the target is matched with bytes in the source
     4. copy        bytes are copied, and each is hashed on the way
     5. seal        checksums are written into the files; one rename makes the directory the target
@@ -35,11 +36,14 @@ from .sharing import Sharing
 from .staging import Staging, joined, waiting
 
 ReadShells = Callable[[str], Manifest]
-"""Reads the manifest of the shells in a directory."""
+"""Reads the manifest of the shells in a directory: the files with holes where tensors go."""
 Seal = Callable[[Folder, Manifest, CopyOutcome], None]
-"""Completes the files in a directory, given the manifest of its shells and the copy's outcome."""
+"""Completes the files of a directory after the copy, such as by writing checksums into them.
+
+The arguments are the directory, the manifest that `ReadShells` returned, and the copy's outcome.
+"""
 HasDigests = Callable[[Manifest], bool]
-"""Decides whether the CRC-32 of each tensor is needed, given the manifest of the shells."""
+"""Decides whether the CRC-32 of each tensor is needed, from what `ReadShells` returned."""
 
 
 def files_of(layout: Layout) -> dict[str, int]:

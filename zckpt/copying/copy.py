@@ -45,9 +45,10 @@ from .sharing import Portion, Sharing
 SLICES = 512 << 10
 UNSYNCED = 64  # small files that are kept open until they are synced together
 CHECKED = "checked"
-"""The kind of a CRC-32 that belongs to a record of the source.
+"""The kind of a CRC-32 that is compared with a checksum in a file of the source.
 
-The other kinds are in `assembling` and `filling`.
+It covers bytes of a record, the byte range of that checksum. The kinds of CRC-32s for tensors and
+for target files are in `assembling` and `filling`.
 """
 
 Task = tuple[TargetFile, Chunk] | ComparedPart
@@ -363,9 +364,10 @@ def counted(pairs: Sequence[Pair], checker: RecordChecker) -> set[int]:
     """Selects the pairs whose bytes are hashed to compare them with the source's checksums.
 
     A pair is a tensor of the target and the tensor of the source that fills it. Returns the pairs'
-    Python `id`s. If a source tensor fills several target tensors, only one of these pairs is
-    selected. If all these target tensors are cut along inner axes, no pair is selected, and
-    `checker` reads the source tensor once more at the end.
+    Python `id`s. A source tensor is hashed only once, even if it fills several target tensors.
+    Pairs whose target tensor is cut along an inner axis are not selected, because their fragments
+    are not consecutive bytes of the tensor. If a source tensor has only such pairs, `checker` reads
+    and hashes it at the end.
     """
     # by the identity of a tensor's fragments, since model ranks may have tensors of equal names
     first: dict[int, int] = {}

@@ -37,8 +37,8 @@ class Sums(Struct, eq=False):
     def add(self, passed: Iterable[Passed], cover_of: CoverOf) -> None:
         """Adds the CRC-32s of parts.
 
-        `cover_of` is called with the key of a tensor, file or record, and creates the `Cover` that
-        joins its parts.
+        The key of a part says which tensor, file or record it belongs to. `cover_of` gets the key
+        and creates a `Cover`, which combines the CRC-32s of all parts with this key.
         """
         alone, covers = self._alone, self._covers
         for part in passed:
@@ -156,8 +156,8 @@ class TargetFile(Struct, eq=False, dict=True):
     def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
         """Yields the CRC-32s of `data`, the bytes of the file from `start` on.
 
-        First come the CRC-32s of the parts of `data` that lie in records, then that of all of
-        `data`.
+        First come the CRC-32s of the parts of `data` that lie in records (byte ranges with a
+        checksum), then the CRC-32 of all of `data`.
         """
         crc, stop = 0, start + len(data)
         for first, last, place in self.edges(start, stop):

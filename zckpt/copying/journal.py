@@ -36,12 +36,14 @@ SYNC_EVERY = 1.0  # seconds between two syncs of the journal
 ENDING = 5.0  # seconds that a process of an earlier run may need to end
 
 Key = tuple[str, int, int]
-"""What a CRC-32 belongs to: its kind, then the number of a file, tensor or record, then another.
+"""What a CRC-32 belongs to: a kind and two numbers.
 
-The last number is that of a record within its file.
+The first number is the index of a tensor, of a target file, or of a record in the source. The
+second number is the index of a record in the target file, and 0 for all other kinds. A record is a
+byte range with a checksum. `comparing.DIFFERS` uses the numbers in another way.
 """
 Passed = tuple[Key, int, int, int]
-"""A key, bytes [start, stop) of its object, and their CRC-32."""
+"""The CRC-32 of a part of a tensor, file or record: (key, first byte, end, CRC-32)."""
 
 
 class Identity(Struct, frozen=True):
@@ -282,7 +284,10 @@ def in_use(folder: str) -> TargetExists:
 
 
 def regions_in(lines: Sequence[bytes]) -> list[Region]:
-    """Parses the regions in a journal's lines; drops regions of files that were lost later."""
+    """Parses the regions (finished byte ranges of files) in a journal's lines.
+
+    A later line may say that a file was lost; the earlier regions of this file are dropped.
+    """
     regions: dict[str, list[Region]] = {}
     for line in lines[1:]:
         document = json.loads(line[9:])
@@ -335,10 +340,10 @@ def set_mark(
 ) -> bool:
     """Marks `folder`, which will become the directory `target`, as written by this run.
 
-    The mark is `identity.mark()` as JSON. It is kept in an extended attribute. If the filesystem or
-    Python has none (macOS), it is in a hidden file beside the target, in the directory `above`.
-    That file is not written if `beside` is False, nor if something that cannot be removed is at its
-    path. Returns False only if `beside` is False and no attribute could be set.
+    By the mark, a later run of the same conversion recognizes that the target is complete. The mark
+    is `identity.mark()` as JSON in an extended attribute. If the filesystem or Python has none
+    (macOS), `set_mark_file` writes the mark to a hidden file beside the target, in the directory
+    `above`. If `beside` is False, no such file is written, and the function returns False instead.
     """
     try:
         os.setxattr(folder.file, MARK, _text(identity.mark()))
@@ -350,9 +355,10 @@ def set_mark(
 
 
 def set_mark_file(above: Folder, target: str, identity: Identity) -> None:
-    """Marks a target by a hidden file beside it, unless something else is at that file's path.
+    """Writes the mark of a target, which identifies its run, to a hidden file beside the target.
 
-    `above` is the directory that contains the target.
+    `above` is the directory that contains the target. If something else is at the path of the
+    hidden file, no mark is written.
     """
     path = mark_file(target)
     with suppress(PermissionError, IsADirectoryError, FileExistsError):

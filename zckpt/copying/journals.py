@@ -85,7 +85,7 @@ class PartJournal(Journal):
                 raise TargetExists(
                     "target-being-written",
                     f"{self.folder.path}: another process is writing this part",
-                    hint="start every part once; wait for that process, or end it",
+                    hint="wait for the other process, or end it; start each part only once",
                     file=self.folder.path,
                 )
             if self._is_at(file, self._path(self._name)):

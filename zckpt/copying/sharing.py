@@ -23,10 +23,11 @@ from .journal import Identity, Journal, Region
 from .journals import PartJournal
 
 Begun = tuple[int, int] | tuple[int, int, str]
-"""The length and the CRC-32 of the leader's journal when other processes join.
+"""What rank 0 tells the other processes when they join: the length and CRC-32 of its journal.
 
-On a filesystem without locks, the third value is the part of the directory's name that identifies
-the leader.
+A network filesystem may show the journal late, so each process waits until these values match. On
+a filesystem without locks, the third value is the name of rank 0's process, such as
+`node7-4711-9f2c8a1b`: it is a part of the name of the unfinished target's directory.
 """
 
 
@@ -47,11 +48,11 @@ class Portion(Struct, frozen=True):
 
 
 class Sharing:
-    """Which portions of a conversion this process writes; in this class, all of them.
+    """Decides which portions (byte ranges) of a target this process writes; here it writes all.
 
-    Processes that communicate call `agree_on`, then rank 0 calls `begin` while the others call
-    `begun`, then all call `mine`, `regions_of_others` and `end`. `rank` is 0 unless another process
-    creates and completes the target's files.
+    Processes that communicate call `agree_on`. Then rank 0 calls `begin`, while the other ranks
+    call `begun`. Then all call `mine`, `regions_of_others` and `end`. Rank 0 creates and completes
+    the target's files. A process that shares nothing, or shares by --part K/N, has the rank 0 too.
     """
 
     rank = 0
@@ -154,7 +155,7 @@ class Part(Sharing, Struct, frozen=True):
 
 
 def by_file(portions: Iterable[Portion]) -> Iterator[Sequence[Portion]]:
-    """Groups the portions that are not complete yet by file."""
+    """Yields the portions that must still be written, as one list for each file."""
     left = (portion for portion in portions if not portion.is_complete)
     for _, same in groupby(left, key=lambda portion: portion.file):
         yield list(same)

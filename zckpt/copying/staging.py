@@ -47,21 +47,22 @@ class Staging:
                          complete regions are in `journal.regions`
         sharing          which other processes write this target; their files are never removed
         before_rename    called just before the last check for another run's target
-        above            the directory that contains the target, if another, unfinished target
-                         contains this one
+        above            the directory that contains the target, if it is inside of another
+                         unfinished target
         begins_anew      on a filesystem without locks: `resume` starts from the beginning
         warnings         failures after the rename, and unfinished targets of other runs
 
-    After `postpone`, another process completes the target.
+    If `postpone` is called in the block, the files are kept, and another process completes the
+    target.
 
-    On a filesystem without locks, `partial` is a directory of this run alone. Nothing can be
-    continued there: `resume` raises WrongOption unless `begins_anew` is set, and so does a part
-    (--part K/N).
+    On a filesystem without locks, `partial` is a directory of this run alone, and no other run can
+    continue it. So WrongOption is raised for a part (--part K/N), and for `resume` without
+    `begins_anew`.
 
-    Raises TargetExists if the target or, without `resume`, `<target>.partial` exists already. With
-    `resume`, it is also raised if another run is writing there, if the earlier run had another
-    identity, or if files there were not written by zckpt. Raises Interrupted for a
-    KeyboardInterrupt after some work; the written files are then kept.
+    Raises TargetExists if the target exists already, and without `resume` also if
+    `<target>.partial` exists. With `resume`, raises TargetExists if another run is writing there,
+    if the earlier run had another identity, or if files there were not written by zckpt. Raises
+    Interrupted for a KeyboardInterrupt after some work; the written files are then kept.
     """
 
     def __init__(
@@ -244,18 +245,19 @@ class Staging:
         return self.root.opened(path, flags, mode)
 
     def lay_beside(self, siblings: Sequence[tuple[str, Sibling]]) -> None:
-        """Creates files below `.zckpt`, with holes, for the files that are copied unchanged.
+        """Creates a file without data below `.zckpt` for each file that is copied unchanged.
 
-        `siblings` has the name of each of these files in the target, and the source file.
+        The copy fills these files, and `put` moves them to their places. `siblings` has the name of
+        each file in the target, and the source file.
         """
         for name, _ in siblings:
             path_inside(self.path, name, "the source")
         self._lay((Shell(waiting("", name), own.size, ()) for name, own in siblings), 0o600)
 
     def put(self, name: str, source: str) -> str:
-        """Moves a file that was copied unchanged from `.zckpt` to its place in the target.
+        """Moves the copy of an unchanged file out of `.zckpt`, to its place in the target.
 
-        The file gets the permissions of `source`, its original. Returns the new path.
+        The copy gets the permissions of the original file, `source`. Returns the new path.
         """
         path, place = waiting(self.path, name), os.path.join(self.path, name)
         with self.root.opened(path) as file:
@@ -394,16 +396,17 @@ def with_neighbors(
 
 
 def waiting(root: str, name: str) -> str:
-    """The path below `.zckpt` at which an unchanged copy of a file is kept until the copy ends."""
+    """The path below `.zckpt` for the copy of an unchanged file, until all files are written."""
     return os.path.join(root, CACHE, name)
 
 
 @contextmanager
 def joined(target: str, writer: str = "") -> Iterator[tuple[Folder, Folder]]:
-    """Opens `<target>.partial`, which another process has begun, and the folder in it.
+    """Opens the unfinished target that another process has begun.
 
-    Yields both folders. On a filesystem without locks, `writer` is the part of the directory's name
-    that identifies the other process.
+    Yields two folders: `<target>.partial`, and the folder inside that will become the target. On a
+    filesystem without locks, the first one is `<target>.<writer>.partial`: `writer` identifies the
+    other process.
     """
     target = os.path.abspath(target)
     path = f"{target}.{writer}.partial" if writer else f"{target}.partial"

@@ -197,10 +197,10 @@ def of_another_run(target: str, reason: str) -> TargetExists:
 
 
 def remove_empty(folder: Folder, above: Folder) -> None:
-    """Removes `<target>.partial` after its folder was renamed: the empty folder and its journals.
+    """Removes the directory `<target>.partial` (`folder`) if it has only journals left.
 
-    `above` is the directory around it. If the folder contains other files too, raises OSError and
-    removes nothing.
+    That is so after the rename to the target. `above` is the directory around `folder`. If `folder`
+    contains other files too, raises OSError and removes nothing.
     """
     contents = folder.names()
     if other_names := [name for name in contents if not is_journal(name)]:

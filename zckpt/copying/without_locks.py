@@ -125,8 +125,8 @@ def refusal(target: str, part: str) -> WrongOption:
         "option-not-applicable",
         f"{option} needs locks, and the filesystem of {target} has none (flock fails): "
         "zckpt cannot know who else is writing there",
-        hint=f"without {option}, one command writes the target from the beginning; or choose a "
-        "filesystem with locks (Lustre has them if it is mounted with flock)",
+        hint=f"leave out {option}: then one command writes the complete target from the beginning. "
+        "Or choose a filesystem with locks (Lustre has them if it is mounted with flock)",
     )
 
 
@@ -163,7 +163,7 @@ class Left(Struct, frozen=True):
             remove = shlex.join(["rm", "-r", *self.staying])
             message = (
                 f"{number} of other runs may be left from jobs that have ended: "
-                f"{listed(self.staying, 3)}. If no job is writing there, remove them: {remove}"
+                f"{listed(self.staying, 3)}. If no job is writing there, run: {remove}"
             )
             lines.append(warning("remains-of-runs", message, file=self.staying[0]))
         return lines
@@ -173,9 +173,10 @@ def clear(above: Folder, name: str) -> Left:
     """Removes unfinished targets in the directory `above` whose processes have ended.
 
     It is for a filesystem without locks, and removes only targets of this machine's processes. The
-    result also lists targets that could not be removed, targets of other machines, and the
-    directory `<name>.partial`, which is of a run that had locks. A target that a living process of
-    this machine writes is not listed.
+    result also lists targets that could not be removed, and targets of other machines. It also
+    lists the directory `<name>.partial`: only runs with locks use this name, so this run cannot see
+    whether one is still writing there. A target that a living process of this machine writes is not
+    listed.
     """
     left = Left([], [])
     with suppress(PermissionError):  # a directory may be writable and not listable

@@ -86,10 +86,10 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
         )
 
     def sources(self, meaning: KeyMeaning) -> dict[int, str]:
-        """Finds the source's groups that contain parameters of a group of the program.
+        """Finds the source's groups that contain parameters of one group of the program.
 
-        Maps the number of each such group to the name of one of these parameters. The program's
-        group is given by the `meaning` of any of its hyper-parameters.
+        Maps the number of each such group to the name of one of these parameters. `meaning` tells
+        which group of the program: it is the `KeyMeaning` of any hyper-parameter of the group.
         """
         parameters = self.names.manifest.parameters
         parameter = parameters.get(meaning.name)

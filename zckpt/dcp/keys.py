@@ -33,11 +33,12 @@ NUMBERED = re.compile(r"(?:^|\.)state\.\d+\.[^.]+$")
 class KeyMeaning(Struct, frozen=True):
     """What a key of a program's state dict stands for in the source.
 
-    kind   "weight", "state", "group" or "extra"
-    name   the source's name of a parameter, buffer or extra state; "" for a numbered group
-    slot   the key of an optimizer state or a hyper-parameter, such as "exp_avg" or "lr"
-    front  of a state or a hyper-parameter: the part of the key before the parameter's name; for a
-           numbered group the beginning of its keys, such as "optim.param_groups.0."; else ""
+    kind   "weight", "state", "group" (a hyper-parameter) or "extra" (an extra state)
+    name   the source's name of the parameter, buffer or extra state; "" if the key has the number
+           of a param group instead, such as "optim.param_groups.0.lr"
+    slot   the optimizer state or the hyper-parameter, such as "exp_avg" or "lr"; else ""
+    front  the part of the key before the parameter's name; for a key with the number of a group,
+           the part up to the number ("optim.param_groups.0."); for weights and extra states ""
     rule   the change of prefix that turned the program's name into the source's name: for example,
            "module." was removed
     """
@@ -53,9 +54,9 @@ class KeyNames(Struct, eq=False, dict=True):
     """Finds out what the keys of a program's state dict mean, from the names in a checkpoint.
 
     numbers  the names of the program's parameters in the order in which its optimizer numbers them
-    words    the first words of the dotted keys that the checkpoint stores, such as "app" of
-             "app.model.fc.weight"; a program's key that begins with such a word must have the
-             checkpoint's whole prefix ("app.model.")
+    words    the stored keys up to their first dot: "app" for the stored "app.model.fc.weight". A
+             program's key that begins with "app." must then begin with the whole stored prefix,
+             "app.model."
     weights  maps stored keys of weights to the weights' names
     """
 

@@ -67,8 +67,8 @@ class Lookup(Struct, eq=False, dict=True):
                 raise MissingData(
                     "program-does-not-fit",
                     f"the keys {listed([keys[0] for keys in rules.values()])} match the source's "
-                    "names only with different prefixes: load their state dicts one by one, or "
-                    "pass rename=[(REGEX, REPL)] to StorageReader",
+                    "names only with different prefixes removed or added: load the state dicts of "
+                    "these keys in separate calls, or pass rename=[(REGEX, REPL)] to StorageReader",
                 )
 
     def _asks_for_stored(self, front: str) -> bool:
@@ -100,8 +100,8 @@ class Lookup(Struct, eq=False, dict=True):
                 sentences.append(f"The same applies to {listed(list(self.not_loaded)[MOST:])}")
             if self.source.stored is not None:
                 sentences.append(
-                    "torch.distributed.checkpoint.FileSystemReader loads them: it runs the "
-                    "checkpoint's pickles, so you must trust the checkpoint"
+                    "torch.distributed.checkpoint.FileSystemReader loads these keys, but runs the "
+                    "checkpoint's pickles: use it only if you trust the checkpoint"
                 )
         if sentences:
             raise MissingData("program-does-not-fit", f"{MISSING}{'. '.join(sentences)}. {PARTIAL}")
@@ -129,6 +129,7 @@ class Lookup(Struct, eq=False, dict=True):
             sentences.append(f"Keys were not looked up by name: {source.why_nameless}")
         else:
             sentences.append(
-                "If it has them under other names, pass rename=[(REGEX, REPL)] to StorageReader"
+                "If the checkpoint has the missing keys under other names, pass "
+                "rename=[(REGEX, REPL)] to StorageReader"
             )
         return sentences

@@ -34,13 +34,14 @@ class StorageReader(storage.StorageReader):
 
     If the source has the same key as the state dict, the value is loaded unchanged. Other keys are
     looked up by name. A float32 weight gets the fp32 master, if there is one. Other weights get the
-    module's value, or the rounded master. Hyper-parameters are found by parameter, not by the
-    number of a group. The program keeps its own values of hyper-parameters that the source lacks,
-    and the members of its groups.
+    module's value, or the rounded master. A param group of the program keeps its parameters. It
+    gets the hyper-parameters that its parameters have in the source, where the group may have
+    another number. Hyper-parameters that the source lacks are not changed.
 
-    Raises a ZckptError. The constructor raises it for the path. Loading raises it (inside torch's
-    CheckpointException) for keys that the source lacks, for objects whose pickles zckpt would have
-    to run, and for a checkpoint that `convert` refuses; then no tensor was loaded on any rank.
+    Raises a ZckptError. The constructor raises it for the path. Loading raises it, inside torch's
+    CheckpointException, in three cases: the source lacks a key, a value is an object whose pickle
+    zckpt would have to run, or `convert` refuses the checkpoint. Then no tensor was loaded on any
+    rank.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ def _groups(
         raise WrongOption(
             "option-needed",
             "model and optimizer must be given together",
-            hint="give both to StorageReader, or neither",
+            hint="give StorageReader both model= and optimizer=, or neither",
         )
     if model is None or optimizer is None:
         return []

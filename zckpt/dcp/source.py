@@ -188,7 +188,8 @@ class Source(Struct, eq=False, dict=True):
     def meaning(self, key: str) -> Meaning | None:
         """Finds out what a key of the program stands for; None if the checkpoint does not have it.
 
-        It is an item that the checkpoint lists under this key, or something found by name.
+        The result is the item that the checkpoint lists under the same key, or a `KeyMeaning` if
+        the key was found by the name of its parameter.
         """
         item = self.listing.items.get(key)
         if item is not None and self._is_loaded_unchanged(key, item):

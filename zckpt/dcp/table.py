@@ -1,4 +1,7 @@
-"""The metadata for torch's planners: the keys that a source lists, and keys found by name.
+"""The metadata for torch's planners: the keys that a program may load from a source.
+
+A listed key is a key of the source itself. Other keys of the program are found by name: the source
+has the same parameter under another key.
 
     in, [key]     before a load: listed keys, and keys that a look-up by name would find
                   during a load: every key, so that one error names all missing ones
@@ -72,11 +75,12 @@ class KeyTable(dict[str, Any]):
     def keys(self) -> KeysView[str]:  # type: ignore[override]  # of any dictionary
         """The listed keys; during a load, only those that torch before 2.4 would have saved.
 
-        torch 2.3 saved a dictionary without tensors under one key; later versions save each of its
-        items under a key. If a program does not ask for every key that it sees here, torch's
-        DefaultLoadPlanner concludes that torch 2.3 wrote the checkpoint. This may be wrong: some
-        ranks have no shard of some of FSDP1's weights (torch 2.13), and do not ask for these keys.
-        So during a load the planner sees only keys whose values are such dictionaries.
+        torch 2.3 saved a dictionary without tensors under one key; later versions save each item of
+        the dictionary under a separate key. torch's DefaultLoadPlanner concludes that torch 2.3
+        wrote the checkpoint, if the program does not ask for all keys that the planner sees here.
+        This may be wrong: a rank without a shard of an FSDP1 weight does not ask for the weight's
+        key (torch 2.13). So during a load, the planner sees only keys whose value is a dictionary,
+        or a list that contains a dictionary or a tensor.
         """
         if not self.is_loading:
             return super().keys()

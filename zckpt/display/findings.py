@@ -50,7 +50,7 @@ def verified(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
         unchecked(report)
         if names := report.get("names_of_reader"):
             print(
-                f"names that no file states, so that gathering proves only the elements: "
+                "names that no file states (--gather checked only the elements of these tensors): "
                 f"{safe(listed(names))}"
             )
         for side, names in report.get("inferred", {}).items():
@@ -516,7 +516,7 @@ def fitting(report: dict[str, Any], quiet: bool) -> None:
         print(f"this command makes it fit: {safe(report['fix'])}")
     if before := report.get("goes_on_from"):
         path = safe(before["path"])
-        how = "which loads as it is" if before["loads"] else "which it first writes so that it fits"
+        how = "which loads as it is" if before["loads"] else "which it first reshards"
         how = how if before["loads"] or not before["refused"] else "which does not load as it is"
         print(f"auto-resume resumes from {path}, {how}, unless it finds damaged bytes in it")
 

@@ -78,7 +78,7 @@ def interrupted(report: Row | None) -> None:
         fits += f": {report['alike']} of {counted(report['tensors'], 'tensor')} have the same name,"
         fits += " type and shape there"
     if report["frozen"]:
-        fits += f"; the weights of {listed(report['frozen'], MOST)} are frozen, and fit"
+        fits += f", including the frozen weights {listed(report['frozen'], MOST)}"
     print(fits)
 
 
@@ -157,7 +157,7 @@ def _print_count(rows: Sequence[Row], wrong: int) -> None:
     """Prints how many checkpoints are intact (all bytes were read), or complete by metadata."""
     count = f"{len(rows) - wrong:,} of {counted(len(rows), 'checkpoint')}"
     if any(row["intact"] is not None for row in rows):
-        print(f"intact, of which all bytes were read: {count}")
+        print(f"intact (all bytes were read): {count}")
     else:
         more = " (--intact reads all bytes)" if wrong < len(rows) else ""
         print(f"complete according to the metadata: {count}{more}")

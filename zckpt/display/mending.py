@@ -13,15 +13,16 @@ MOST = 20  # places of each kind
 MOST_NAMES = 4  # in a sentence
 HEADS = {
     "restored": "can be restored exactly",
-    "accepted": "is restored as the checksum alone says (--accept-chance)",
-    "needs-consent": "can be restored by the checksum alone, which needs --accept-chance",
+    "accepted": "is restored by flipping one bit; only the checksum is evidence (--accept-chance)",
+    "needs-consent": "can be restored by flipping one bit, if you accept that only the checksum is "
+    "evidence (--accept-chance)",
     "lost": "is lost",
-    "elsewhere": "was in lost files, and is left elsewhere",
+    "elsewhere": "was in lost files, but can be taken from other files",
     "rebuilt": "was in lost files, and is made up: other values take its place (--rebuild)",
     "made-up": "was in lost files, and would have to be made up: other values would take its place",
     "gone": "was in lost files alone, and is lost for good",
 }
-"""The headline above the places in each state."""
+"""Maps the state of damaged or lost data to the headline above the list of these data."""
 
 
 def damaged(places: Sequence[dict[str, Any]], quiet: bool) -> None:

@@ -74,7 +74,7 @@ def shown(code: str, stream: TextIO | None) -> str:
 
 
 DIM, RED, YELLOW = "2", "1;31", "1;33"
-"""The numbers of styles in escape sequences. Red and yellow texts say the same in words."""
+"""The numbers of ANSI styles. No meaning depends on a colour alone: the words always say it too."""
 
 
 def painted(text: str, colour: str, stream: TextIO | None = None) -> str:

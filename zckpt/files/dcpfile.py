@@ -285,7 +285,7 @@ def _item(key: str, record: Any, most: int, columns: _Columns) -> TensorItem | N
 
 def _too_many_boxes(key: str) -> CorruptCheckpoint:
     return CorruptCheckpoint(
-        "file-damaged", f"the chunks of {safe(key)} are not a list, or too many for the files"
+        "file-damaged", f"the chunks of {safe(key)} are not a list, or outnumber the stored items"
     )
 
 
@@ -468,8 +468,8 @@ def need_agreement(table: ItemTable, name: str) -> None:
         unlisted_files = dict.fromkeys(key for key, _ in table.locations.named(rows))
         raise CorruptCheckpoint(
             "file-damaged",
-            f"{name}: it states the files of {_all_shown([*unlisted_files])}, "
-            "but does not describe these items",
+            f"{name} states where the data of {_all_shown([*unlisted_files])} lie, "
+            "but does not describe all of these data",
         )
     _need_separate(table, name)
 

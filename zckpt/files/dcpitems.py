@@ -52,14 +52,17 @@ NUMBER = re.compile(r"\d+")
 
 
 class ItemFiles:
-    """The item files of a folder, each opened when one of its items is needed.
+    """The item files (`.distcp`) of a folder; each is opened when one of its items is needed.
 
     A file has thousands of items, and opening it takes a millisecond on some network filesystems.
     So files stay open while this object lives (`keeps_open`), but at most a quarter of the
     process's limit of open files. `sizes` has the size of every opened file, by path. `records` are
-    the zip members of all items that were read as files of torch.save. With `plans`, an item whose
-    data offset can be computed is opened only when its CRC-32 is needed. With `is_laid`, zckpt has
-    just written the files without tensor data, and such an item is never opened.
+    the zip members of all items that were read as files of torch.save.
+
+    plans      True to compute the data offsets of items from similar ones, as the top of this
+               module explains; such a planned item is opened only when its CRC-32 is needed
+    is_laid    True if zckpt has just written the files, without tensor data; then a planned item is
+               never opened
     """
 
     def __init__(self, keeps_open: bool = True, plans: bool = False, is_laid: bool = False) -> None:
@@ -80,7 +83,8 @@ class ItemFiles:
     ) -> SavedTensor | None:
         """Describes a tensor of a lost file as if the file were there; None for any other file.
 
-        At the path of a lost file there is a copy of another rank's (see `sources.standing_in`).
+        While `sources.standing_in` is active, a copy of another rank's file takes the place of a
+        lost file. The copy does not have the lost file's tensors, so it is not opened.
         """
         if not sources.is_stand_in(location.file):
             return None
@@ -135,8 +139,9 @@ class ItemFiles:
     ) -> Record | None:
         """The `Record` (bytes and CRC-32) of the data of a tensor or box, without opening its item.
 
-        The elements are row-major. None if the item must be opened: the first item of each file,
-        and the first of several items of one dtype whose keys differ only in numbers.
+        A box is a chunk of a tensor. The elements are row-major. None if the item must be opened:
+        it is the first item of its file, or no similar item has shown yet where the data begin.
+        Similar items have the same dtype, and keys that differ only in numbers.
         """
         if not self.plans or location.shared or location.file not in self.sizes:
             return None
@@ -150,7 +155,10 @@ class ItemFiles:
         return record
 
     def planned_boxes(self, table: ItemTable, key: str, dtype: str) -> PlannedBoxes | None:
-        """All boxes of a tensor that are not empty; None if one of their items must be opened."""
+        """All boxes (chunks) of a tensor that are not empty, with the places of their data.
+
+        None if the item of one box must be opened to find its data: see `planned`.
+        """
         places = table.locations
         if (item := table.items[key]) is None or not self.plans:
             return None
@@ -178,9 +186,11 @@ class ItemFiles:
     def tensor_file(
         self, location: ItemLocation, key: str, dtype: str, sizes: tuple[int, ...]
     ) -> TorchFile:
-        """Opens the item of a tensor, to compute the data offsets of similar items from it.
+        """Opens the item of a tensor or box, and learns where similar items have their data.
 
-        The item may hold another value than the expected tensor. Raises as `torch_file`.
+        An item is one stored value in an item file. Similar items have the same dtype, and keys
+        that differ only in numbers. The opened item may hold another value than the expected
+        tensor. Raises as `torch_file`.
         """
         file = self.torch_file(location)
         if self.forms.note(file, key, dtype, sizes, location):
@@ -197,10 +207,11 @@ class ItemFiles:
     def reopened(
         self, location: ItemLocation, dtype: str, sizes: tuple[int, ...], data: Extent
     ) -> TorchFile | int:
-        """Opens an item whose data offset was computed; returns the item, or only its CRC-32.
+        """Opens a planned item, whose data offset was computed from similar items.
 
-        If all its bytes except the data equal those of an item that was read before, it is not
-        parsed, and the CRC-32 that it states for its data is returned.
+        Returns the parsed item, so that the caller can check the offset. But if the item differs
+        from an earlier item only in data, checksums and ids, the offset is right. Then the item is
+        not parsed, and only the CRC-32 that it states for its data is returned.
         """
         outline = self.outlines.get((dtype, sizes, location.length))
         if outline is not None and outline.data == data.offset - location.offset:
@@ -483,10 +494,11 @@ class _Planned(Struct, eq=False):
 
 
 class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
-    """The boxes of a tensor, each with the computed byte range of its data in an unopened item.
+    """The boxes (chunks) of a tensor, each with the byte range of its data.
 
-    For each box, three numbers are stored: its index in `boxes`, the index of its location, and the
-    byte of the item at which its data begin. All else is made when it is read.
+    The byte range was computed without opening the item that stores the box. Three numbers are kept
+    for each box: its index in `boxes`, the index of its location (file and offset of the item), and
+    the byte of the item at which the data begin. All else is made when it is read.
     """
 
     def __init__(
@@ -524,14 +536,18 @@ class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
 
     @property
     def extents(self) -> Sequence[Extent]:
-        """The byte range of each box's data."""
+        """The byte ranges of the data of all boxes (chunks), in their order."""
         return Made(self._extent, range(len(self)))
 
     def is_open(self, place: int) -> bool:
         return bool(self._crcs) and self._crcs[place] != UNOPENED
 
     def crc(self, place: int) -> int | None:
-        """The CRC-32 that the item of box number `place` states; raises as `_Planned`."""
+        """The CRC-32 of the data of a box (chunk), which its item states; None if it states none.
+
+        `place` is the index of the box. The first call opens the item. Raises as
+        `_Planned.__call__`.
+        """
         if not self.is_open(place):
             location, sizes = self.places.at(self._rows[place]), self._box(place).sizes
             item = self.key, self.dtype, sizes, self._extent(place)

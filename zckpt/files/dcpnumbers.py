@@ -1,11 +1,13 @@
-"""Reads the numbers of a few items in each of many directories of one run.
+"""Reads a few numbers of a torch.distributed.checkpoint folder, such as the optimizer's steps.
+
+zckpt may sort the checkpoints of a run by these steps, and then reads many folders:
 
     .metadata    [ frames | items, paths, locations | path and random id of the save, version ]
-                            the same in all of them
+                            the same in all folders
 
-Because the middle part is the same, `.metadata` is parsed only for the first directory; the middle
-parts of the other directories are compared with it (torch 2.1 to 2.13). Items with equal numbers
-are equal files, byte by byte, and each different one is parsed once.
+Because the middle part is the same, `.metadata` is parsed only for the first folder. The middle
+parts of the other folders are compared with it (torch 2.1 to 2.13). Items with equal numbers are
+equal files, byte by byte, and each different file is parsed once.
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ Places = dict[str, list[tuple[int, int]]]
 
 
 def numbers_in(folder: str, choice: Choice) -> list[float]:
-    """The numbers in some items of `.metadata`, without duplicates.
+    """Reads the numbers that some items of a folder hold, such as the steps of parameters.
 
-    `choice` is called with all keys in `.metadata`, and returns the keys of these items. Empty if
-    the folder has no `.metadata`, or no such items. The items must be files of torch.save. Raises
-    as `read_table` and `TorchFile`, and OSError.
+    `choice` is called with all keys in `.metadata`, and returns the keys of these items. Equal
+    items of one file give one number. The result is empty if the folder has no `.metadata`, or no
+    such items. The items must be files of torch.save. Raises as `read_table` and `TorchFile`, and
+    OSError.
     """
     path = os.path.join(folder, METADATA)
     if not sources.is_file(path) or sources.size(path) > most_metadata():

@@ -125,7 +125,11 @@ class Unusual(Exception):
 
 
 class IndexRow(Struct, frozen=True, gc=False, eq=False):
-    """The key of an item, and the index of its offsets in `Rows.shapes`; -1 for no offsets."""
+    """The key of an item and, for a chunk of a tensor, where the chunk begins.
+
+    `offsets` is the index in `Rows.shapes` of the chunk's offsets along all axes. It is -1 if the
+    pickle states no offsets.
+    """
 
     key: str
     offsets: int
@@ -140,9 +144,10 @@ class InfoRow(Struct, frozen=True, gc=False):
 
 
 class Run(Struct, frozen=True, eq=False):
-    """Rows [start, stop) of the columns in `Rows`, in place of as many objects of the pickle.
+    """Rows [start, stop) of the columns in `Rows`, in place of objects of the pickle.
 
-    The rows stand for chunks in a list, or for the keys of a dictionary of locations.
+    In a tensor's list of chunks, each row stands for one chunk. In the dictionary of locations, a
+    `Run` is a key, and each row stands for one item and its location.
     """
 
     start: int
@@ -150,12 +155,19 @@ class Run(Struct, frozen=True, eq=False):
 
 
 class Rows:
-    """The columns that are filled from one pickle, and the patterns (forms) that fill them.
+    """Stores the chunks and locations of one pickle as columns of numbers.
 
-    `shapes` are all different offsets and sizes. For each box (chunk), `box_offsets` and
-    `box_sizes` are indices in `shapes`. `names` are all different keys and files. For each
-    location, `place_keys` and `place_files` are indices in `names`, `place_offsets` is an index in
-    `shapes`, and `offsets` and `lengths` are bytes in the file.
+    The columns are arrays with one number per chunk (box), or one number per location:
+
+        box_offsets, box_sizes      of a chunk: indices in the list `shapes`, which has tuples of
+                                    offsets or sizes
+        place_keys, place_files     of a location: indices in the list `names`, which has all
+                                    different keys and file names
+        place_offsets               of a location: the index of its chunk's offsets in `shapes`, or
+                                    -1 without offsets
+        offsets, lengths            of a location: bytes in the file
+
+    `match` recognizes chunks and locations by patterns (forms).
     """
 
     def __init__(self, text: bytes) -> None:
@@ -195,9 +207,10 @@ class Rows:
             cls     the name of the object's class, which the pickle has just named
             memo    the unpickler's values by memo number
 
-        Returns a list and the position at which the object ends. The list has one item: the object,
-        or a row that stands for it. If the object is an index and its location follows, the list
-        has the rows of both. None if the class has no pattern (form), or the bytes do not match it.
+        Returns a list of values for the unpickler's stack, and the position at which the object
+        ends. The list has one value: the object, or in its place an `IndexRow`, `InfoRow` or `Run`.
+        If the object is an index and its location follows, the list has an `IndexRow` and an
+        `InfoRow`. None if the class has no pattern (form), or the bytes do not match the pattern.
         """
         form = self._forms.get(cls)
         return None if form is None else form(data, position, memo)
@@ -208,9 +221,10 @@ class Rows:
             self.skipped += count
 
     def recall(self, number: int) -> Any:
-        """The value within a matched object to which the pickle gave this memo number.
+        """The value with this memo number, if the pickle wrote it as part of a recognized object.
 
-        Raises Unusual if the value was not remembered.
+        The unpickler's memo lacks such values, because `match` reads the object in one step. Raises
+        Unusual if this class has not stored the value either.
         """
         if (place := _place(self._recalled, number)) is not None:
             value = self._values[place]
@@ -230,15 +244,15 @@ class Rows:
     # -- columns
 
     def boxes(self, run: Run) -> Iterator[tuple[int, int]]:
-        """Yields for each box in these rows the indices in `shapes` of its offsets and sizes."""
+        """Yields two indices in `shapes` for each box (chunk) of `run`: its offsets, its sizes."""
         rows = slice(run.start, run.stop)
         yield from zip(self.box_offsets[rows], self.box_sizes[rows], strict=True)
 
     def places(self, run: Run) -> Iterator[tuple[str, int, str, int, int]]:
-        """Yields the locations in these rows, each as five values.
+        """Yields five values for each location of `run`.
 
-        The values are the item's key, the index of its offsets in `shapes`, its file, its first
-        byte in the file, and its length.
+        These are the item's key, the index in `shapes` of its chunk's offsets (-1 without offsets),
+        the file's name, the item's first byte in the file, and the item's length in bytes.
         """
         names = self.names
         for row in range(run.start, run.stop):
@@ -246,7 +260,7 @@ class Rows:
             yield key, self.place_offsets[row], file, self.offsets[row], self.lengths[row]
 
     def extend(self, target: list[Any], items: list[Any]) -> None:
-        """Appends values to a list; rows of consecutive chunks are merged into one `Run`."""
+        """Appends items to the list `target`; adjacent runs of chunks become one `Run`."""
         for item in items:
             if type(item) is Run and target:
                 last = target[-1]
@@ -256,10 +270,10 @@ class Rows:
             target.append(item)
 
     def set_items(self, target: dict[Any, Any], flat: list[Any]) -> list[Any]:
-        """Adds the locations among the pairs in `flat` to the columns; returns all other items.
+        """Stores the locations among a dictionary's new items as rows; returns all other items.
 
-        `flat` has keys and values in turn. In the dictionary `target`, one `Run` of rows stands for
-        all the locations that were added.
+        `flat` has the new keys and values in turn. The dictionary `target` gets one key for all
+        stored locations: the `Run` of their rows.
         """
         start, number_of = len(self.offsets), self._number_of
         rest: list[Any] = []
@@ -332,11 +346,12 @@ class Rows:
         return None
 
     def build(self, value: Foreign, state: Any, position: int) -> None:
-        """Notes that the instruction BUILD, which ends at `position`, gives `state` to the object.
+        """Notes that the instruction BUILD, which ends at `position`, gives a state to an object.
 
-        `value` is the object. If it describes a tensor, later descriptions with the same bytes
-        reuse it. Raises Unusual for an object that has a state already: one description may belong
-        to several keys, so its state must not change.
+        `value` is the object, and `state` its new state. An object that describes a tensor may be
+        kept for all tensors whose descriptions have the same bytes. Such an object belongs to
+        several keys, so its state must not change: Unusual is raised if `value` has a state
+        already.
         """
         if value.state is not None:
             raise Unusual
@@ -546,4 +561,4 @@ def _integer(text: bytes) -> int:
 
 
 ROWS = frozenset({IndexRow, InfoRow})
-"""The types of rows that are in a dictionary in place of an object."""
+"""The types that stand for keys and values of a dictionary; `Rows.set_items` stores them."""

@@ -89,11 +89,12 @@ def item_file(name: str, items: Sequence[ItemShell]) -> tuple[Shell, list[SavedI
 
 
 def seal_items(root: Folder, table: ItemTable, crcs: Mapping[str, Mapping[int, int]]) -> None:
-    """Writes the CRC-32 of every record (zip member) into the zip directory of its item.
+    """Writes the CRC-32 of every record (zip member) into its item, which is a small zip.
 
     `root` contains the folder of `table`. `crcs` maps the path of a file, and then the offset of
-    the record's data, to the CRC-32. zckpt has just laid out these items. So two items of the same
-    length whose data begin at the same offsets have their checksums at the same places.
+    the record's data, to the CRC-32. Few items are parsed, because zckpt has just laid out all of
+    them: items of the same length, with data at the same offsets, have their CRC-32 fields at the
+    same offsets too.
     """
     places: dict[tuple[int, ...], list[int]] = {}
     for path, items in table.by_file():
@@ -157,9 +158,10 @@ def metadata(
     locations: Iterable[tuple[ItemKey, ItemLocation]],
     **further_fields: Any,
 ) -> Foreign:
-    """The object to pickle as `.metadata`; files of locations are relative to its folder.
+    """Makes the object that is pickled as `.metadata`.
 
-    `paths` are the keys that lead to each item in the program's state dict. torch ignores
+    `paths` are the keys that lead to each item in the program's state dict. `locations` has a
+    location for each item, with a file path relative to the folder of `.metadata`. torch ignores
     `further_fields`.
     """
     return _record(

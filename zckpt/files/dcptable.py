@@ -62,14 +62,17 @@ class Shapes:
 
 
 class BoxColumns:
-    """The boxes (chunks) of all tensors of a table, as columns of indices in `Shapes`."""
+    """The boxes (chunks) of all tensors of a table, in two columns with one row per box.
+
+    The columns have the indices of the box's offsets and sizes in `shapes.values`.
+    """
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
         self.offsets, self.sizes = array("i"), array("i")
 
     def since(self, start: int) -> BoxRows:
-        """The boxes from row `start` up to the last row, which belong to one tensor."""
+        """The boxes of the tensor that was added last; its first box is in row `start`."""
         return BoxRows(self, start, len(self.sizes))
 
 
@@ -162,7 +165,10 @@ class Places(Mapping[ItemKey, ItemLocation]):
 
     @classmethod
     def of(cls, locations: Mapping[ItemKey, ItemLocation]) -> Places:
-        """Makes the columns from a dictionary: keys and box offsets to locations."""
+        """Makes a `Places` from a dictionary that maps items to their locations.
+
+        An item is a key with the offsets of one box (chunk), or with None for a value.
+        """
         entered = EnteredPlaces(Shapes())
         for (key, offsets), location in locations.items():
             number = -1 if offsets is None else entered.shapes.number(offsets)
@@ -199,14 +205,14 @@ class Places(Mapping[ItemKey, ItemLocation]):
         return repr(dict(self))
 
     def named(self, rows: Sequence[int]) -> Iterator[ItemKey]:
-        """Yields the key and the box offsets of the item in each of these rows."""
+        """Yields the items (key and box offsets) whose locations are in the given rows."""
         names, values = [*self.key_numbers], self.shapes.values
         for row in rows:
             key, offsets = divmod(self.codes[row], self.base)
             yield names[key], values[offsets - 1] if offsets else None
 
     def by_file(self) -> Iterator[tuple[str, list[int]]]:
-        """Yields each file with the rows of its items, sorted by their offsets in the file."""
+        """Yields each file with its items, as row numbers sorted by the items' first bytes."""
         in_file = [array("i") for _ in self.paths]
         for row, file in enumerate(self.files):
             in_file[file].append(row)
@@ -215,7 +221,7 @@ class Places(Mapping[ItemKey, ItemLocation]):
 
 
 class EnteredPlaces:
-    """Collects locations in the order in which the metadata lists them; `in_order` sorts them."""
+    """Collects the locations of items in any order; `in_order` sorts them into a `Places`."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
@@ -225,7 +231,10 @@ class EnteredPlaces:
         self._offsets, self._lengths = array("q"), array("q")
 
     def enter(self, key: str, offsets: int, path: str, offset: int, length: int) -> None:
-        """Adds an item's location; `offsets` is the index of its box offsets in `shapes`, or -1."""
+        """Adds an item's location: `length` bytes of the file `path`, from byte `offset` on.
+
+        `offsets` is the index in `shapes.values` of the box's offsets, or -1 for a value.
+        """
         self._of_keys.append(self._keys.setdefault(key, len(self._keys)))
         self._of_offsets.append(offsets)
         self._files.append(self._paths.setdefault(path, len(self._paths)))
@@ -256,12 +265,15 @@ class EnteredPlaces:
 
 
 class ItemTable(Struct, frozen=True):
-    """The metadata of one folder; `files` are the metadata files themselves.
+    """The metadata of one folder: its items (tensors and other values) and their locations.
 
-    `paths` are the keys that lead to each item, in the order of the saved state; it is empty if the
-    writer did not keep them. `copies` are further locations of items that several ranks saved.
-    `unsaved` are keys that have a path, but no item from any rank. `others` are the fields that
-    describe no item: `planner_data`, `version`, `storage_meta`, and fields that a writer has added.
+    files       the metadata files themselves
+    others      the fields that describe no item: `planner_data`, `version`, `storage_meta`, and
+                fields that a writer has added
+    paths       maps an item's key to its path: the keys that lead to the item in the program's
+                state dict. In the order of the saved state; empty if the writer kept no paths
+    copies      further locations of items that several ranks saved
+    unsaved     the keys in `paths` for which no rank saved an item
     """
 
     folder: str

@@ -29,7 +29,7 @@ MAX_DEPTH = 64
 MAX_STEPS = 500_000  # steps from text to text in heaps; a heap of 4096 bytes has at most 256 texts
 REFERENCE = struct.Struct("<IQI")  # to a string: its length, a heap's address, a number in it
 DTYPES = {name: dtype for name, dtype in FROM_TORCH.items() if dtype in NUMBERS - {"BF16"}}
-"""The dtypes by numpy's names, which are torch's."""
+"""Maps numpy's names of dtypes, such as `float32`, to zckpt's; torch uses numpy's names too."""
 
 
 class Dataset(Struct, frozen=True):

@@ -1,7 +1,8 @@
-"""Writes plain data and records of inert.py as a pickle of protocol 2: the reverse of unpickle.py.
+"""Writes a pickle of protocol 2 without importing any class: the reverse of unpickle.py.
 
-The standard Pickler would import every class that it names. This one writes a `Global` by its name,
-and a `Foreign` record as the call that it was read from. Only names and texts get memo numbers.
+The standard Pickler would import every class that it names. This one writes plain data, a `Global`
+(a class or function) by its name, and a `Foreign` (an object) as the call that it was read from;
+see inert.py. Only names and texts get memo numbers.
 Tensors that share memory name the same storage, by its key.
 """
 
@@ -48,10 +49,11 @@ class Repeated(Struct, frozen=True, eq=False):
 
 
 class Record(Struct, frozen=True, eq=False):
-    """An object of a class with many objects, pickled as `Foreign.instance` would be, but faster.
+    """An object of a class with many objects; it is written faster than a `Foreign`.
 
-    `form` is the class and the names of its attributes. All objects of a class must use the same
-    tuple object as their `form`, because forms are recognized by identity.
+    The pickle has the same bytes as for `Foreign.instance` with these attributes. `form` is the
+    class and the names of the attributes, and `values` are the attributes' values. All objects of a
+    class must use the same tuple object as their `form`, because forms are recognized by identity.
     """
 
     form: tuple[Global, tuple[str, ...]]

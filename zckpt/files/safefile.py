@@ -137,7 +137,10 @@ def split(
 
 
 def shell(name: str, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Shell:
-    """The file `name` without tensor data, for consecutive tensors `(name, dtype, shape)`."""
+    """Lays out the safetensors file `name`, in which the copy later fills in the tensors' bytes.
+
+    `tensors` has (name, dtype, shape) of each tensor, in the order of their bytes.
+    """
     head, size = header(tensors)
     return Shell(name, size, ((0, head),))
 

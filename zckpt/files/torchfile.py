@@ -150,9 +150,9 @@ class TorchFile:
     ) -> TorchFile:
         """Makes a TorchFile for one row-major tensor in `record`, without opening the file.
 
-        This is for a lost file, and for an item of torch.distributed.checkpoint that zckpt does not
-        parse: it computes where the item's data begin from similar items that it has parsed.
-        `pread` reads the tensor's bytes.
+        This is for a file that cannot be parsed, because it is lost. It is also for most items of
+        torch.distributed.checkpoint, which need no parsing: zckpt has parsed a few similar items,
+        and computes from them where the item's data begin. `pread` reads the tensor's bytes.
         """
         file, extent = cls.__new__(cls), record.extent
         file.pread = pread
@@ -480,11 +480,11 @@ def _is_legacy(head: bytes) -> bool:
 def peek(path: str) -> Any:
     """The saved value of a file whose format is not known yet; raises as `TorchFile` does.
 
-    Several formats may try a file before one of them reads it. The last parsed pickle is kept for
-    the next format, and recognized by its bytes, which are read every time: a file that changed is
-    parsed again. The reader's TorchFile takes the pickle over, so it does not stay in memory during
-    a copy. A file of torch before 1.6 is parsed every time, since only a parser finds the end of
-    its pickle.
+    Several formats may try a file before one of them reads it. So the value of the last parsed
+    pickle is kept. The next call reads the pickle's bytes again, and uses the kept value if they
+    are the same. Finally the reader's TorchFile takes the value out of the cache, so the cache
+    needs no memory during a copy. A file of torch before 1.6 is parsed every time, since only a
+    parser finds the end of its pickle.
     """
     parsed = Parsed()
     value = TorchFile(path, parsed).value

@@ -256,7 +256,8 @@ def seal_whole(
     """Writes the CRC-32s of members into a file that is one zip from its first byte to its last.
 
     `path` is a file in the folder `root`. `crcs` maps the offset of a member's data to its CRC-32.
-    `directories` has parsed directories of other files (see `read_directory`).
+    `directories` keeps parsed zip directories, because other ranks' files often have equal ones
+    (see `read_directory`).
     """
     with root.opened(path, os.O_RDWR) as file:
         state_checksums(file, Extent(path, 0, os.fstat(file).st_size), crcs, directories)
@@ -272,8 +273,8 @@ def state_checksums(
 ) -> None:
     """Writes the CRC-32s of a zip's members into a filled file.
 
-    `crcs` maps the offset of a member's data to its CRC-32. `directories` has parsed directories of
-    other files (see `read_directory`).
+    `crcs` maps the offset of a member's data to its CRC-32. `directories` keeps parsed zip
+    directories, because other ranks' files often have equal ones (see `read_directory`).
     """
     for member in read_directory(file, within, directories).values():
         crc = crcs.get(member.offset)

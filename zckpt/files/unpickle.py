@@ -118,13 +118,17 @@ def _parts_of_key(value: Any) -> int:
 class Unpickler:
     """Reads one pickle of `data` from `start`; afterwards `position` is the first byte after it.
 
-    With `is_trusted`, zckpt has just written the pickle, and its value is not checked by
-    `require_tree`. With `rows`, frequent objects of `.metadata` become rows of columns (see
-    dcprows.py), and Unusual may be raised. `table` maps the names of allowed functions to code that
-    builds their values. `persistent` converts a persistent id (torch: a storage) to a value. If
-    `collects` is a type, values of this type that the table's functions build are also put into
-    `collected`. Raises CorruptCheckpoint if the pickle is not well-formed, or needs more work than
-    any valid pickle of its length.
+    table         maps the names of allowed functions to code that builds their values
+    persistent    converts a persistent id (torch: a storage) to a value
+    collects      if it is a type, values of this type that the table's functions build are also
+                  put into `collected`
+    rows          for `.metadata`: stores its chunks and locations as numbers in place of objects
+                  (see dcprows.py). Unusual is raised for a pickle for which this does not work;
+                  the caller then reads it without `rows`
+    is_trusted    zckpt has just written the pickle: `require_tree` does not check its value
+
+    Raises CorruptCheckpoint if the pickle is not well-formed, or needs more work than any valid
+    pickle of its length.
     """
 
     def __init__(
@@ -163,8 +167,9 @@ class Unpickler:
     def load(self) -> Any:
         """Reads the value of the pickle.
 
-        The garbage collector is stopped meanwhile, since it would find nothing. Names of classes
-        and functions are noted (`sources.note_objects`), even if the pickle drops what they build.
+        The garbage collector is stopped meanwhile, since it would find nothing. The names of all
+        classes and functions in the pickle are recorded (`sources.note_objects`), even if the value
+        contains nothing that they built.
         """
         with uncollected():
             try:
@@ -368,9 +373,10 @@ class Unpickler:
         return value
 
     def need_plain(self) -> None:
-        """Raises Unusual if this unpickler fills `rows`; called before an object gets more values.
+        """Raises Unusual if this unpickler has `rows`; called before an object gets more values.
 
-        With `rows`, objects with equal bytes may be one object, so none may change.
+        With `rows`, one object may stand for all objects with the same bytes, so no object may
+        change.
         """
         if self.rows is not None:
             raise Unusual

@@ -81,7 +81,11 @@ class _Known(Struct, frozen=True, eq=False):
 
 
 Directories = dict[tuple[int, int, int], _Known]
-"""A cache of long directories, by three numbers that equal directories have in common."""
+"""A cache of parsed directories with at least MANY members.
+
+The key is the directory's offset in the zip, its number of members, and the length of the folder's
+name. These are equal in directories that differ only in the folder's name.
+"""
 
 
 def read_directory(

@@ -136,8 +136,9 @@ def is_of_trainer(path: str) -> bool:
 def are_weights_alone(path: str) -> bool:
     """Whether a trainer saved a model at `path` without its optimizer.
 
-    Only weights (`detect_weak`) and a step in trainer_state.json beside them are looked for: the
-    caller asks first whether `path` is a checkpoint with an optimizer.
+    It did if trainer_state.json states a step, and if a format recognizes weights beside that file
+    (`Format.detect_weak`). An optimizer is not searched for: the caller has already found that
+    `path` is no checkpoint with an optimizer.
     """
     return trainers.counter(path) is not None and any(item.detect_weak(path) for item in FORMATS)
 
@@ -364,10 +365,11 @@ def _folders_by_level(
 def inside_numbered(path: str, name: str | None = None) -> list[str]:
     """Finds the checkpoints in a numbered folder: ["actor"] for verl's global_step_3/actor.
 
-    Returns relative paths, only of the first level of subfolders that has a checkpoint; [] if
-    `path` is no numbered folder. Weights without an optimizer count only if their level has no
-    other checkpoint, and if a file outside of the weights is named like an optimizer's. `name`
-    restricts the search to the format of this name. A folder that zckpt wrote may have any name.
+    Returns the relative paths of the checkpoints on the first level of subfolders that has any. If
+    a level has no complete checkpoint, folders with weights alone count, provided that a file
+    elsewhere in `path` has `optim` in its name. `name` restricts the search to the format of this
+    name. Returns [] if the name of `path` does not end with a number (a folder that zckpt wrote may
+    have any name), or if `path` is a checkpoint itself.
     """
     if not (numbered.is_numbered(path) or is_marked(path)) or _detects(path):
         return []
@@ -495,7 +497,9 @@ def _describe_torch_file(path: str) -> str | None:
         return "it has a dictionary without tensors (a state dict is a dictionary of tensors)"
     what = type(value).__name__
     article = "an" if what[0] in "aeiou" else "a"
-    return f"it has {article} {what}, not a dictionary of tensors (save one of state dicts)"
+    return (
+        f"it has {article} {what}, not a dictionary of tensors (save a dictionary of state dicts)"
+    )
 
 
 def _hint_of_place(path: str, inside: Sequence[str]) -> str:

@@ -39,12 +39,15 @@ class ExtraState(Struct, frozen=True):
 
 
 def sorted_out(extra_states: Iterable[ExtraState], keep: Keep) -> list[StateRow]:
-    """Decides for each value whether a conversion keeps it, or zckpt only compares it.
+    """Decides for each value whether conversions keep it, or zckpt only compares it.
 
-    A value is kept if it is plain (`is_plain`), and if its key is a text that no other kept value
-    has. A key that is not a text may be the number of a parameter, so its value is only compared.
-    Returns a `StateRow` (a row of the manifest's table of such values) for each. `keep(value,
-    path, tensors)` converts a value that is only compared, and adds its tensors to `tensors`.
+    A conversion keeps a value that is plain (`is_plain`), if its key is a text that no other kept
+    value has. zckpt only compares all other values. A key that is not a text, for example, may be
+    the number of a parameter.
+
+    Returns a `StateRow` for every value: a row of the manifest's table. `keep(value, path,
+    tensors)` converts a value that is only compared into the row's value, and adds the value's
+    tensors to `tensors`.
     """
     forms = {reason: form for form, reason in REASONS.items()}
     rows: dict[Any, StateRow] = {}

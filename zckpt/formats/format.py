@@ -59,10 +59,10 @@ class Format(Struct, frozen=True, eq=False):
     about: str
     family: str
     detect: Callable[[str], list[str]] = nothing
-    """Returns the tags of the checkpoints at a path: one tag if a file names the current one.
+    """Returns the tags of the checkpoints at a path; [] if the path has none of this format.
 
-    A format without tags returns one empty tag. The list is empty for anything else. Without this
-    function users cannot name the format as a source.
+    If a file names the current checkpoint, only its tag is returned. A checkpoint of a format
+    without tags has the tag "". Users can name a format as a source only if it has this function.
     """
     tags: Callable[[str], list[str]] = nothing
     """Returns the tags of all checkpoints of a run in one folder, in numeric order."""
@@ -79,9 +79,10 @@ class Format(Struct, frozen=True, eq=False):
     Called only if no format is detected.
     """
     counter: Callable[[str], int | None] = nowhere
-    """Returns the program's counter at the time of the save, for one tag's folder or a file.
+    """Returns the training program's step counter at the time of the save; None if not stated.
 
-    A small file states it, or the beginning of a pickle. None if neither does.
+    The path is one tag's folder, or a file. The counter sorts checkpoints by age, so it is read
+    only from a small file or from the beginning of a pickle.
     """
     updates: Callable[[str], float | None] = nowhere
     """Returns the number of the optimizer's updates, from the steps in the file at a path.
@@ -98,7 +99,7 @@ class Format(Struct, frozen=True, eq=False):
     Then `read` uses `Reading.param_names`.
     """
     reports_unused_rules: bool = False
-    """Whether `read` warns if it did not need `Reading.tp_rules`, so that no caller has to."""
+    """Whether `read` itself warns about unused `Reading.tp_rules`; otherwise its caller warns."""
     compares: str | None = None
     """Which elements of masters are compared with the weights before a conversion.
 
@@ -110,7 +111,10 @@ class Format(Struct, frozen=True, eq=False):
     loads_by_place: bool = False
     """Whether programs find optimizer states by a parameter's place in its group, not by name."""
     keeps_estimates: bool = False
-    """Whether a target with the same ranks keeps each rank's own estimates (Prodigy)."""
+    """Whether a target can keep the hyper-parameters that each rank has estimated itself.
+
+    An example is Prodigy's learning rate. Estimates apply only to the same number of ranks.
+    """
     overrides_groups: bool = False
     """Whether `--group-defaults` replace the source's values, unless `--like` gives groups."""
     keeps_steps: bool = False
@@ -121,29 +125,30 @@ class Format(Struct, frozen=True, eq=False):
     Then names, ties and the best checkpoint are left for the next conversion to decide.
     """
     is_plain: bool = False
-    """Whether a program loads the target's names into a model without wrappers.
+    """Whether programs load files of this format into a model without wrappers.
 
-    Then the words that wrappers insert are removed, unless the source has this format too.
+    Wrappers such as torch.compile insert words into parameter names (`_orig_mod`). If True, a
+    conversion to this format removes these words, unless the source has this format too.
     """
     is_resumed: bool = True
     """Whether a trainer resumes from its files; False for inference only."""
     roles: tuple[Role, ...] = ()
-    """Patterns of its files' names, each with the role of these files, such as `optimizer`.
+    """What the format's files are for: roles such as `optimizer`, with patterns of file names.
 
-    If a role has axes, such as `dp`, the names have a number for each axis, and every rank writes
-    such files.
+    A role may have axes, such as `dp`. Then every rank writes a file of this role, and the file's
+    name has the rank's number on each axis.
     """
     objects: frozenset[str] | None = None
     """Classes and functions that the engine's own pickles name; None if a target has no pickle."""
     keeps_shapes: bool = False
-    """Whether a target can store every optimizer state that has the parameter's shape.
+    """Whether a target can store every optimizer state that has its parameter's shape.
 
-    This may be true although `states` names a limit for other states.
+    If True, the limit that `states` names is only about states of other shapes.
     """
     states: str = ""
-    """A text for errors: the optimizer states that a target can store, and a format for others.
+    """The optimizer states that a target can store, as a text for errors; "" if it can store all.
 
-    "" if a target can store any state.
+    The text may also name an option with which a target can store the other states.
     """
 
     @property
@@ -198,7 +203,8 @@ class Functions(Struct, frozen=True, eq=False):
     read: Callable[[str, Reading], Manifest]
     """Reads the checkpoint at a path with the user's options; raises a ZckptError.
 
-    A format that is only written needs this function too, to read its own shells.
+    A format that zckpt only writes needs this function too. A writer first makes shells (files
+    without their tensors' bytes), and this function reads the shells back.
     """
     lay_out: Callable[[Manifest, Options], Layout] | None = None
     """Returns the files of the target, still without tensors; raises errors before any write."""
@@ -237,10 +243,11 @@ class Functions(Struct, frozen=True, eq=False):
     averaged: Callable[[Manifest], Manifest] | None = None
     """Returns the manifest in which the replicas on tensor ranks are replaced by their mean."""
     rebuilt: Callable[[Manifest, str], Manifest] | None = None
-    """Returns the manifest without wrong masters and their states; its warnings name them.
+    """Returns the manifest without the fp32 masters that do not round to their weights.
 
-    The second argument says which elements show that a master is wrong: one of the words in
-    core/comparison/masters.py.
+    The moments of these masters are dropped too. Warnings in the result name the parameters. The
+    second argument says which elements of a master are compared with the weight: "beginnings" or
+    "all".
     """
     way_out: Callable[[Manifest], str] | None = None
     """Returns the hint for masters that do not round to their weights."""
@@ -255,9 +262,12 @@ class Functions(Struct, frozen=True, eq=False):
     Names, shapes and groups are compared elsewhere.
     """
     missing: Callable[[Manifest, Options], list[Notice]] | None = None
-    """Returns a notice for everything that such a run loads, but that no conversion can make."""
+    """Returns a notice for each value that a run with these options needs and cannot get.
+
+    The source lacks the value, and no conversion can make it.
+    """
     groups: Callable[[Manifest, Options], Manifest] | None = None
-    """Returns the source with the groups of the target's engine."""
+    """Returns the source with the param groups that the target's optimizer expects."""
     with_mended: Callable[[str, Sequence[Mended]], tuple[str, bytes]] | None = None
     """Returns the name and new contents of the checkpoint's file that lists mended places.
 
@@ -265,15 +275,15 @@ class Functions(Struct, frozen=True, eq=False):
     `Manifest.root`.
     """
     continued: Callable[[Manifest, Manifest], tuple[Manifest, list[MadeValue], bool]] | None = None
-    """Restores what a lost model file had, from the model file of an older save of the same run.
+    """Restores the values of a lost model file, from the model file of an older save of the run.
 
-    The first manifest is of the save that lost the file: it was read with the older save's model
-    file in its place. The second manifest is of the older save. Returns the changed first manifest,
-    the values that were made, and whether the save's other files state the order of the masters in
-    them. None if zckpt does not write such a file again.
+    The first manifest describes the save that lost the file. It was read with the older save's
+    model file instead. The second manifest describes the older save. Returns the first manifest
+    with restored values, the list of these values, and whether optimizer files confirm the order of
+    parameters in flat buffers. None for a format whose lost model files zckpt does not restore.
     """
     begins: Callable[[Manifest, Options], Beginning] | None = None
-    """Returns the state (a `Beginning`) that a target needs for parameters new in its program."""
+    """Returns the initial state (a `Beginning`) that targets need for newly trained parameters."""
 
 
 def other_dp(source: Manifest, options: Options) -> list[Notice]:

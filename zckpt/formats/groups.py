@@ -47,7 +47,7 @@ def of_trained(manifest: Manifest, options: Options) -> Manifest:
     if not options[FROZEN]:
         return without_empty_groups(manifest)
     untouched = states.untouched(manifest)
-    hint = f"it accepts only parameters that were never updated: {listed(untouched, 4) or 'none'}"
+    hint = f"--frozen is for parameters that were never updated: {listed(untouched, 4) or 'none'}"
     frozen: set[str] = set()
     for pattern in options[FROZEN]:
         names = fnmatch.filter(manifest.parameters, pattern)

@@ -29,7 +29,7 @@ NUMBER, DIGIT = re.compile(r"[0-9]\Z"), re.compile(r"[0-9]")
 DEPTH = 2
 """The depth of a checkpoint in its numbered folder: verl keeps Megatron's in `actor/dist_ckpt`."""
 MOST_FILES = 10_000
-"""The largest number of files that are searched for an optimizer of the program's own."""
+"""The most files of a numbered folder whose names are checked for an optimizer's name."""
 
 
 def is_numbered(path: str) -> bool:

@@ -62,13 +62,13 @@ def strange_target(path: str) -> Strange | None:
         return _unexpanded(path)
     if path.endswith(GGUF):
         return (
-            f"{path} would be a folder: zckpt writes no GGUF files",
+            f"{path} would become a folder, because zckpt writes no GGUF files",
             "llama.cpp makes them of a folder of Hugging Face: zckpt export SRC MODEL, then "
             "convert_hf_to_gguf.py MODEL",
         )
     if _of_ending(path):
         return (
-            f"{path} would be a folder: zckpt writes no packed files",
+            f"{path} would become a folder, because zckpt writes no packed files such as .tar",
             "give the name of a folder, and pack it then: tar -cf DIR.tar DIR",
         )
     return None

@@ -10,14 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 COMMON = ("common", "objects")
-"""The parts of the state `megatron` that were read from files.
+"""The parts of the manifest's state `megatron` that were read from files.
 
-Its other parts describe how these are written.
+The other parts, such as `keys` and `program`, tell the writer how to write the files again.
 """
 TAKEN = frozenset({"optimizer", "content_metadata"})
-"""Keys of the common state that a report does not list, because no target loses them.
+"""Keys of Megatron-Core's common state that a report does not list as left out.
 
-The manifest has the groups, and writers state the form of the optimizer's state themselves.
+No target loses their content. The groups in `optimizer` are also in the manifest. A writer makes
+its own `content_metadata`, which states the form of the optimizer's state.
 """
 
 

@@ -48,7 +48,8 @@ def gaps_along(axis: str, roles: Sequence[Role], paths: Mapping[int, str], count
     """Lists the missing files of the ranks along one axis, such as "tp": a table row for each.
 
     `count` is the number of ranks on the axis; `paths` has the existing files by rank. `roles` are
-    the format's patterns of file names: the missing names are made by the one that matches.
+    the format's patterns of file names. The pattern that matches an existing file's name also gives
+    the names of missing files.
     """
     some = paths[min(paths)]
     role_of_file = parse_name(roles, some)
@@ -72,5 +73,6 @@ def refuse_other_writers(where: str, writers: Sequence[object]) -> None:
             "swapped-files",
             f"{where}: the files of model ranks are swapped: in the order of their names, the "
             f"arguments saved in them state the ranks {listed(known_writers)}",
-            hint="copy all files again: these ranks must increase with the files' names",
+            hint="copy all files again, under their own names: the ranks that the files state must "
+            "then increase in the order of the names",
         )

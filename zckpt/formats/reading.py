@@ -49,7 +49,7 @@ class SourceKeywords(Keywords, total=False):
 class Reading(Struct, frozen=True):
     """The user's options for reading a checkpoint; see `zckpt.read`.
 
-    A format's `read` uses these, as far as they apply to it:
+    A format's `read` uses these options, as far as they apply to the format:
         tag             one of several checkpoints at the path
         root            one of several models, as NAME or NAME=OPTIMIZER
         step_policy     which step to use, if ranks or weights have different steps
@@ -59,8 +59,8 @@ class Reading(Struct, frozen=True):
         tp_rules        a model family or a file that states how tensor ranks cut parameters
         ranks_apart     the tensors of tensor and pipeline ranks are not joined: the manifest has
                         each rank's slices, for a target with the same ranks
-        with_slicings   for a checkpoint of one tensor rank too, find out how tensor ranks cut its
-                        parameters, for a target with more tensor ranks
+        with_slicings   the reader finds out how tensor ranks cut parameters, even if the checkpoint
+                        has only one tensor rank, because the target may have more
         inspected       the checkpoint is only shown: if a file may be one rank's slice, this file
                         alone is read
         nameless        if an optimizer numbers its parameters and no file has their names, its
@@ -70,19 +70,19 @@ class Reading(Struct, frozen=True):
                         can infer its byte layout from other items
         laid            zckpt has just laid out the files, so they cannot be hostile
 
-    `zckpt.reading.read` applies the others to any format:
+    `zckpt.reading.read` applies these options to any format:
         format          the checkpoint's format, if the path has checkpoints of several formats
         rename          pairs of a regular expression and its replacement
         family          the value of `--family`
         replicas        the replica of a tensor to use, if those of tensor ranks differ
-        for_target      the checkpoint is the source of a conversion; `buffers` may then be meant
-                        for the target, so it is no mistake if reading does not use them
+        for_target      the checkpoint is the source of a conversion. If reading does not use
+                        `buffers`, no warning says so, because the target may use them
         follow_links    files beside the checkpoint may be read through links that lead out of its
                         directory
         masters_from_weights    fp32 masters that do not match their weights are dropped, with their
                         moments, and a target gets the weights as masters; all masters are read
-        is_shared       several processes convert the checkpoint: each looks for wrong masters in
-                        their first elements only, and compares the rest while it copies
+        is_shared       several processes convert the checkpoint: while they read it, they compare
+                        only the first elements of masters, and the rest while they copy it
     """
 
     format: str | None = None

@@ -34,10 +34,14 @@ OF_TORCH = "last_epoch"
 OF_TRAINER = SCHEDULERS[0]
 """The Trainer's scheduler file.
 
-Accelerate's file is not used: Accelerate loads it itself, and each process has counted in it.
+Accelerate's file, `scheduler.bin`, is not used. Accelerate loads that file itself, and its counter
+is no number of updates: Accelerate steps the scheduler once for each process.
 """
 LISTED = "lr_schedulers"
-"""The key of Lightning's list of schedulers, which stays in the program's own state."""
+"""The key of Lightning's list of schedulers in the program's own state.
+
+`with_programs` leaves the list there, because Lightning loads its schedulers from it.
+"""
 DEPTH = 3
 """How many levels of nested dictionaries are searched in a program's own state."""
 

@@ -86,14 +86,14 @@ class Template:
                 "like-does-not-fit",
                 f"some tensors have other shapes in {source.root} than in --like {run.root}: "
                 f"{listed(wrong, 4)}",
-                hint="give a run of the same model; --family packs q, k, v and gate, up for "
-                "Megatron-Core",
+                hint="give a run of the same model; if the source has q, k, v or gate, up as "
+                "separate weights: --family packs them for a run of Megatron-Core",
                 file=source.root,
             )
         return owners
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a weight or a buffer in the run."""
+        """The shape of a weight or a buffer in the run of `--like`."""
         return self.run.shape_of(name)
 
     def fits(self, name: str, shape: tuple[int, ...]) -> bool:
@@ -107,7 +107,10 @@ class Template:
         return self.rows[name] <= shape[0] < wanted[0]
 
     def entries(self) -> dict[Key, Entry]:
-        """The source's tensors under the run's names."""
+        """The source's weights and states under the parameter names of the `--like` run.
+
+        Tensors in the program's own state are left out.
+        """
         names = by_key((owner, name) for name, owner in self.owners.items())
         renamed = [
             replace(entry, parameter=name)
@@ -131,9 +134,10 @@ class Template:
 
     @property
     def own_states(self) -> States:
-        """The source's `states`: those of one number get the run's parameter names.
+        """The source's optimizer states that are not tensors of a parameter's shape.
 
-        An example is NAdam's `mu_product`. States that are tensors are in `entries`.
+        States of one number, such as NAdam's `mu_product`, get the run's parameter names. Tensors
+        of a parameter's shape are in `entries`.
         """
         return self.source.states.with_numbers_of(
             {name: self.owners[name] for name in self.run.parameters}

@@ -47,13 +47,13 @@ def weights_or_raise(
     """Reads only the weights, after reading the optimizer failed with `error`.
 
     The manifest's `lost` states that the optimizer was not read. Raises `error` if the command
-    needs more than weights.
+    needs more than weights, or if the weights cannot be read either.
 
         read_weights    reads the weights without the optimizer's files
-        has_masters     the engine rounded the weights from masters: if 16-bit weights were read,
-                        `lost` says that the masters were lost or not read
-        is_all          returns true if every file of the optimizer is lost; then every command may
-                        read the weights, and commands that train refuse them later
+        has_masters     whether the engine rounded the weights from masters. If 16-bit weights were
+                        read, `lost` then says that the masters were lost or not read
+        is_all          returns true if every file of the optimizer is lost. Every command then gets
+                        the weights, and a command that needs the optimizer raises an error later
     """
     try:
         manifest = read_weights(replace(reading, weights_only=True))
@@ -65,9 +65,9 @@ def weights_or_raise(
         raise error.with_way(way) from error
     how = "not read" if isinstance(error, UnsupportedCheckpoint) else "lost"
     dtypes = {entry.dtype for entry in manifest.entries.values() if entry.slot == "param"}
-    what, subject = "weights; the optimizer is", None
+    what, subject = "only the weights are read; the optimizer is", None
     if has_masters and not dtypes.isdisjoint(HALVES):
-        what, subject = "16-bit weights; the masters are", "master"
+        what, subject = "only the 16-bit weights are read; the masters are", "master"
     lost = error.as_lost(f"{what} {how}", hint=way, subject=subject, file=manifest.root)
     return manifest.replace(lost=(lost,))
 

@@ -71,7 +71,11 @@ def about(manifest: Manifest) -> About:
 
 
 def about_folder(folder: str) -> About:
-    """Reads the same facts as `about` from a folder, if its checkpoint could not be read."""
+    """Reads facts about the model and the training from a folder with an unreadable checkpoint.
+
+    Only the files of trainers are read, such as config.json and trainer_state.json. Facts that need
+    the manifest are None.
+    """
     siblings = []
     for name in ("config.json", "adapter_config.json", STATE):
         path = os.path.join(folder, name)

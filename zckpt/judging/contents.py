@@ -18,7 +18,11 @@ from ..errors import Notice, WrongOption
 from ..formats.format import Format
 
 OTHER_TIME = "files-of-other-time"
-"""The code of a reader's warning that a program which loads tensors gets, too."""
+"""The code of the warning that ranks' files were written long before or after other files.
+
+A reader adds this warning to the manifest. `check_to_load` also gives it to the program that loads
+tensors, as a Python warning.
+"""
 
 
 def full_checks(
@@ -26,10 +30,10 @@ def full_checks(
 ) -> list[FullCheck]:
     """Lists the comparisons that must succeed before a tensor is returned or written.
 
-    Replicas of ranks are compared with each other; `replicas` ("rank0" or "mean") says which one is
-    used if they differ. Masters are compared with their weights only in formats that need a
-    comparison of all elements, since `check_tensors` compares the first elements in others. They
-    are not compared either if the engine changes weights without changing their masters. With
+    Replicas of ranks are compared with each other. `replicas` ("rank0" or "mean") says which value
+    is used if replicas differ. All elements of masters are compared with their weights if the
+    format's `compares` is ALL; for BEGINNINGS, `check_tensors` compares only the first elements.
+    Masters are not compared if the engine changes weights without changing their masters. With
     `accept_weights`, masters that do not round to their weights are only a warning. `hint` replaces
     the format's hint for such masters.
     """
@@ -55,12 +59,12 @@ def check_tensors(
 ) -> list[Notice]:
     """Runs the checks that read tensors, before a tensor is loaded or written; returns warnings.
 
-    They find files that are copies of other files, masters that do not round to their weights,
-    tensors that were to be joined as slices although each rank has all elements, and replicas of
-    ranks that differ. If `shared` lists comparisons that
-    a conversion makes while it copies, only the first elements of these tensors are compared here.
-    Raises InconsistentCheckpoint if a check fails, and CorruptCheckpoint if damage is the cause.
-    The other arguments are those of `full_checks`.
+    The checks find files that are copies of other files, masters that do not round to their
+    weights, replicas of ranks that differ, and tensors that a rule joins as slices, although every
+    rank has the full tensor. `shared` lists comparisons that a conversion makes while it copies: of
+    their tensors, only the first elements are compared here. Raises InconsistentCheckpoint if a
+    check fails, and CorruptCheckpoint if damage is the cause. `full_checks` explains the other
+    arguments.
     """
     format = formats.named(manifest.format)
     functions, lines = format.functions, list[Notice]()

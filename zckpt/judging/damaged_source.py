@@ -79,7 +79,7 @@ class Found(Struct, eq=False, dict=True):
 
     @property
     def known(self) -> Manifest:
-        """The manifest, which must not be None: the checkpoint could be read."""
+        """The manifest of a checkpoint that could be read; if it is None, an assertion fails."""
         assert self.manifest is not None
         return self.manifest
 
@@ -105,7 +105,7 @@ class Found(Struct, eq=False, dict=True):
 
     @property
     def root(self) -> str:
-        """The folder or file of the checkpoint itself, not the temporary folder of links."""
+        """The folder or file of the checkpoint, even if it was read through links in `shadow`."""
         if self.manifest is not None:
             return self.real(self.manifest.root)
         return os.path.join(self.path, self.tag) if self.tag else self.path

@@ -114,9 +114,9 @@ def engine_differences(
 ) -> list[Notice]:
     """Lists settings of the engine, such as the ZeRO stage, that differ in the run `other`.
 
-    Only settings that change the content of files are compared, and nothing if `words` have
-    a ds_config. A scheduler's state that only the run has is listed too. The list is empty unless
-    both checkpoints have the format `to`, and zckpt compares engines of this format (DeepSpeed).
+    Only settings that change the content of files are compared. A scheduler's state that only the
+    run has is listed too. The list is empty in three cases: `words` have a ds_config, which states
+    the settings; the checkpoints do not both have the format `to`; `to` is not DeepSpeed.
     """
     find = formats.named(to).functions.unlike
     if find is None or not to == manifest.format == other.run.origin.format:

@@ -1,4 +1,4 @@
-"""Decides whether a checkpoint is complete, and of one save.
+"""Decides whether a checkpoint is complete, and whether its files are from one save.
 
 `verify`, `report`, `check` and `auto-resume` use it.
 
@@ -61,7 +61,7 @@ WORDS: Mapping[State, str] = {
     "cut": "ends too early",
     "unreadable": "is damaged",
     "foreign": "is of another run",
-    "unexpected": "is of a rank too many",
+    "unexpected": "is of a rank that the run did not have",
 }
 ENDS = "without which the program cannot resume"
 ANEW = "without which the program silently begins its optimizer and schedule anew"
@@ -93,7 +93,7 @@ class Verdict(Struct, frozen=True):
     """The error that stopped the reader."""
     links: tuple[Notice, ...] = ()
     restored: tuple[Notice, ...] = ()
-    """Values that `zckpt mend` has restored in it."""
+    """Warnings about values of the checkpoint that `zckpt mend` has restored."""
 
     @property
     def whole(self) -> tuple[Notice, ...]:
@@ -294,7 +294,10 @@ def _without_optimizer(
         message = f"{manifest.root} {what}: no run can resume from it"
         hint = "`zckpt export` and a new training need only weights"
         return [], [problem("optimizer-missing", message, hint=hint, file=manifest.root)]
-    message = f"{manifest.root} {what}, but {scheduler.name} was saved with one: it was lost"
+    message = (
+        f"{manifest.root} {what}, but trainers save {scheduler.name} together with an optimizer: "
+        "the optimizer was lost"
+    )
     return [problem("optimizer-missing", message, file=manifest.root)], []
 
 
@@ -310,7 +313,11 @@ UNREAD = "unread-file-damaged"
 
 def _unread(row: Row, need: needs.Need | None) -> Notice:
     goes_on = need is not None and need.damaged == "goes on"
-    then = "the program goes on without it" if goes_on else "resuming does not read it"
+    then = (
+        "the program goes on without it"
+        if goes_on
+        else "the program resumes without reading this file"
+    )
     return problem(
         UNREAD,
         f"{row.path} {WORDS[row.state]}; {then}",

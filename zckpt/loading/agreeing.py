@@ -46,10 +46,10 @@ class Agreement:
         """Raises Told in all ranks if one of them failed, or if bytes do not have their checksum.
 
         error      this rank's failure, or None
-        is_last    whether this was the last file; then byte ranges with a checksum that were
-                   read only in part are completed
-        is_all     whether the engine has read the files of both the model and the optimizer;
-                   then byte ranges that no rank has hashed are read too
+        is_last    whether this was the last file. Then the rest of each record (a byte range with
+                   a checksum) that ranks have read in part is read, to check its checksum
+        is_all     whether the engine has read the files of both the model and the optimizer. If
+                   this was the last file, then tensors that no rank has hashed are read too
         """
         values = self._ranks.gathered([sent(error), [*self.checker.parts()]])
         self._ranks.told(partial(self._judge, values, is_last, is_all))

@@ -57,9 +57,10 @@ class FilledFile(io.RawIOBase):
         return self._shell
 
     def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
-        """Yields no checksums of `data`, the bytes at offset `start`: no program reads them again.
+        """Yields nothing, because no checksums of the loaded bytes are stored.
 
-        Other target files implement this method to note checksums of the bytes that are written.
+        Target files on a disk implement this method to yield the checksums of `data`: the bytes
+        that are written at offset `start`.
         """
         return iter(())
 

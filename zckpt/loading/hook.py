@@ -1,6 +1,7 @@
-"""Makes `engine.load_checkpoint` accept a directory of empty files, and load another checkpoint.
+"""Makes `engine.load_checkpoint` load the real checkpoint when it gets a directory of empty files.
 
-`serve` tells which checkpoint belongs to the directory. Its first call replaces
+`auto_resume(copy=False)` makes this directory for programs that look for the files' names, and
+writes no copy. `serve` tells which checkpoint belongs to the directory. Its first call replaces
 `DeepSpeedEngine.load_checkpoint` in this process; for any other path, the method works as before.
 `undo` restores the original method.
 """
@@ -20,12 +21,12 @@ from .support import refuse_version
 
 
 class Source(Struct, frozen=True):
-    """The checkpoint that an engine loads when its program names a directory of empty files.
+    """The real checkpoint that an engine loads in place of a directory of empty files.
 
-    path, tag    the checkpoint
+    path, tag    the real checkpoint
     words        keyword arguments for `zckpt.reshard`
-    target       the tag of the empty files. A program may pass it with the directory; with
-                 another tag, DeepSpeed's own method is called
+    target       the tag of the empty files. A program may pass this tag or none; for any other tag,
+                 DeepSpeed's own method is called
     """
 
     path: str

@@ -136,7 +136,10 @@ class Files(Struct, frozen=True, eq=False):
     pairs: list[plan.Pair]
     pieces_of: Callable[[str], list[plan.TargetPiece]]
     records: dict[str, dict[int, int]]
-    """By path of a file: the length in bytes of each storage, by its offset in the file."""
+    """Maps each file's path to its storages: {offset in the file: length in bytes}.
+
+    A read of exactly these bytes is filled from the source.
+    """
 
     @classmethod
     def of(cls, source: Manifest, shells: Manifest, layout: Layout) -> Files:

@@ -10,13 +10,13 @@ from typing import Any
 from ..errors import WrongOption, literal
 
 TESTED = ("0.19.8",)
-"""Versions of DeepSpeed of which it was tested which files they load, and when."""
+"""Versions of DeepSpeed for which tests show which files they load, and in which order."""
 STATES = "_states.pt"
 """The endings of the names of all files that an engine's ranks load."""
 PLAIN = re.compile(r"((bf16_)?zero_pp_rank_\d+_)?mp_rank_00_(model|optim)_states\.pt")
-"""The names of the files of an engine in which no ranks share a model."""
+"""File names of an engine without pipeline, tensor and expert parallelism."""
 UNSUPPORTED = "load-unsupported"
-"""The code of the error for an engine, or files, that need a copy on disk."""
+"""The code of the error for an engine or files that zckpt cannot load without a copy on disk."""
 
 
 def refuse_version(source: str) -> None:

@@ -46,7 +46,10 @@ class Alike(Struct, frozen=True):
     ranks: int
 
     def write(self, path: str) -> None:
-        """Writes the lost file to `path`, with the times of `other`; raises OSError."""
+        """Writes the lost file to `path`: a copy of the file `other`, with the same times.
+
+        Raises OSError.
+        """
         os.unlink(path)  # the link to what stands in
         with (
             corrected(self.renaming),
@@ -91,10 +94,10 @@ def has_links(found: Found) -> bool:
 
 
 def remade(found: Found, copyable: Mapping[str, Alike]) -> str:
-    """Restores lost files in the temporary folder of links, as copies of other ranks' files.
+    """Restores lost files as copies of other ranks' files, in a temporary folder; returns its path.
 
-    `copyable` maps the path of each lost file to the file to copy. The links in that folder lead to
-    the checkpoint's files. Returns the folder's path.
+    The folder, `found.shadow`, has links to the checkpoint's files. `copyable` maps the path that
+    each lost file has in this folder to the file to copy.
     """
     for path, copied in copyable.items():
         copied.write(path)

@@ -185,8 +185,11 @@ def _of_structure(correction: Correction) -> Place:
     return Place(damage, (), 0.0, (), None, (correction,), "witness", TWICE)
 
 
-TWICE = "a second place in the zip"
-"""What confirms the correction of such a bit, as the report names it."""
+TWICE = "the same fact elsewhere in the zip"
+"""What confirms that a bit of a zip's headers was flipped, in the words of the report.
+
+A zip states each fact about a member twice.
+"""
 
 
 def _in_container(damage: Damage, contents: Contents = ()) -> Place:

@@ -42,10 +42,10 @@ class Place(Struct, frozen=True):
     """One damaged record (a byte range with a stated checksum), and how to restore its bytes.
 
     corrections    the changes that restore the original bytes; empty if the record is lost
-    by             the evidence for them: "checksum"; "witness" (other bytes confirm them);
-                   "chance" (damage of many bits may look the same, so the user must accept them);
-                   None if the record is lost
-    chance         the probability that damage of many bits looks the same
+    by             the evidence for the corrections: "checksum"; "witness" (other bytes confirm
+                   them); "chance" (damage of many bits may look like one flipped bit, so the user
+                   must accept the correction); None if the record is lost
+    chance         the probability that damage of many bits looks like one flipped bit
     why            why the record is lost, or why the user must accept the corrections
     bits           each single bit that explains the CRC-32, as (byte in the record, bit)
     burst          the offset in the file of a block of one repeated value
@@ -88,9 +88,9 @@ class Place(Struct, frozen=True):
         return element_at(self.contents, self.corrections[0].offset)
 
     def mended(self, root: str) -> Mended | None:
-        """Describes this correction for zckpt-mended.json in the copy; None if the record is lost.
+        """Describes how the record was restored, for zckpt-mended.json in the copy.
 
-        The file's path is relative to `root`.
+        None if the record is lost and nothing was restored. The file's path is relative to `root`.
         """
         if self.by is None:
             return None
@@ -146,7 +146,7 @@ class Place(Struct, frozen=True):
                 "" if restored.bit is None else f"; {restored.witness} confirms the correction"
             )
             return note("mended", f"{found}{confirmed}", **about)
-        found += f" (damage of many bits looks like this in {one_in(self.chance)})"
+        found += f" (damage of many bits looks like one flipped bit in {one_in(self.chance)})"
         if self.by == "checksum":
             return note("mended", found, **about)
         return warning("mended", f"{found}; {self.why}", hint=CHANCE, **about)
@@ -207,7 +207,10 @@ def explained(damage: Damage, contents: Contents, witnesses: Witnesses) -> Place
 
 
 def doubt(length: int) -> str:
-    """Explains why a flipped bit that restores the CRC-32 of so many bytes may be chance."""
+    """Explains why one flipped bit that restores a CRC-32 may still not be the real damage.
+
+    `length` is the number of bytes that the CRC-32 covers.
+    """
     return f"the checksum of {counted(length, 'byte')} is no proof that only one bit was flipped"
 
 

@@ -43,16 +43,23 @@ from .rounding import copies_of_stages, is_whole, masters_round, may_drift
 
 State = Literal["elsewhere", "made-up", "gone"]
 MOST = 4  # names in a sentence
-DIFFERING = "the values of other ranks differ, or only one other rank has any"
+DIFFERING = "replicas on other ranks differ, or fewer than two ranks have one"
 OF_BUFFER = "another rank has a copy, but its values may differ"
 OF_COPY = "a copy on another rank has these elements"
 OF_STAGE = "another stage has a copy, but its values may differ"
-OF_UNLIKE = "the masters are left, but weights in other files are not the rounded masters"
+OF_UNLIKE = (
+    "other files have the masters, but weights that still exist differ from the rounded masters, "
+    "so the lost weights may differ too"
+)
 OF_ORDER = (
-    "the masters are left, and round to these weights if their order is that of the older file"
+    "other files have the masters, which round to these weights if the parameters have the same "
+    "order as in the older file"
 )
 WORDS = {"param": "weights", "master": "masters"}
-"""What a sentence calls the tensors of a slot; those of other slots by the slot's name."""
+"""The words that messages use for tensors of a slot (what a tensor is for its parameter).
+
+For other slots, messages use the slot's own name, such as `exp_avg`.
+"""
 
 
 class Loss(Struct, frozen=True):
@@ -75,10 +82,10 @@ class Loss(Struct, frozen=True):
 class Losses(Struct, frozen=True):
     """What a checkpoint has lost with its missing or unreadable files.
 
-    faults      report lines, one for each lost file
-    lines       report lines about the tensors in these files. Each has a message, a `state` (see
+    faults      report lines that say which files are lost
+    lines       report lines about the contents of these files. A line has a message, a `state` (see
                 `Loss`), and for each tensor the number of lost elements and of all elements
-    lost        the same losses, one for each tensor
+    lost        one `Loss` for each tensor with lost elements; most `lines` are made from these
     manifest    describes the files that still exist; None if these cannot be read
     remade      what the lost files contain, as zckpt-mended.json lists it; empty if not all of
                 them can be written again
@@ -90,23 +97,23 @@ class Losses(Struct, frozen=True):
     lost: Sequence[Loss] = ()
     remade: Sequence[Mended] = ()
     differing: Sequence[str] = ()
-    """Tensors of which a lost file had a copy that the copies on other ranks do not agree on."""
+    """Lost tensors whose values are unknown: replicas on other ranks differ, or are too few."""
     values: Sequence[MadeValue] = ()
     """What a lost model file had besides tensors, as far as an older one and other files tell."""
     borrowed: Sequence[str] = ()
-    """Lost files for which one of an older checkpoint stands in, by their paths in the manifest."""
+    """Paths (in the manifest) of lost files that are replaced by files of an older checkpoint."""
     copies: Mapping[Key, tuple[Entry, str]] = {}
-    """For each tensor of which only a copy was in a lost file: the entry with all its elements."""
+    """Maps the key of a tensor with a lost replica to (a tensor of equal values, the reason)."""
     lacks_older: bool = False
-    """Whether the one model file is lost, and an older checkpoint could show what was in it."""
+    """Whether the only model file is lost, and the user gave no older checkpoint to replace it."""
     lacks_layer: bool = False
-    """Whether files of a pipeline's layers are lost, and an older checkpoint could stand in."""
+    """Whether files of pipeline layers are lost, and the user gave no older checkpoint for them."""
     unfit: ZckptError | None = None
     """Why the older checkpoint does not show what was in the lost model file."""
 
     @property
     def can_be_made_up(self) -> bool:
-        """Whether something is lost, and all of it can be filled with other or made-up values."""
+        """Whether values are lost, and all can be restored from other tensors or made up."""
         if self.borrowed and not self.values:  # the optimizer's files are not whole
             return False
         return bool(self.lost) and all(
@@ -135,10 +142,9 @@ class Losses(Struct, frozen=True):
         return {each.entry.key for each in self.lost if each.state == "made-up"}
 
     def made_up(self, remade: Sequence[Mended]) -> Losses:
-        """Returns these losses as they are after all lost files were written again.
+        """Returns a copy for a checkpoint whose lost files were all written again.
 
-        Their state is then "rebuilt" instead of "made-up". `remade` has the values that were
-        written.
+        In its `lines`, the state "made-up" becomes "rebuilt". `remade` describes what was written.
         """
         states = {"made-up": "rebuilt"}
         lines = [{**line, "state": states.get(s := line["state"], s)} for line in self.lines]
@@ -164,13 +170,13 @@ class Losses(Struct, frozen=True):
         if self.can_be_made_up and self.differing:
             names = listed(self.differing, MOST)
             return error.with_way(
-                f"nothing shows the values that the lost file had of {names}: {DIFFERING}"
+                f"the values of {names} in the lost file are unknown: {DIFFERING}"
             )
         if self.can_be_made_up and lacking:
             typed = " ".join(f"--rebuild {each}" for each in lacking)
             return error.with_way(
-                f"`{typed}` makes up what is lost, with other values in its place; --dry-run lists "
-                "them"
+                f"`{typed}` writes made-up values in place of the lost ones; --dry-run lists the "
+                "losses"
             )
         for state, what in (("gone", "is lost for good"), ("made-up", "would have to be made up")):
             tensors = dict.fromkeys(
@@ -189,8 +195,8 @@ NEEDS_OLDER = (
     "lists what)"
 )
 NEEDS_LAYER = (
-    "an older checkpoint of the run (--older PATH) shows the names and shapes of this layer, "
-    "whose weights are then the rounded masters"
+    "an older checkpoint of the run (--older PATH) shows the names and shapes of this layer; with "
+    "it, `mend` rounds the masters to weights"
 )
 
 
@@ -318,7 +324,10 @@ OTHER_WEIGHTS = (
     "has other weights than its masters, so the masters that are left do not show the lost weights"
 )
 UNREAD = "not-compared"
-"""The code of the warning that the rest was not read, since a file that stands in does not fit."""
+"""The code of the warning that the rest of the checkpoint was not read.
+
+The file that was read in place of a lost one does not fit the other files.
+"""
 
 
 def _unfit(found: Found, older: Manifest) -> ZckptError | None:
@@ -580,7 +589,11 @@ def _left_alone(
             return "gone", OF_UNLIKE, None
         if source is not None:
             verb = "round to" if how == "rounded" else "equal"
-            return "elsewhere", f"the masters are left, and {verb} these weights", source[0]
+            return (
+                "elsewhere",
+                f"other files have the masters, which {verb} these weights",
+                source[0],
+            )
         parameter = manifest.parameters.get(entry.parameter)
         if parameter is not None and not parameter.trainable:
             frozen = (
@@ -590,10 +603,10 @@ def _left_alone(
         return "gone", "no other file has these elements", None
     if entry.slot == "master":
         if param is not None and source_of(weight) and is_widened(param.dtype, entry.dtype):
-            why = f"the {param.dtype} weights are left, but masters have more bits"
+            why = f"other files have the {param.dtype} weights, but masters have more bits"
             return "made-up", why, None
         return "gone", "no other file has these elements", None
     is_moment = entry.slot not in WEIGHTS and entry.slot != "state"
     if is_moment and (source_of(weight) or source_of(master)):
-        return "made-up", "no other file has these elements, but the weights are left", None
+        return "made-up", "no other file has these elements, but other files have the weights", None
     return "gone", "no other file has these elements", None

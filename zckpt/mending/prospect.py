@@ -30,12 +30,12 @@ from .losses import Losses, losses_of, whatever_is_there
 from .rebuilding import MODEL, OLDER, ZERO, Rebuilding, differing_copies
 
 GIVES = {
-    "masters": "masters that are the 16-bit weights",
+    "masters": "masters made from the 16-bit weights",
     ZERO: "zeros as moments",
     OLDER: "the moments of {}",
-    MODEL: "weights that are the rounded masters, and all else of {}",
+    MODEL: "weights made from the masters, and the rest of the model file from {}",
 }
-"""What a sentence calls the values that `--rebuild` makes up; their source is filled in."""
+"""Phrases for the values that `--rebuild` makes up; `{}` stands for the source of the values."""
 ELSEWHERE = "with values that other files still have"
 AN_OLDER_ONE, ANOTHER_RANK = "an older checkpoint", "another rank"
 MOST = 3  # names in a sentence

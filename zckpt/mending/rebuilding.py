@@ -53,10 +53,11 @@ SCRATCH = 8 << 20  # bytes of working memory for small pieces of many ranks
 class Rebuilding(Struct, frozen=True):
     """What `--rebuild` allows to be made up: masters from weights, moments, the model file.
 
-    moments    "moments=zero", "moments=older" (those of the checkpoint `older`), or None if moments
-               may not be made up
+    moments    "moments=zero", "moments=older" (to take them from the checkpoint `older`), or None
+               if moments may not be made up
     others     maps the key of a lost tensor to (a tensor that supplies its elements, the reason)
-    made_up    keys of lost tensors: `others` may supply other values for these
+    made_up    keys of tensors whose lost values are unknown: for these, a tensor in `others` may
+               have other values than the lost tensor
     """
 
     masters: bool = False
@@ -154,15 +155,16 @@ class Rebuilding(Struct, frozen=True):
 def rebuild(
     found: Found, losses: Losses, paths: Collection[str], rebuilding: Rebuilding
 ) -> list[Mended] | None:
-    """Writes the lost files at `paths` again, into the temporary folder of links.
+    """Writes lost files again, at `paths` in a temporary folder (`Found.shadow`).
 
-    Returns what zckpt-mended.json will say about these files. Returns None, and writes nothing, in
-    these cases:
+    The folder has links to the checkpoint's other files; the checkpoint itself is not changed.
+    Returns what zckpt-mended.json will say about the files. Returns None in these cases:
 
         the format's writer would put other elements into these files than the lost files had
         each rank has an optimizer state of its own
+        modules have extra states (`get_extra_state`), and a model file is lost
         no other file has the values of a lost weight
-        the ranks differ in a tensor of which the lost file had a copy
+        a lost tensor has replicas that differ, or too few replicas (`differing_copies`)
 
     Raises MissingData as `Rebuilding.source` does, and CorruptCheckpoint if elements would be taken
     from a damaged part of the older checkpoint.
@@ -236,11 +238,17 @@ def _mended(
 def differing_copies(found: Found, losses: Losses) -> list[str]:
     """Finds tensors that cannot be restored because replicas on other ranks differ or are too few.
 
-    A lost file had a replica of such a tensor. Its values are known if at least two other ranks
-    have replicas, and all are equal. They are also known if another tensor supplies them
-    (`Losses.others`), if replicas on other ranks are equal: those of this tensor, of the weight and
-    master of the parameter, and of all tensors of its kind (such as `exp_avg`) but buffers, whose
-    running means differ from rank to rank. Replicas that zckpt has made up need not be equal.
+    A lost file had a replica of the tensor. The tensor can be restored under these conditions:
+
+        another tensor supplies its    replicas are equal: of the tensor, of its parameter's weight
+        values (`Losses.others`)       and master, and of all tensors of the same slot (such as
+                                       `exp_avg`)
+        its values are made up, and    replicas of its parameter's weight and master are equal
+        its replicas may drift
+        all other tensors              at least two replicas exist, and all are equal
+
+    Where all tensors of a slot are compared, buffers are left out, because running means differ
+    from rank to rank. Replicas that the engine lets drift are left out too.
     """
     names, supplied = [], losses.others
     made_up = losses.made_up_keys - supplied.keys()

@@ -1,8 +1,8 @@
-"""Decides whether masters show lost weights, and finds lost states on other pipeline stages.
+"""Decides whether masters can restore lost weights, and finds states on other pipeline stages.
 
-A program may save other weights than it trains, such as those of an EMA. Then its masters do not
-show the lost weights. And the engine may let the replicas of a tied layer's masters and optimizer
-states drift apart. Then another stage's replica does not show the lost values.
+A program may save other weights than it trains, such as those of an EMA. Then the rounded
+masters differ from the lost weights. And the engine may let the replicas of a tied layer's masters
+and optimizer states drift apart. Then another stage's replica may differ from the lost one.
 """
 
 from __future__ import annotations

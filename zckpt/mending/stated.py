@@ -1,11 +1,11 @@
-"""Finds the bit that was flipped in a file that no reader can open with the damage.
+"""Finds the flipped bit that prevents a file from being opened, if a CRC-32 of the file is known.
 
     .metadata                the CRC-32 that zckpt writes behind its pickle
     a header of safetensors  the CRC-32 of the whole file, in manifest.json of the same folder
     manifest.json            the CRC-32 of its contents, in itself
 
-torch writes no checksum into `.metadata`, and safetensors has none of its own: other such files
-stay damaged.
+Other `.metadata` and safetensors files stay damaged: torch writes no checksum into `.metadata`, and
+a safetensors file has none of its own.
 """
 
 from __future__ import annotations

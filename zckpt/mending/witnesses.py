@@ -1,9 +1,9 @@
-"""Compares a correction of a damaged record with other bytes, which confirm or contradict it.
+"""Confirms or contradicts a correction of damaged bytes by related tensors, such as masters.
 
 rounding       compares a 16-bit weight with its master: the wider value must round to the narrower
 substitution   puts other bytes in place of the damaged ones: a copy on another rank, the rounded
                master of a 16-bit weight, or the same tensor of an older checkpoint. The record
-               must then have the CRC-32 that its file states
+               (byte range with a checksum) must then have the CRC-32 that its file states
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ GAP = 16  # equal bytes between two different ones that are kept together
 
 
 Contents = Sequence[tuple[Entry, Fragment]]
-"""Entries with elements in a record, each with the fragment that has them."""
+"""The tensors with elements in a record (a byte range with a checksum).
+
+An item is an entry (a whole tensor), and one of its byte ranges that overlaps the record.
+"""
 
 
 class Said(Struct, frozen=True):

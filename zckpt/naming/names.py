@@ -157,7 +157,7 @@ def _by_rule(
 
 def left_over(wanted: Sequence[str], unused: Sequence[str]) -> str:
     """Part of an error message: which wanted names are missing, and which names are not used."""
-    unused_part = f"; nothing asks for its {listed(unused)}" if unused else ""
+    unused_part = f"; unused names of the source: {listed(unused)}" if unused else ""
     if not wanted:
         return f"several names become one{unused_part}"
     return f"the source does not have these names: {listed(wanted)}{unused_part}"
@@ -295,10 +295,10 @@ def canonical(manifest: Manifest, among: Sequence[str] = ()) -> Manifest:
 
 
 def with_plain_modules(manifest: Manifest) -> Manifest:
-    """Removes wrappers' words from the paths of modules in a manifest.
+    """Removes wrappers' words, such as `_orig_mod`, from the paths of modules in a manifest.
 
-    With torch's checkpoint_wrapper, a state dict has the wrapper's word in the paths of modules,
-    but not in the names of weights (torch 2.13).
+    With torch's checkpoint_wrapper, a state dict has `_checkpoint_wrapped_module` in the paths of
+    modules (its `_metadata`), but not in the names of weights (torch 2.13).
     """
     manifest = manifest.map_ranks(with_plain_modules)
     paths = manifest.state.get("module_metadata")

@@ -80,7 +80,7 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
             "names-do-not-fit",
             "--param-names lists frozen parameters, but not all tensors: zckpt cannot tell whether "
             "the others are buffers",
-            hint="list only the optimizer's parameters; if these are buffers, add "
+            hint="list only the optimizer's parameters; if the unlisted tensors are buffers, add "
             + " ".join(f"--buffers {quote(name)}" for name in buffers[:4]),
         )
     return _ordered(manifest.map_ranks(lambda rank: _ordered(rank, positions)), positions)

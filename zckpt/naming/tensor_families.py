@@ -1,10 +1,11 @@
 """Rules that say how tensor-parallel ranks slice the parameters of known families of models.
 
 A family is a text in the format of a --tp-rules file: lines `REGEX = RULE`, of which the first
-match counts. The rules of Megatron-DeepSpeed are those of its `universal_checkpoint_info`
-(gpt_model.py, 2023), and GPT-NeoX's those of its converter (tools/ckpts/convert_neox_to_hf.py). The
-rules of `llama` are what AutoTP of DeepSpeed 0.19.8 does. A wrong rule `replicated` is detected
-when tensors are copied, because the replicas of all ranks must be equal.
+match counts. tensor_rules.py explains the rules, such as `0:2x`. The rules of Megatron-DeepSpeed
+are those of its `universal_checkpoint_info` (gpt_model.py, 2023), and GPT-NeoX's those of its
+converter (tools/ckpts/convert_neox_to_hf.py). The rules of `llama` are what AutoTP of DeepSpeed
+0.19.8 does. A wrong rule `replicated` is detected when tensors are copied, because the replicas of
+all ranks must be equal.
 
 A GPT-NeoX model with `gpt_j_residual` is special: each rank adds its own bias of a row-parallel
 layer before the ranks' outputs are summed (ParallelTransformerLayer of transformer.py), so the full

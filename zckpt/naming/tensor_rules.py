@@ -192,7 +192,7 @@ def shapes_by(
 
 
 def stated_rule(name: str, placement: Placement) -> TensorRules:
-    """Makes a rule for one parameter whose `placement` on the ranks the source itself states."""
+    """Makes a rule for the parameter `name` from its `placement` on the ranks in the source."""
     return RuleFile("the source", [TensorRule(re.escape(name), placement)])
 
 
@@ -297,8 +297,8 @@ def _check_widths(root: str, decided: Mapping[str, Sliced]) -> None:
                     f"{root}: {name} has {rows} rows, and the layer after it {columns} columns: "
                     f"it has {rows // columns} fused parts, but the rule is "
                     f"`{sliced.placement.text}`",
-                    hint=f"use the rule `0:{rows // columns}x` (--tp-rules megatron-swiglu), or "
-                    "`0:1x` if its rows are cut as one",
+                    hint=f"use the rule `0:{rows // columns}x`, which slices each fused part "
+                    "(--tp-rules megatron-swiglu), or `0:1x` if ranks slice all rows as one part",
                 )
 
 
@@ -316,7 +316,9 @@ def _undecided(
     for name, shapes in undecided.items():
         lines.setdefault(_pattern_for_all_layers(name), f"?  # {list(_first(shapes))} on each rank")
     family = next((each for each in FAMILIES if _family_fits(rules_of(each), undecided)), None)
-    by_family = "" if family is None else f"a family knows these names: --tp-rules {family}; else "
+    by_family = (
+        "" if family is None else f"a model family has these names: --tp-rules {family}; or "
+    )
     text = "\n".join(f"  {pattern} = {rule}" for pattern, rule in lines.items())
     return MissingData(
         "cuts-unknown",

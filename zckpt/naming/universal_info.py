@@ -50,9 +50,10 @@ PLACEMENTS: Mapping[str, Placement | None] = {
     PARTS: None,
     "parameter_with_row_parallelism_patterns": Cut(1),
 }
-"""The placement that each list of patterns means, in order of precedence.
+"""Maps each list of patterns to the placement of the parameters that its patterns match.
 
-None for the list in which each pattern states a view of its own.
+The first list with a match counts. The placement is None for one list: there, patterns come with
+the shape of a view of the parameter, in which its sub-parameters (such as Q, K, V) are sliced.
 """
 
 
@@ -70,8 +71,8 @@ class UniversalInfo:
             raise UnsupportedCheckpoint(
                 "version-unsupported",
                 f"the checkpoint has an affine_map of version {brief(affine['version'])}",
-                hint="zckpt reads version 1 of the affine_map (DeepSpeed 0.19.8); give "
-                "slicing rules with --tp-rules FILE",
+                hint="zckpt reads version 1 of this list of the ranks' slices (DeepSpeed 0.19.8); "
+                "give slicing rules with --tp-rules FILE",
             )
         self.maps: Mapping[str, Any] = affine.get("params") or {}
         vocabulary = info.get("original_vocab_size")
@@ -99,9 +100,9 @@ class UniversalInfo:
         return _by_rows(name, shapes, rows)
 
     def stated_shapes(self, name: str) -> Shapes | None:
-        """The shape of each rank's slice of a parameter; None if they are not stated.
+        """The shape of each rank's slice of a parameter, as the info's `affine_map` states it.
 
-        The key `affine_map` states them, if the dictionary has it.
+        None if the info has no `affine_map`, or if the map does not list the parameter.
         """
         ranks = {int(n): each for n, each in (self._map_of(name) or {"ranks": {}})["ranks"].items()}
         shapes = [tuple(ranks[n]["shard_shape"]) for n in range(len(ranks)) if n in ranks]
@@ -227,9 +228,9 @@ def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[
     fused sub-parameters are divided evenly among the ranks. If that is impossible, their sizes are
     left out.
 
-    `whole` are the parameters of which each rank has the full tensor. Without the map, perhaps no
-    other key states this, so names that no pattern in the list of replicated parameters matches are
-    added to it.
+    `whole` are the parameters of which each rank has the full tensor. Without the map, perhaps
+    nothing in the info states this. So their names are added to the list of replicated parameters,
+    unless a pattern in this list already matches them.
     """
     maps = ((info.get("affine_map") or {}).get("params") or {}).values()
     if maps and all(len(each.get("ranks") or ()) == ranks for each in maps):
@@ -344,7 +345,7 @@ def _corner(shape: Sequence[int], sizes: Sequence[int], view: Any, says: str) ->
         raise UnsupportedCheckpoint(
             "grid-unsupported",
             f"{says} has a piece that is not a box: strides {strides} in a tensor of {list(shape)}",
-            hint="give a rule for it with --tp-rules FILE",
+            hint="give a slicing rule for this parameter with --tp-rules FILE",
         )
     corner = tuple(
         offset // step % max(length, 1) for step, length in zip(steps, shape, strict=True) if step

@@ -66,7 +66,7 @@ class View(Struct, frozen=True):
 
 
 def view_of(fragments: Fragments, shape: Sequence[int], size: int) -> View:
-    """Makes a view of a full tensor from its byte ranges in files; no axis is folded."""
+    """Makes a view of a full tensor from its byte ranges in files; each axis has one length."""
     axes = tuple((length,) for length in shape)
     return View(axes, tuple(boxes_in(fragments, shape, size)), size)
 
@@ -79,7 +79,7 @@ def zeros(shape: Sequence[int], size: int) -> View:
 
 
 def cut(view: View, axis: int, length: int) -> list[View]:
-    """Cuts a view into parts of `length` along an axis that is not folded.
+    """Cuts a view into parts of `length` along an axis, which must not be folded (see above).
 
     The last part may be shorter.
     """
@@ -88,7 +88,7 @@ def cut(view: View, axis: int, length: int) -> list[View]:
 
 
 def parted(view: View, axis: int, lengths: Sequence[int]) -> list[View]:
-    """Cuts a view into parts of these lengths along an axis that is not folded.
+    """Cuts a view into parts of these lengths along an axis, which must not be folded (see above).
 
     The sum of the lengths must be the axis's length.
     """
@@ -132,9 +132,9 @@ def unstacked(view: View, axis: int) -> list[View]:
 def joined(views: Sequence[View], axis: int) -> View:
     """Concatenates tensors along an axis.
 
-    If the axis is folded in one of the tensors, such as into (2, 3), it is folded in all of them in
-    this way, and the first lengths are added: (2, 3) and (4, 3) become (6, 3). Raises ValueError if
-    the lengths of other axes differ.
+    The axis may be folded into several lengths in one of the tensors, such as 6 into (2, 3). Then
+    it is folded in the same way in all tensors: 12 becomes (4, 3). The joined tensor has the sum of
+    the first lengths: (6, 3). Raises ValueError if the lengths of other axes differ.
     """
     finest = max((view.axes[axis] for view in views), key=len)
     views = [
@@ -182,9 +182,10 @@ def folded(view: View, axis: int, inner: Sequence[int]) -> View:
 
 
 def dealt(view: View, axis: int, order: Sequence[int]) -> View:
-    """Permutes the lengths of a folded axis, which reorders the elements along the axis.
+    """Reorders the elements along a folded axis: transposes the lengths into which it is folded.
 
-    `order` has the indexes of the old lengths, in the new order: (1, 0) makes (3, 2) of (2, 3).
+    `order` has the old index of each length. With (1, 0), an axis that is folded into (2, 3)
+    becomes (3, 2), and its rows 0 1 2 3 4 5 become 0 3 1 4 2 5.
     """
     lengths, place = view.axes[axis], view.place(axis)
     places = [*range(sum(map(len, view.axes)))]

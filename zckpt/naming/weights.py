@@ -1,4 +1,4 @@
-"""Checks that a source has all weights for `from_pretrained`, and finds a prefix before them.
+"""Checks that a source has all weights for `from_pretrained`, and finds a prefix of their names.
 
 weights.json lists the weights of 1,651 model classes of transformers (5.24); `python -m
 tests.weight_names` makes it. It lists only weights that a class has for all settings of its
@@ -92,7 +92,8 @@ def settled_adapter(source: Manifest, _config: Mapping[str, Any]) -> Settled:
         "program-does-not-fit",
         f"{source.root} has adapter weights with different prefixes before {OF_PEFT}, so PEFT "
         f"would not load them: {listed(names, 3)}",
-        hint=f"give one adapter PEFT's prefix: --rename '^FRONT={peft.PREFIX}'",
+        hint="choose one adapter, and replace the prefix of its names (FRONT) by PEFT's: --rename "
+        f"'^FRONT={peft.PREFIX}'",
         file=source.root,
     )
 
@@ -134,8 +135,8 @@ def _prefix_of_model(source: Manifest, names: Collection[str], asked: Asked) -> 
         f"{source.root} lacks {counted(len(missing), 'weight')} of {asked.name}, which "
         f"from_pretrained would initialize at random: {listed(missing, 3)}"
         + (f" (below {best})" if best else ""),
-        hint=f"if they have other names in the source: {first}, or --rename 'OLD={missing[0]}'; if "
-        f"one is a second name of another weight: --tie {missing[0]}=OWNER",
+        hint=f"if the source has these weights under other names: {first}, or --rename "
+        f"'OLD={missing[0]}'; if a weight is tied to another one: --tie {missing[0]}=OWNER",
         file=source.root,
     )
 
@@ -175,10 +176,10 @@ class Asked(Struct, frozen=True):
         return cls(str(name), about["prefix"], patterns, ties.of_config(config), rules_of(config))
 
     def prefixes(self, names: Collection[str]) -> list[str]:
-        """Finds possible prefixes before the class's names in the source's `names`.
+        """Finds prefixes that may stand before the model class's names in the source's `names`.
 
-        In `llm.lm_head.weight`, the prefix is `llm.`, because the class has a weight
-        `lm_head.weight`.
+        For example, if the class has a weight `lm_head.weight`, the prefix in `llm.lm_head.weight`
+        is `llm.`.
         """
         ends = [*(p for p in self.patterns if NUMBER not in p), *self.patterns[:1]]
         ends += [pattern.removeprefix(f"{self.base}.") for pattern in ends]
@@ -191,7 +192,10 @@ class Asked(Struct, frozen=True):
         return sorted(f"{prefix}." for prefix in fronts)
 
     def has(self, name: str) -> bool:
-        """Whether `name` may be a weight of the class: it begins with a module of the class."""
+        """Whether `name` may be a weight of the model class: it begins with one of its modules.
+
+        Always True if transformers renames the class's weights in files (`rules`).
+        """
         tops = {pattern.partition(".")[0] for pattern in self.patterns}
         inside = {
             pattern.removeprefix(f"{self.base}.").partition(".")[0] for pattern in self.patterns
@@ -199,10 +203,10 @@ class Asked(Struct, frozen=True):
         return name.partition(".")[0] in tops | inside or self.rules is not None
 
     def missing(self, names: Collection[str], as_base: bool) -> list[str]:
-        """The class's weights that from_pretrained would not find among `names`.
+        """The model class's weights that from_pretrained would not find among `names`.
 
-        With `as_base`, a name may also lack the prefix of the base model (such as `model.`), or
-        have it twice.
+        With `as_base`, a weight is also found if its name in `names` lacks the base model's prefix
+        (such as `model.`), or has the prefix once more.
         """
         layers = by_key(self._layers_in(names))
         lacking: list[str] = []

@@ -27,7 +27,7 @@ from torch import Tensor
 from ..core.grouping import by_key
 
 KEY = "zckpt"
-"""The key of zckpt's hooks in the metadata of a node of torch's graph."""
+"""The key, in the metadata of an autograd node, of the list of functions that zckpt hooks to it."""
 Change = Callable[[str, Tensor], Tensor]
 
 

@@ -38,7 +38,8 @@ NOISE = 4  # times the noise between one pair of runs
 class Event(Struct, frozen=True):
     """Two runs' records of one tensor, the distance between them, and the tolerated distance.
 
-    `what` is the string of `apart`: the two numbers that differ most, or what else differs.
+    `what` is a text from `distances.apart`: the two numbers that differ most, or what else differs,
+    such as "shape [2] against [3]".
     """
 
     rank: int
@@ -216,11 +217,14 @@ def above_noise(
 ) -> tuple[list[Event], float]:
     """Replaces the tolerance of each pair of records by four times the noise of its tensor.
 
-    The noise is the distance between the runs `a` and `noise` of one program. Also returns the
-    largest noise. If the records of ranks were merged (`is_merged`), the noise is the maximum over
-    ranks and batches, and the tolerance never becomes smaller than before: runs on different
-    numbers of ranks add in different orders. Nor does it as soon as any noise was found, because
-    two tensors may be equal by chance.
+    The noise is the distance between the runs `a` and `noise` of one program: for a tensor, the
+    largest distance so far. If the records of ranks were merged (`is_merged`), it is the maximum
+    over ranks and batches. Also returns the largest noise of all tensors. In these cases, the
+    tolerance may only become larger:
+
+        merged records            runs on different numbers of ranks add in different orders
+        any noise so far          a tensor without noise may be equal by chance
+        a record without noise    the run `noise` lacks this record
     """
     measured: dict[tuple[Any, ...], float] = {}
     for event in aligned(a, noise)[0]:

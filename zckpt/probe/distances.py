@@ -73,7 +73,7 @@ def apart(a: TensorRecord, b: TensorRecord, is_merged: bool) -> tuple[float, str
     if squares and math.sqrt(squares / count) > worst:
         worst, what = math.sqrt(squares / count), sampled[0]
     if have_crcs and not worst:
-        return SMALLEST, "bytes beside the samples"
+        return SMALLEST, "checksums differ, recorded numbers do not"
     return worst, what
 
 

@@ -113,8 +113,9 @@ def meaning(
 ) -> str:
     """A sentence about the likely cause of the first difference between two runs.
 
-    `a` and `b` are the records that differ, and `what` is the string that `apart` returned about
-    them. `is_merged` tells that the records of all ranks were merged into one.
+    `a` and `b` are the records that differ. `what` says how they differ (from `distances.apart`),
+    such as "shape [2] against [3]". `is_merged` tells that the records of all ranks were merged
+    into one.
     """
     if what.startswith(("shape", "type")):
         of_batch = len(a.shape) == len(b.shape) > 0 and a.shape[1:] == b.shape[1:]
@@ -189,19 +190,26 @@ def _of_position(record: TensorRecord, steps: Sequence[int]) -> str:
             return (
                 f"the first forward: weights, buffers or the first batch of data differ; {RESTORE}"
             )
-        return "forwards are equal, the first backward is not: loss scale, masks or dropout"
+        return (
+            "the first forward pass is equal, its backward pass is not: the loss scale, masks or "
+            "dropout differ"
+        )
     if position == 0:
         return (
-            "the first batch is equal, a later one of the same step is not: order of the data, or "
-            "random state"
+            "the first batch is equal, a later one of the same step is not: the order of the data "
+            "or the random state differs"
         )
     if position == 1 and steps[1] - steps[0] == 1 and not later_batch:
         if record.kind in ("backward", "gradient"):
-            return "the second forward is equal, its backward is not: loss scale or random state"
+            return (
+                "the second forward pass is equal, its backward pass is not: the loss scale or the "
+                "random state differs"
+            )
         return (
             "equal until the first update: moments, masters, step count or learning rate of the "
             f"weights in this module differ; {RESTORE}"
         )
     return (
-        "equal over updates: order of the data, random state, a schedule, or sums in another order"
+        "equal beyond the first update: the order of the data, the random state, a schedule or the "
+        "order of sums differs"
     )

@@ -245,7 +245,7 @@ def _summed(
     if len(shapes) > 1:
         raise Unmerged("the shapes differ between ranks")
     if any(record.dtype[0] in "IUB" and record.dtype != "BF16" for record in records[0]):
-        raise Unmerged("ranks have other integers")
+        raise Unmerged("integers that differ between ranks cannot be averaged")
     sums = [_mean(own, side.world) for side, own in zip(sides, records, strict=True)]
     means = [_mean(own, len(own)) for own in records]
     if kind != "forward" or _distance(*sums) < _distance(*means):

@@ -145,16 +145,20 @@ class _Load(Struct, eq=False):
 
 
 Read = Callable[[Any, memoryview, bool], None]
-"""Reads a piece into the memory of its part; the third argument is True on the block's thread."""
+"""Reads a piece of a `WeightPart` from files into the memory of this part.
+
+The arguments are the piece, the memory, and whether the prefetcher's own thread makes the call.
+"""
 
 
 class Prefetcher:
     """Reads the weights of modules on a thread, before the modules are called.
 
-    `parts` and `paths` have the modules' ids as keys, in the order of registration. Three kinds of
-    weights are in memory: those of the called module, those that were read ahead, and those that
-    stay loaded. Together they need at most the memory of the two largest modules and LITTLE (1
-    MiB). The weights of modules that contain the called module are not included in this limit.
+    `parts` maps the id of each module to the parts of its weights, and `paths` maps the id to the
+    path of the module, both in the order of registration. Three kinds of weights are in memory: the
+    weights of the called module, weights that were read ahead, and weights that stay loaded. All
+    together need at most the memory of the two largest modules and LITTLE (1 MiB). This limit does
+    not count the weights of modules that contain the called module.
     """
 
     def __init__(
@@ -183,10 +187,10 @@ class Prefetcher:
         self._thread.start()
 
     def take(self, module: int) -> list[Any]:
-        """The tensors of the module that is called now: the results of `make` of its parts.
+        """The tensors of a module that is called now: one result of `make` for each `WeightPart`.
 
-        A part (`WeightPart`) that was not read ahead is read now. The thread goes on to read for
-        later calls. Raises the error that `read` raised for this module.
+        A part that was not read ahead is read now. Meanwhile the thread reads for later calls.
+        Raises an error that occurred when weights of this module were read.
         """
         self._order.called(module)
         with self._changed:
@@ -201,7 +205,10 @@ class Prefetcher:
         return [load.value for load in loads]
 
     def finish(self) -> None:
-        """Ends the thread, and raises an error that occurred for weights which no call has used."""
+        """Ends the thread, and raises the first reading error that `take` has not raised.
+
+        Weights that were read ahead for a call that did not come can have such an error.
+        """
         self.close()
         for part, error in self._errors.items():
             if part not in self._raised:

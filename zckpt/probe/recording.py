@@ -75,8 +75,9 @@ def record(
         device          "cpu": copy tensors to the CPU and measure them there, with a CRC-32, which
                         tensors on a GPU do not get otherwise
         overwrite       replace what this rank has recorded in `directory` before
-        subscribers     are called before the recorder when a forward pass begins, and after it when
-                        the pass ends
+        subscribers     further `Subscriber` objects for the same passes. They are called before the
+                        recorder when the forward pass of a module begins, and after the recorder
+                        when this pass ends
 
     A DeepSpeed engine needs neither `step` nor `optimizer`, because it counts its updates. If your
     optimizer is not a `torch.optim.Optimizer`, call `recorder.next_step()` after each update. For

@@ -153,7 +153,8 @@ def _read_ranks(root: str, folders: list[str]) -> Run:
             if names := line.get("only_outside"):
                 message = (
                     f"{root}: modules inside of {listed([str(name) for name in names])} were not "
-                    "recorded: torch.compile compiled them before, or as one graph"
+                    "recorded: torch.compile compiled them before the recording, or as one graph "
+                    "(fullgraph=True)"
                 )
                 notes.append(note("not-compared", message, subject=str(names[0]), file=root))
             if not closed:
@@ -226,7 +227,7 @@ _HEAD = re.compile(
 _NUMBER = r"([-+]?(?:inf|nan|[\d.]+(?:e[-+]?\d+)?))"
 _COUNTS = {"nan": "nan", "inf": "inf", "negative": "neg", "positive": "pos", "zero": "zero"}
 _WORDS = {"min": "min", "max": "max", "mean": "mean", **_COUNTS}
-"""The words in a dump before each number."""
+"""Maps the name of a number in a record to the word before this number in ONNX Runtime's dumps."""
 _SAMPLES = re.compile(r"samples\(top 128\): tensor\((.*?)\)\s*\n(?:neg|=)", re.DOTALL)
 
 

@@ -61,10 +61,11 @@ def stream(
 ) -> Iterator[None]:
     """Inside the `with` block, forward passes of `model` read their weights from `checkpoint`.
 
-    device          where weights are put; by default where the model's weight is, or on the CPU if
-                    that is `meta`
-    whole           modules of these classes are loaded together with all modules inside them, as
-                    some of torch's own always are
+    device          the device for the weights; by default the device of the model's own weights, or
+                    the CPU if these are on `meta`
+    whole           classes of modules that use the weights of modules inside them without calling
+                    these modules. All weights inside are then loaded together. torch's
+                    MultiheadAttention and TransformerEncoderLayer need not be listed
     rename          pairs (regex, replacement) as in `--rename`
     accept_weights  as for `zckpt.load`
 
@@ -112,7 +113,7 @@ class _Absent(Tensor):
             raise MissingData(
                 "option-needed",
                 f"{absent[0].path} is used outside of a call of its module",
-                hint="give whole=[CLASS], with the class of the module that uses it",
+                hint="give whole=[CLASS] to stream: the class of the module that uses this weight",
                 file=absent[0].path,
             )
         result = super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
@@ -395,7 +396,7 @@ def sources(model: nn.Module, manifest: Manifest) -> dict[str, Entry]:
         raise MissingData(
             "weights-missing",
             f"these buffers are on the meta device, but not in the checkpoint: {listed(lost)}",
-            hint="create the modules that compute them on the CPU",
+            hint="create the modules of these buffers on the CPU, where the buffers get values",
         )
     parameter_names = {entry.parameter: entry.parameter for entry in manifest.entries.values()}
     owners = manifest.owners | parameter_names

@@ -166,11 +166,11 @@ def _modules(
 
 
 def used_by(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields a module, and the modules inside whose weights it uses itself, each with its path.
+    """Yields (path, module) for a module, and for inner modules that it uses without calling them.
 
-    The modules inside are ParameterLists and ParameterDicts, which are never called, and everything
-    in modules of torch that use their children's weights without calling them (`WHOLE`). Paths are
-    relative: that of the module itself is "".
+    A module uses the weights of its ParameterLists and ParameterDicts, which are never called. A
+    module of a class in `WHOLE` (torch's MultiheadAttention, TransformerEncoderLayer) uses the
+    weights of all modules inside it. Paths are relative to the module, whose own path is "".
     """
     if isinstance(module, WHOLE):
         yield from module.named_modules()

@@ -284,7 +284,7 @@ class Group:
             if (type(rank), type(text), type(code)) != (int, str, int) or not 0 < code < 256:
                 raise ValueError
         except MALFORMED as error:
-            raise unreadable("it is no failure") from error
+            raise unreadable("it does not describe a failure") from error
         failed = ProcessFailed("process-failed", f"rank {rank}: {text}")
         failed.exit_code = code
         return failed

@@ -61,6 +61,6 @@ def sent(error: Exception | None) -> Any:
 
 
 def received(failure: Any) -> Exception:
-    """Converts the JSON that `sent` made of an error back to the error."""
+    """Restores an error from `failure`, the JSON that `sent` returned for the error."""
     kind, parts = failure
     return OSError(*parts) if kind == OSError.__name__ else again(getattr(errors, kind), parts)

@@ -195,4 +195,4 @@ def _readable() -> Iterator[None]:
     try:
         yield
     except MALFORMED as error:
-        raise unreadable(f"it is not a result: {cause(error)}") from error
+        raise unreadable(f"it does not contain a result: {cause(error)}") from error

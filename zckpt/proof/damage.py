@@ -111,7 +111,7 @@ def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
             if extent.length <= SURE:
                 line |= {"tensors": [entry.name], "element": element}
             else:
-                what += " (if only one is)"
+                what += " (if only one bit is)"
             return said(f"{what}, in element {element} of {entry.name}")
     padding = bool(contents) and extent.offset > 0  # the record of a complete file begins at 0
     line |= {"tensors": [], "harmless": padding}

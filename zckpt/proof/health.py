@@ -113,9 +113,10 @@ class Measuring(Struct, eq=False, dict=True):
         return carry_out
 
     def add(self, name: str, item: ReadRequest, elements: memoryview, dtype: str) -> None:
-        """Adds the statistics of some elements to those of the tensor `name`.
+        """Adds the statistics of a range of elements to the statistics of the tensor `name`.
 
-        `item` requested the elements. `elements` are these, or what a subclass computed from them.
+        `item` is the read request, which tells the range. `elements` are the elements that were
+        read, or elements that a subclass has computed from them.
         """
         part = measure(elements, dtype, histogram=self.histograms)
         with self.lock:
@@ -124,11 +125,10 @@ class Measuring(Struct, eq=False, dict=True):
             total.add(item.start, item.stop, part)
 
     def beside(self, together: Sequence[ReadRequest], view: memoryview) -> None:
-        """Compares the elements of all tensors in a group.
+        """Compares the tensors of a group in one range of elements; here it does nothing.
 
-        Subclasses override it, this class does nothing.
-
-        `view` is a buffer with the same elements of each tensor.
+        Subclasses override this method. `together` has a read request for each tensor of the group,
+        all for the same range. `view` is the buffer into which all these elements were read.
         """
 
 
@@ -185,7 +185,10 @@ def passed(
     copying: Copying,
     begin: Begin | None,
 ) -> Running:
-    """Measures groups of tensors with a new object of the class `make`, and returns this object."""
+    """Measures groups of tensors in one pass, and returns the object that has the results.
+
+    The object is new, and of the class `make`: `Measuring` or a subclass.
+    """
     # each thread has a buffer of this size, and as much working memory
     chunk = chunk_size(manifest.dp, copying.jobs, copying.memory)
     progress = begin(sum(entry.length for group in groups for entry in group)) if begin else None
@@ -269,7 +272,7 @@ def _problems_of(
     ):
         clean = not (numbers.nan or numbers.inf or other.nan or other.inf)
         if clean and _is_below(numbers, other):
-            yield "impossible", "is below exp_avg_sq, although it is its maximum over time"
+            yield "impossible", "is below exp_avg_sq, but should be its maximum over time"
     if entry.slot in WEIGHTS and sum(count > 1 for count in entry.shape) > 1:
         if dead:
             yield "dead", "is all zero"

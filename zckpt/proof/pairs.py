@@ -105,11 +105,12 @@ def only_rounded(matches: Iterable[Match], a: Manifest, b: Manifest) -> dict[str
 
 
 def missing(keys: Sequence[Key], owner: Manifest, other: Manifest) -> list[Key]:
-    """The tensors of `owner` (given by `keys`) that the checkpoint `other` lacks but should have.
+    """The tensors among `keys` of `owner` that the checkpoint `other` lacks, but should have.
 
-    It should have them in every slot (such as `exp_avg`) of which it has any tensor. It should also
-    have each trained weight, as `param` or as `master`. Other weights may be missing, because some
-    formats do not store them.
+    If `other` has any tensor of a slot, such as `exp_avg`, it should have all tensors of this slot.
+    If it has any weight, as `param` or as `master`, it should have every trained weight. A weight
+    that is not trained may be missing if `other` has no tensor of its slot, because some formats do
+    not store this weight.
     """
     slots = {entry.slot for entry in other.entries.values()} - {"state"}
     lost = []

@@ -159,8 +159,9 @@ def _file_of(entry: Entry) -> str | None:
 def digests(results: Iterable[Result], alone: bool) -> dict[str, Report]:
     """Maps the name of every tensor that was read to its CRC-32 in each checkpoint.
 
-    It is that of the row-major bytes. The CRC-32s are under "a" and "b"; if `alone`, only under
-    "a". If checkpoint b has the tensor under another name, `b_tensor` is this name.
+    The bytes are taken in row-major order. The CRC-32s are under "a" and "b". If one checkpoint was
+    checked `alone`, without another one, they are under "a". If checkpoint b has the tensor under
+    another name, `b_tensor` is this name.
     """
     lines: dict[str, Report] = {}
     for result in results:

@@ -12,7 +12,7 @@ from ..errors import AmbiguousCheckpoint, WrongOption, listed
 
 
 def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
-    """Reduces the manifest in a proof file, of several models, to the model `name`.
+    """Reduces the manifest in a proof file about several models to the model `name`.
 
     The model's prefix is removed from the names of its parameters. A proof of one model is returned
     unchanged. Raises WrongOption if neither `proven` nor `manifest` has a model of this name.
@@ -24,7 +24,7 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
         if manifest.run.origin.root != name:
             raise WrongOption(
                 "option-names-nothing",
-                f"{manifest.root} and {proven.root}: one model, and it is not called {name}",
+                f"neither {manifest.root} nor {proven.root} has a model that is called {name}",
                 hint="leave out --root",
             )
         return proven
@@ -66,10 +66,10 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
 
 
 def refuse_several(proven: Manifest, manifest: Manifest) -> None:
-    """Raises AmbiguousCheckpoint if a proof is of several models, and one must be chosen.
+    """Raises AmbiguousCheckpoint if a proof file is about several models, and one must be chosen.
 
-    The checkpoint seems to be one of these models. `proven` is the manifest in the proof, and
-    `manifest` that of the checkpoint.
+    This is so if the compared checkpoint seems to be one of these models. `proven` is the manifest
+    in the proof file, and `manifest` is the manifest of the checkpoint.
     """
     parameters, names = proven.parameters, [*manifest.parameters]
     if not names or not parameters.keys().isdisjoint(names):
@@ -79,7 +79,8 @@ def refuse_several(proven: Manifest, manifest: Manifest) -> None:
     if fitting := fitting_roots(fronts, parameters, manifest.parameters):
         raise AmbiguousCheckpoint(
             "several-models",
-            f"{proven.root} has several models, and {manifest.root} may be {listed(fitting)}",
+            f"{proven.root} is about several models, and {manifest.root} may be any of these: "
+            f"{listed(fitting)}",
             hint=f"choose one with --root {' or --root '.join(fitting)}",
             file=proven.root,
         )

@@ -214,7 +214,10 @@ def _of_first_rank(manifest: Manifest) -> list[Notice]:
         for entry in manifest.replicas
         if entry.slot == "state" or entry.parameter in manifest.buffers
     )
-    what = f"{listed(list(names), 4)} of ranks after the first: a proof has only the first rank's"
+    what = (
+        f"{listed(list(names), 4)} of ranks after the first: a proof file has checksums only for "
+        "the first rank"
+    )
     return [note("not-compared", what)] if names else []
 
 
@@ -307,7 +310,7 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
         raise CorruptCheckpoint(
             "option-invalid",
             f"{path} is not a proof: {cause(error)}",
-            hint="`zckpt verify PATH --save-proof FILE` writes one",
+            hint="`zckpt verify PATH --save-proof FILE` writes a proof",
             file=path,
         ) from error
 

@@ -37,10 +37,10 @@ The path is not compared, since a conversion changes it.
 def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
     """Compares the trainers' files beside two checkpoints.
 
-    Returns report lines about files that differ, and notices about files that only one side has. A
-    file that a run needs to resume (`OF_RUN`) gets a line instead, if the other side has such
-    files. If neither checkpoint has an optimizer, no run resumes from them: then only files that
-    may contain tensors are compared.
+    Returns report lines about files that differ, and notices about files that only one side has.
+    But there is a line and no notice for a file that a run needs to resume (`OF_RUN`), if the other
+    side has any other of these files. If neither checkpoint has an optimizer, no run resumes from
+    them: then only files that may contain tensors are compared.
     """
     has_run = a.groups is not None or b.groups is not None
     ours, theirs = (

@@ -24,11 +24,17 @@ from ..core.passes.description import Report
 from ..errors import Notice, listed, note
 
 MODULE = "module"
-"""The key of the state that has the module's names in their order. It describes the files."""
+"""The key of the state under which the names in the module are listed, in order.
+
+The list depends on the kind of files. So the names are compared separately (`_names`).
+"""
 OF_PROGRAM = ("lr_scheduler", "client_state", "module_extra")
 """Keys of the state that are the user's program's, whatever the engine is."""
 OF_SIZES = ("tensor_parallel", "pipeline", "universal")
-"""Keys of the state that describe how ranks cut tensors; compared if both have the same files."""
+"""Keys of the state that describe how ranks cut tensors.
+
+They are compared only if the files of both checkpoints have the same names and sizes (`twins`).
+"""
 OF_SAVING = frozenset(
     (
         *("world_size", "zero_stage", "data_parallel_size", "horizontal_parallel_size"),
@@ -49,22 +55,28 @@ OF_VERSIONS = (
     *("megatron.common.args.", "client_state.args.", "client_state.universal_checkpoint_info"),
     *("trainer_options", "train_step_info"),
 )
-"""Values that some versions of a program or engine do not write: arguments, facts of files."""
+"""Beginnings of the paths of values that some versions of a program or engine do not write.
+
+If only one checkpoint has such a value, this is no difference.
+"""
 WITH_OTHER_RANKS = ("_parallel_size", "no_save_rng")
 OF_SINGLE_RANKS = "megatron.objects."
 OF_PARAMETERS = frozenset(("members", "other", "partitions"))
 LOSS_SCALER = "loss_scaler"
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 SCALING = tuple(f"optimizer.{key}" for key in (LOSS_SCALER, "dynamic_loss_scale", *SCALE))
-"""The paths in the state of values about the loss scale.
+"""The paths in the state under which there are values about the loss scale.
 
-A run in fp16 needs one, and each wrapper class stores it in another form.
+A run in fp16 needs a loss scale. DeepSpeed's optimizer wrappers store it in different forms.
 """
 CLIPPING = "optimizer.clip_grad"
 UNCLIPPED = (None, "DeepSpeedZeroOptimizer_Stage3", "FP16_UnfusedOptimizer")
-"""The wrappers of DeepSpeed that keep no value for clipping: its configuration has that."""
+"""DeepSpeed's optimizer wrappers that do not save the limit for gradient clipping.
+
+With these wrappers, or without one (None), only DeepSpeed's configuration has the limit.
+"""
 OF_NO_PARAMETER = ("optimizer.beside", "optimizer.among")
-"""The paths in the state under which an optimizer's numbers that belong to no parameter are."""
+"""The paths in the state for the optimizer's numbers that belong to no parameter."""
 MERGED = "deepspeed-universal"
 """A format from which the loader reads nothing but the states and groups of the optimizer."""
 SCHEDULER = "lr_scheduler"
@@ -327,8 +339,8 @@ class _Comparison:
             if manifest.files.of_ranks and not self.same_files:
                 keys = dict.fromkeys(key for own in manifest.files.of_ranks.values() for key in own)
                 yield (
-                    f"{listed(list(keys), 4)} of further ranks: only {manifest.root} has them, "
-                    f"and {its_twin.root} has other ranks"
+                    f"{listed(list(keys), 4)} of the ranks after the first in {manifest.root}: "
+                    f"the files of {its_twin.root} are of other ranks, or of another kind"
                 )
         for side, other in (("b", "a"), ("a", "b")):
             paths, root = self.without_place[side], self.sides[side].root

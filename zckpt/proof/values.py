@@ -66,13 +66,14 @@ def steps(a: Manifest, b: Manifest) -> list[Report]:
 def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
     """Compares where and in which type two checkpoints store the optimizer's step.
 
-    Returns report lines and notices. An optimizer looks for its step in one place, a parameter's
-    state or the group; if it finds none there, it counts from 1 again. So another place or type is
-    a difference. But if a configuration or the user names the optimizer, another place is only a
-    notice, and types are not compared.
+    Returns report lines and notices. An optimizer looks for its step in one place: either in the
+    state of a parameter, or in the parameter group. If the step is not there, the optimizer counts
+    from 1 again. So another place or type is a difference. But if a configuration or the user names
+    the optimizer, another place is only a notice, and types are not compared.
 
-    Between files of the same engine and stage it is also a difference if one side stores the step
-    in the state of each parameter, and the other only in that of a group's last parameter.
+    Some optimizers count the step in the state of each parameter, and some only in the state of a
+    group's last parameter. This is a difference too, if both checkpoints have the same format and
+    ZeRO stage.
     """
     ours, theirs = step_place(a), step_place(b)
     if ours is None or theirs is None:
@@ -82,7 +83,7 @@ def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
     if ours.where == theirs.where and types[0] == types[1]:
         if ours.kind != theirs.kind or ours.last_only == theirs.last_only or not _are_alike(a, b):
             return [], []
-        states = ("each state", "a group's last state alone")
+        states = ("the state of each parameter", "only the state of a group's last parameter")
         counted = {side: states[each.last_only] for side, each in (("a", ours), ("b", theirs))}
         return [counted], []
     line = {"a": f"{ours.where}, {ours.kind}", "b": f"{theirs.where}, {theirs.kind}"}
@@ -90,7 +91,12 @@ def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
     if named is None:
         return [line], []
     places = f"{line['a']} in {a.root}; {line['b']} in {b.root}"
-    return [], [note("form-differs", f"place of the step: {places}: {named} reads it from there")]
+    return [], [
+        note(
+            "form-differs",
+            f"place of the optimizer's step: {places}: one of them is where {named} looks for it",
+        )
+    ]
 
 
 def _are_alike(a: Manifest, b: Manifest) -> bool:
@@ -111,10 +117,10 @@ def step_place(manifest: Manifest) -> StepPlace | None:
 
 
 def scalars(a: Manifest, b: Manifest) -> list[Report]:
-    """Report lines about optimizer states of one number, such as NAdam's `mu_product`, that differ.
+    """Report lines about different optimizer states of one number, such as NAdam's `mu_product`.
 
-    If types or shapes differ, the line states them as `a_type`, `a_shape` and so on. If one side
-    has the state for no parameter, there is no line: `missing_states` reports this.
+    If types or shapes differ, the line states them as `a_type`, `a_shape` and so on. A state that
+    only one checkpoint has gets no line here, because `missing_states` reports it.
     """
     keys = [{row.key for row in side.states.of_form("number")} for side in (a, b)]
     lines = []
@@ -135,9 +141,9 @@ def missing_states(
 ) -> tuple[list[Report], list[Notice]]:
     """Reports optimizer states that only one of two checkpoints has.
 
-    Returns report lines about them, and notices about harmless ones. States that zckpt does not
-    support are included. A step is included if one side has none at all. Tensors in `reported` are
-    left out, because the report already lists them.
+    Returns report lines, and notices about states that a checkpoint may lack without harm. States
+    that zckpt does not support are included. The step is included if only one checkpoint has steps.
+    `reported` has the names of tensors that the report lists already: these are left out.
     """
     lines, notes = [], []
     for only, owner, other in (("a", a, b), ("b", b, a)):
@@ -225,9 +231,10 @@ def with_trained_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
 def forms(a: Manifest, b: Manifest) -> list[Report]:
     """A report line if only one of two checkpoints was saved without its frozen weights.
 
-    Only DeepSpeed's files tell this, by the key `frozen_param_fragments`. It is None if frozen
-    weights were left out, which the engine then does not load. Otherwise it has all frozen weights,
-    and the engine stops if one is missing. For other files the list is empty.
+    Only DeepSpeed's files tell this, by the value of their key `frozen_param_fragments`. If frozen
+    weights were left out, the value is None, and the engine loads no frozen weights. Otherwise the
+    value has all frozen weights, and the engine stops if one is missing. For files of other engines
+    the result is an empty list.
     """
     statements = [
         side.run.engine.excludes_frozen if isinstance(side.run.engine, FlatBufferEngine) else None

@@ -192,7 +192,7 @@ def needs_weights(matches: Iterable[Match], a: Manifest, b: Manifest) -> None:
         raise MissingData(
             "nothing-to-compare",
             f"{a.root} and {b.root} share no weights, so nothing can be compared",
-            hint="`zckpt inspect PATH --tensors '*'` lists the names of each",
+            hint="`zckpt inspect PATH --tensors '*'` lists the tensors of a checkpoint",
             file=a.root,
         )
 
@@ -223,9 +223,10 @@ def inferences(
 ) -> Report:
     """Reports parameters whose names zckpt has inferred: the keys `inferred` and `unproven`.
 
-    If zckpt inferred the same wrong name in both checkpoints, the optimizer states are equal all
-    the same. So equal states do not prove inferred names, and the report lists such parameters as
-    unproven. `are_copies` returns whether the files of both are copies; then none is unproven.
+    zckpt may have inferred the same wrong name in both checkpoints. The optimizer states are then
+    equal although the name is wrong. So equal states do not prove an inferred name, and the report
+    lists the parameter as unproven. `are_copies` returns whether the files of one checkpoint are
+    copies of the other's. Then no parameter is unproven.
     """
     compared = {match.a.parameter for match in matches if is_optimizers(match.a.slot)}
     theirs = set(b.notices.inferred if b.notices.states_inferred else a.notices.inferred)

@@ -96,7 +96,8 @@ def _remains(url: Url, there: Mapping[str, StoredObject], note: Note) -> list[st
     if lost := [name for name in note.names if name not in there]:
         raise TargetExists(
             "target-exists",
-            f"{url} has the last file, {note.last}, but not {listed(lost, 3)}: nothing was removed",
+            f"{url} has {note.last}, which a run sends last, but not {listed(lost, 3)}: nothing "
+            "was removed",
             hint="another program may have written there: look at the files, and remove with the "
             "store's client what you do not need",
             file=str(url),
@@ -119,7 +120,8 @@ def _remove(url: Url, names: list[str], uploads: list[Upload], last: str) -> Non
     if last and store.head(f"{url.key}/{last}") is not None:
         raise TargetExists(
             "target-exists",
-            f"a run has written {url}/{last} meanwhile, but its other files have been removed",
+            f"a run has written {url}/{last} meanwhile, but clean-up has removed other files of "
+            "the same target",
             hint=f"{UNFINISHED} is kept, so no reader takes the target for complete: when that run "
             "has ended, remove the other objects with the store's client",
             file=str(url),

@@ -106,7 +106,7 @@ def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
         message, hint = f"{store} does not exist", "check the name" + ENDPOINT.get(url.scheme, "")
     elif code in EXPIRED:
         message = f"the credentials for {store} have expired"
-        hint = "get new ones, then start again; add --resume if a target was begun"
+        hint = "get new credentials, then start again; add --resume if a target was begun"
     elif code in REGION or status in ("301", "307") or NO_REGION in text:
         message = f"the request went to another region than that of {store}"
         hint = "set AWS_REGION to the bucket's region"

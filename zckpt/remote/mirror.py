@@ -60,9 +60,9 @@ NAMED = (
     "adapter_model.safetensors",
     "pytorch_model.bin",
 )
-"""Names of files that are looked for in a folder of a web server, which cannot be listed.
+"""Names of files to look for in a folder of a web server, because such a folder cannot be listed.
 
-Those in its lists, such as model.safetensors.index.json, are looked for too.
+Index files there, such as model.safetensors.index.json, list further files to look for.
 """
 LISTS = {
     "manifest.json": "files",
@@ -72,7 +72,10 @@ LISTS = {
 
 
 class Blocks:
-    """A cache of the most recently read blocks of all objects."""
+    """A cache of blocks: the byte ranges of stored objects that were read most recently.
+
+    It keeps at most `most` bytes. The key of a block is (number of the file, block size, index).
+    """
 
     def __init__(self, most: int = KEPT) -> None:
         self._most, self._bytes = most, 0
@@ -196,7 +199,10 @@ def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 class Mirror(Struct, eq=False):
-    """A local folder of empty files that stands for a URL; `path` is the URL's place in it."""
+    """A local folder of empty files through which zckpt reads the objects at a URL.
+
+    Reads of an empty file fetch the bytes of its object. `path` is the URL's place in the folder.
+    """
 
     path: str
     top: str
@@ -229,7 +235,7 @@ class Mirror(Struct, eq=False):
                     done.result()
 
     def remove(self) -> None:
-        """Removes the local folder with its empty files."""
+        """Removes the local folder; its empty files no longer stand for objects of the store."""
         for fingerprint in self.registered:
             byte_sources.forget(fingerprint)
         self.registered.clear()
@@ -240,9 +246,10 @@ _top: list[str] = []
 
 
 def top() -> str:
-    """The temporary folder in which this process creates its folders of empty files (mirrors).
+    """The temporary folder in which this process creates its mirrors.
 
-    It is removed when the process ends.
+    A mirror is a local folder of empty files, which stand for objects of a store. The temporary
+    folder is removed when the process ends.
     """
     if not _top or not os.path.isdir(_top[0]):
         _top[:] = [tempfile.mkdtemp(prefix="zckpt-")]
@@ -275,7 +282,10 @@ def spelled(text: str) -> str:
 
 
 def mirrored(url: Url) -> Mirror:
-    """Creates the folder of empty files for a URL; raises StoreError and other errors of stores."""
+    """Creates the mirror of a URL: a local folder in which an empty file stands for each object.
+
+    Reads of a file then fetch the object's bytes. Raises StoreError and other errors of stores.
+    """
     own_folder = os.path.join(top(), os.urandom(4).hex())
     base = os.path.join(own_folder, f"{url.scheme}:", *url.root.split("/"))
     mirror = Mirror(os.path.join(base, *url.key.split("/")) if url.key else base, own_folder)

@@ -46,9 +46,9 @@ AT_ONCE = 8  # small files that are sent in parallel
 NOTED = 5.0  # seconds between two updates of the note
 EXISTS = ("AlreadyExistsError", "FileExistsError", "TargetExists")
 NO_CONDITION = ("NotImplementedError", "NotSupportedError")
-"""Names of the libraries' errors if a store does not support a put that must not replace an object.
+"""Names of errors that the libraries raise if a store supports no conditional put.
 
-EXISTS has those for an object that exists.
+A conditional put fails if the object exists already: `EXISTS` has the names of its errors.
 """
 
 
@@ -225,7 +225,9 @@ class _Sending(Struct, dict=True):
         stored = self.store.head(self.key(name))
         if stored is None or stored.size != sums.size:
             there = "nothing" if stored is None else f"{stored.size} bytes"
-            raise self._lost(name, f"the store has {there} instead of {sums.size}", etag, stored)
+            raise self._lost(
+                name, f"the store has {there} instead of {sums.size} bytes", etag, stored
+            )
         md5 = etag_of(sums.digests)
         if {md5} == {(each or "").strip('"') for each in (etag, stored.etag)}:
             return sums.crc  # the store itself has computed this MD5

@@ -1,4 +1,7 @@
-"""Where a target for a URL is written on this machine before it is sent; refuses taken URLs."""
+"""Prepares the upload of a target to a URL: its local folder, and whether the URL is free.
+
+The target is first written to the local folder. Then `sending.py` sends it.
+"""
 
 from __future__ import annotations
 
@@ -91,8 +94,10 @@ def mark_of(command: str, words: Mapping[str, Any], sources: Sequence[str]) -> s
 def outgoing(url: Url, words: Mapping[str, Any], run: str) -> Iterator[tuple[str, bool]]:
     """Yields the local path for a target, and whether it was already sent completely.
 
-    `run` is the text by which the objects of this conversion are recognized. Raises TargetExists if
-    another target is at the URL, and WrongOption if several processes share the conversion.
+    `words` are the arguments of the conversion. `run` is the text that is stored with each object
+    of this conversion: a run that is continued recognizes its objects by this text. Raises
+    TargetExists if another target is at the URL. Raises WrongOption if zckpt cannot write there, or
+    if several processes share the conversion.
     """
     if url.scheme in ("https", "http", "hf"):
         raise WrongOption(

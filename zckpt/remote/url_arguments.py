@@ -1,4 +1,4 @@
-"""Makes functions that take paths of this machine accept URLs.
+"""Lets functions whose arguments are local paths also accept URLs.
 
     @takes_urls("path", "against")
     def verify(path, against=None, ...): ...
@@ -125,8 +125,8 @@ def _more_jobs(names: Mapping[str, inspect.Parameter], words: dict[str, Any], ur
 def local(path: Any) -> Iterator[str]:
     """Inside the block, a URL can be read at the local path that is yielded.
 
-    This is a folder of empty files, whose bytes are fetched (a mirror). A local path is yielded
-    unchanged.
+    At this path there are empty files: reads of these files fetch the bytes from the store. If
+    `path` is not a URL, it is yielded unchanged.
     """
     if not is_url(path):
         yield path
@@ -141,8 +141,8 @@ def local(path: Any) -> Iterator[str]:
 def kept(path: Any) -> str:
     """Returns a local path at which a URL can be read until the process ends.
 
-    This is a folder of empty files, whose bytes are fetched (a mirror). A local path is returned
-    unchanged.
+    At this path there are empty files: reads of these files fetch the bytes from the store. If
+    `path` is not a URL, it is returned unchanged.
     """
     return mirror.mirrored(parse(path)).path if is_url(path) else os.fspath(path)
 

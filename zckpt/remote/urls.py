@@ -77,7 +77,8 @@ def parse(path: str | os.PathLike[str] | At) -> Url:
     if "@" in root and scheme != "hf":
         raise _wrong(
             f"{scheme}{SLASHES}{root.rpartition('@')[2]} was given with credentials in front of @",
-            "leave them out: they come from the environment, and stay out of logs",
+            "leave them out of the URL: zckpt takes credentials from the environment, and so no "
+            "log shows them",
         )
     if not root:
         raise _wrong(f"{text} names no bucket", f"give {scheme}{SLASHES}BUCKET/PATH")

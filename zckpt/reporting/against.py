@@ -20,10 +20,10 @@ from .numbers import finite
 
 OTHERS = {
     "steps": "steps",
-    "step_place": "place of the step",
-    "scalars": "numbers of the optimizer's states",
+    "step_place": "where the optimizer's step is stored",
+    "scalars": "optimizer states that are one number",
     "groups": "groups",
-    "states": "what is no tensor",
+    "states": "values that are not tensors",
     "lacking": "states of the optimizer that both should have",
 }
 """The keys of `diff`'s report that are compared by value, not bit for bit, with their names."""
@@ -161,7 +161,7 @@ def _what(key: str, line: Report) -> str:
     if key == "steps":
         return f"step of {counted(line['parameters'], 'parameter')}"
     if key == "step_place":
-        return "place of the step"
+        return "where the optimizer's step is stored"
     if key == "scalars":
         return f"{line['scalar']} of {line['parameter']}"
     group = line.get("group")

@@ -19,7 +19,11 @@ from ..judging.inventory import of_engine, of_folder
 MOST_PIECES, MOST_SUMS = 20_000, 200_000
 COLUMNS = ("file", "tensor", "group", "slot", "start", "stop", "offset", "length")
 Key = tuple[int | None, int | None, str]
-"""The number of a file, the number of a layer, and a slot: pieces are summed by these three."""
+"""(number of a file, number of a layer, slot): one row of the table if there are too many pieces.
+
+A slot is the kind of a tensor, such as `exp_avg`. The row has the sum of all pieces (contiguous
+byte ranges of tensors) that have these three in common.
+"""
 AXES = ("dp", "mp", "tp", "pp", "ep")
 """The numbers in file names that are coordinates of ranks."""
 Piece = tuple[str, int, int, int, int]

@@ -42,13 +42,14 @@ def report(
     begin: Begin | None = None,
     **source: Unpack[api.NamedKeywords],
 ) -> Report:
-    """Makes the JSON document about the checkpoint or the run at `path`; a page shows it.
+    """Makes the JSON document about the checkpoint or the run at `path`.
 
-    `docs/report.md` describes its sections. Every byte is read once, and once more to compare with
-    the checkpoint `against`. Problems, such as a lost rank, damaged bytes or steps that differ, are
-    listed in `faults`; the other sections describe everything that could be read. If `path` is a
-    run, only checkpoints of step `since` or later are read. `source` are the arguments of `read`.
-    Raises a ZckptError only if there is nothing to show.
+    `zckpt report` shows this document as an HTML page, as Markdown, or as JSON. `docs/report.md`
+    describes the sections. Every byte is read once, and once more to compare with the checkpoint
+    `against`. Problems, such as a lost rank, damaged bytes or steps that differ, are listed in
+    `faults`; the other sections describe everything that could be read. If `path` is a run, only
+    checkpoints of step `since` or later are read. `source` are the arguments of `read`. Raises a
+    ZckptError only if there is nothing to show.
     """
     started = time.monotonic()
     copying = Copying(jobs, memory)

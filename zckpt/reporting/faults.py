@@ -26,9 +26,12 @@ KINDS = {
 }
 """The kinds, worst first. True: the kind is a fault (exit code 3). False: it is an oddity."""
 FIELDS = (*Notice.__struct_fields__, "kind", "fault", "tensor", "offset", "length", "checkpoint")
-"""The keys of a line. `checkpoint` names an older checkpoint of the run; None: the one shown."""
+"""The keys of a line about a fault, in the section `faults`.
+
+`checkpoint` is the name of an older checkpoint of the run; None: the checkpoint that is shown.
+"""
 OF_FILES = ("missing-file", "missing-rank-file")
-"""The codes of missing files. Their messages get no kind in front."""
+"""The codes of missing files, whose messages do not get "missing: " (the kind) in front."""
 KIND_OF = {
     **dict.fromkeys((*OF_FILES, "unfinished-save"), "missing"),
     **dict.fromkeys(("elements-missing", "tensor-missing", "state-missing"), "missing"),
@@ -36,7 +39,7 @@ KIND_OF = {
     "record-damaged": "checksum",
     "steps-disagree": "step",
 }
-"""The kind of a problem by its code. A code that is not listed is `impossible`."""
+"""Maps the code of a problem to its kind; a problem with any other code has kind `impossible`."""
 ORDER = {kind: place for place, kind in enumerate(KINDS)}
 
 

@@ -49,10 +49,11 @@ class Rule(Struct, frozen=True):
 
 
 class Pass(health.Measuring):
-    """One pass over all tensors, for statistics, CRC-32s, distances of masters, Adam's updates.
+    """One pass over all tensors, which computes all that a report says about their elements.
 
-    `rules` maps a parameter to the numbers for its update. `totals` has the statistics of each
-    tensor, and of Adam's next update under the name `parameter/UPDATE`.
+    These are statistics, CRC-32s, the distance of each weight from its fp32 master, and Adam's next
+    update. `rules` maps a parameter to the numbers from which its update is computed. `totals` has
+    the statistics of each tensor, and of Adam's next update under the name `parameter/UPDATE`.
     """
 
     histograms: bool = False

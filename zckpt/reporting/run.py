@@ -142,7 +142,10 @@ def notes_of(checkpoints: Sequence[Candidate]) -> list[Report]:
 
 
 def missing_checkpoints(run: str, checkpoints: Sequence[Candidate]) -> list[Report]:
-    """A fault for each missing checkpoint that a file of the run names as the last one."""
+    """A fault for each checkpoint that is missing, although a file of the run names it as the last.
+
+    Such a file is, for example, `latest`.
+    """
     lost = [
         (
             problem(

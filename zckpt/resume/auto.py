@@ -26,7 +26,10 @@ from .fitting import Asked
 from .resuming import Resumed, Resuming
 
 LOG = logging.getLogger("zckpt")
-"""Rank 0 logs the path (INFO) and warnings. Without logging set up, nothing is printed."""
+"""Rank 0 logs here: at INFO which checkpoint is resumed, and warnings.
+
+Without logging set up, nothing is printed.
+"""
 LOG.addHandler(logging.NullHandler())
 
 
@@ -62,10 +65,11 @@ def auto_resume(
                     JSON file
         single      True to work alone in this process and to ignore a launcher's variables, such as
                     to prepare the start of another job. Then dp defaults to the source's
-        copy        False: for DeepSpeed only empty files with the engine's names are written below
-                    `run`/.zckpt. In this process `engine.load_checkpoint`, and so the program's
-                    trainer, then loads the checkpoint through them;
-                    `zckpt.deepspeed.undo()` reverts this
+        copy        False, only for DeepSpeed: no tensor is written. The path below `run`/.zckpt
+                    then has empty files with the names for which the engine looks. In this process,
+                    `engine.load_checkpoint` is replaced: if a program or trainer loads this path,
+                    it reads the tensors of the original checkpoint. `zckpt.deepspeed.undo()`
+                    reverts this
         copying     a `zckpt.Copying`: the number of threads, and the memory
         tell        a function that is called in rank 0 with the warnings. By default they become
                     Python warnings, unless the logger "zckpt" prints them. The logger gets them in
@@ -136,8 +140,8 @@ def _outcome_of_all(launch: Launch, *about: Any) -> Outcome:
             "launcher-variables",
             f"this process is rank {launch.rank} of {launch.size}, and MASTER_ADDR and MASTER_PORT "
             "do not say where the processes meet",
-            hint="call torch.distributed.init_process_group first, or set both; if this process "
-            "runs alone: single=True (--single)",
+            hint="call torch.distributed.init_process_group first, or set MASTER_ADDR and "
+            "MASTER_PORT; if this process runs alone: single=True (--single)",
         )
     try:
         with Processes(launch) as processes:

@@ -75,7 +75,8 @@ class Asked(Struct, frozen=True):
                     "sizes-do-not-fit",
                     f"{counted(self.size, 'process', 'processes')} cannot be divided by tp * pp = "
                     f"{ranks}",
-                    hint=f"start a multiple of {ranks}, or give another tp= or pp= (--tp, --pp)",
+                    hint=f"start a multiple of {ranks} processes, or give another tp= or pp= "
+                    "(--tp, --pp)",
                 )
             words["dp"] = self.size // ranks
         if (config := words.get("config")) is not None:
@@ -101,7 +102,7 @@ class Asked(Struct, frozen=True):
 class Conversion(Struct, frozen=True):
     """A conversion that makes a checkpoint fit the next run.
 
-    It is run by `zckpt.convert` if `to` is set (the format), else by `zckpt.reshard`.
+    If `to` (a format) is set, `zckpt.convert` makes the conversion, else `zckpt.reshard`.
     """
 
     words: Words

@@ -1,7 +1,8 @@
-"""Resumes without a copy: the program gets the path of a directory with empty files.
+"""Resumes a run with other sizes without a resharded copy of the checkpoint on disk.
 
-They have the names of the engine's files. When the engine's own loader is given that path, it loads
-the source checkpoint instead (`zckpt/loading/`).
+The program gets the path of a directory with empty files, which have the names of the engine's
+files. When the program passes this path to the engine's own loader, zckpt reads the source
+checkpoint, and fills the files in memory (`zckpt/loading/`).
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ HINT = "leave out copy=False: then zckpt writes a copy for this number of ranks"
 
 
 def refuse_engine(source: str, engine: str) -> None:
-    """Raises WrongOption if a checkpoint cannot be loaded without a copy.
+    """Raises WrongOption if zckpt cannot load a checkpoint into `engine` without a copy on disk.
 
-    It must be one of DeepSpeed, of a version that was tested. Raises MissingExtra if torch or
-    DeepSpeed is not installed.
+    zckpt can do this only for DeepSpeed, in an installed version that was tested. Raises
+    MissingExtra if torch or DeepSpeed is not installed.
     """
     if engine != ENGINE:
         what = "only DeepSpeed can load a checkpoint without a copy"
-        message = f"{source}: {what}, and this one is for {engine}"
+        message = f"{source}: {what}, and this checkpoint is for {engine}"
         raise WrongOption("load-unsupported", message, hint=HINT, file=source)
     try:
         import deepspeed  # noqa: F401
@@ -39,9 +40,10 @@ def refuse_engine(source: str, engine: str) -> None:
 
 
 def tag_in(source: str, report: Mapping[str, Any]) -> str:
-    """Finds the tag in the report of `reshard`: the folder with the target's files.
+    """Finds the target's DeepSpeed tag in the report of `reshard`: the name of the tag's folder.
 
-    Raises WrongOption if the engine could not load these files from memory.
+    Raises WrongOption if the target has files of tensor, pipeline or expert parallelism: zckpt does
+    not load such files into an engine without a copy on disk.
     """
     from ..loading.support import STATES, refuse_files
 
@@ -57,10 +59,12 @@ def absolute(path: str) -> str:
 
 
 def serve(directory: str, candidate: Candidate, plan: Mapping[str, Any]) -> None:
-    """Makes the engine's loader load the checkpoint `candidate` when it is given `directory`.
+    """Makes `engine.load_checkpoint(directory)` load the checkpoint `candidate`.
 
-    `plan` has the arguments of `zckpt.reshard` (its key `words`) and the tag of the empty files in
-    `directory` (`target_tag`). Raises WrongOption for a version of DeepSpeed that was not tested.
+    The engine's files in `directory` are empty; they exist for programs that look for their names
+    before they load. The key `words` of `plan` has the arguments of `zckpt.reshard`, and the key
+    `target_tag` the tag in `directory`. Raises WrongOption for a version of DeepSpeed that was not
+    tested.
     """
     from ..loading import hook
 

@@ -52,7 +52,11 @@ READING = (
 )
 """The options for reading a checkpoint."""
 GOING_ON: dict[str, Any] = {"resume": True, "begins_anew": True}
-"""Continue an unfinished copy. On a filesystem without locks, write anew, or take another job's."""
+"""Options of `zckpt.reshard` that continue an unfinished copy.
+
+On a filesystem without locks, zckpt writes the copy from the beginning instead. If another job
+completes the same copy meanwhile, zckpt uses the copy of that job.
+"""
 
 
 UNSUPPORTED, ALONE = "unsupported", "alone"

@@ -127,10 +127,11 @@ def judged(candidate: Candidate, reading: Mapping[str, Any]) -> Verdict:
 
 
 def instead_of(path: str, tag: str | None = None) -> str | None:
-    """Finds another complete checkpoint of the same run, the newest one; None if there is none.
+    """Finds the newest complete checkpoint that can replace another checkpoint of the same run.
 
-    If `path` is a run, the checkpoint `tag` is excluded, by default the newest; otherwise the
-    checkpoint at `path`. Only metadata are read.
+    `path` is the checkpoint to replace, or a run that contains this checkpoint under the name
+    `tag`. If `path` is a run and `tag` is None, the run's last checkpoint is the one to replace.
+    Only metadata are read. Returns None if no other checkpoint is complete.
     """
     with suppress(ZckptError, OSError):
         for candidate in others(path, tag):

@@ -25,7 +25,7 @@ class Names(NamedTuple):
     micro: str
     accumulation: str = "gradient_accumulation_steps"
     also: str = ""
-    """What must be set too, for a sentence that gives numbers of both."""
+    """The end of a warning that gives new values: which other settings must change too, or ""."""
 
 
 SETTINGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -55,7 +55,10 @@ class Batch(Struct, frozen=True):
 
     @property
     def subject(self) -> str | None:
-        """The program's name of `micro`, as `subject` of warnings; None if it is unknown."""
+        """The program's name for the batch size of each rank; None if the program is unknown.
+
+        Warnings about the batch size state this name in their field `subject`.
+        """
         return None if self.names == OF_ANY else self.names.micro
 
     def setting(self, ranks: int) -> str | None:
@@ -68,7 +71,7 @@ class Batch(Struct, frozen=True):
         micro, accumulation, also = self.names
         per_rank = self.total // ranks
         if self.accumulation is None or self.total > MOST_TO_DIVIDE:
-            return f"{micro} times {accumulation} to {per_rank}"
+            return f"the product of {micro} and {accumulation} to {per_rank}"
         if self.is_computed and per_rank % (self.micro or self.accumulation) == 0:
             return None
         fitting, rest = divmod(per_rank, self.accumulation)
@@ -115,16 +118,19 @@ def of_next_run(
 
 
 def in_state_dicts(source: Manifest) -> Batch:
-    """The global batch for a program whose files state no batch size, such as one with FSDP."""
+    """The source's global batch, for a target program that saves no batch size (FSDP, for example).
+
+    The program's settings `micro` and `accumulation` are unknown, and so None in the result.
+    """
     names = Names(OF_TRAINER.micro) if is_of_trainer(source) else OF_ANY
     return Batch(global_batch(source), names)
 
 
 def in_config(source: Manifest, config: Mapping[str, Any]) -> Batch:
-    """The global batch that a ds_config states, or else the source's.
+    """The batch settings of a ds_config; if it states no global batch, `total` is the source's.
 
-    A ds_config may state only the size per rank, and it may be the next run's, for another number
-    of ranks. So the source's global batch is not computed from `config`.
+    A ds_config may state only the batch size of each rank. `total` is not computed from that size,
+    because the ds_config may belong to the next run, which may have another number of ranks.
     """
     names = OF_TRAINER if is_of_trainer(source) else OF_DEEPSPEED
     total, micro, accumulation = (config.get(name) for name in SETTINGS)
@@ -153,7 +159,7 @@ def changes(batch: Batch, source: Manifest, ranks: int, sp: int = 1) -> list[Not
     if batch.total is None:
         share = Fraction(before, now)
         times = f"{share} {'times' if share.denominator == 1 else 'of'}"
-        setting: str | None = f"{micro} times {accumulation} to {times} the old value"
+        setting: str | None = f"the product of {micro} and {accumulation} to {times} its old value"
     elif batch.total % now:
         shared = f", of which {sp} share a sequence" if sp > 1 else ""
         message = (

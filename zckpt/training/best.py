@@ -109,7 +109,8 @@ def chosen(
         raise NotACheckpoint(
             "pointer-dangling",
             f"{last} names the best checkpoint {best}, but {run} has no {name}",
-            hint="copy it there, or convert a single checkpoint",
+            hint="copy the best checkpoint into the Trainer's output directory, or convert one "
+            "checkpoint alone",
             file=run,
         )
     return list(dict.fromkeys((name, names[-1])))

@@ -24,7 +24,10 @@ from . import trainers
 
 NUMBER = re.compile(r"(?<![0-9])[0-9]{1,3}$")
 META = "meta.pt"
-"""Lightning's and Fabric's file beside items: everything outside the state dicts (2.6)."""
+"""The file of a sharded checkpoint in which Lightning 2.6 stores all except the state dicts.
+
+Fabric stores the same file. The state dicts are in the files of torch.distributed.checkpoint.
+"""
 
 
 class Keys(Struct, frozen=True):
@@ -61,7 +64,7 @@ Lightning loads the states of all optimizers by their places in a list.
 WHOLE = Keys(("state_dict",), ("optimizer_states", 0), "last.ckpt")
 """Where Lightning's state dicts are in a single file."""
 SHARDED = Keys(("state_dict",), ("optimizer_0",), META)
-"""Where Lightning's state dicts are in a directory of items."""
+"""Where Lightning's state dicts are in a directory of torch.distributed.checkpoint."""
 TAG = "checkpoint"
 """The only DeepSpeed tag that Lightning looks for."""
 TRAINED, AVERAGING = "current_model_state", "averaging_state"
@@ -75,10 +78,11 @@ loads both from a single file only.
 def place_of(state: Collection[Any], model: tuple[Any, ...]) -> tuple[Any, ...]:
     """Chooses the keys under which a target stores a model, such as ("state_dict",).
 
-    Usually these are the source's keys, `model`. But Lightning may store averages of the weights as
-    the model, and the trained weights elsewhere. If `model` are the keys of these trained weights,
-    the target stores them as the model. `state` are the keys of the whole checkpoint, which show
-    whether Lightning saved it.
+    Usually the result is `model`, the keys of the model in the source. The exception is a
+    checkpoint of Lightning with averaged weights under "state_dict", and the trained weights under
+    "current_model_state". If `model` is ("current_model_state",), the result is ("state_dict",),
+    because Lightning loads a model from there. `state` has the top keys of the checkpoint, which
+    show whether Lightning saved the checkpoint.
     """
     return WHOLE.model if LIGHTNING in state and model == (TRAINED,) else model
 
@@ -91,11 +95,11 @@ def is_in(source: Manifest) -> bool:
 def resuming(
     source: Manifest, otherwise: Callable[[str], str], file: str = ""
 ) -> Callable[[str], str]:
-    """Returns a function that gives, for a path, the line of code that resumes from it.
+    """Returns a function that makes a line of code from a path: the code that resumes from there.
 
-    `file` is the name of the file that Lightning loads, if the path is a directory. `otherwise` is
-    returned if no known program saved the source, or if the source's optimizer is not Lightning's
-    first.
+    `file` is the name of the file that Lightning loads, if the path is a directory. If no known
+    program saved the source, the function `otherwise` is returned. It is also returned if Lightning
+    saved the source with several optimizers, and zckpt has read another one than the first.
     """
     if not is_in(source):
         return trainers.resuming(source.files.siblings, otherwise)

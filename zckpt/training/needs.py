@@ -31,7 +31,7 @@ from .trainers import ACCELERATE, LOADED, TRANSFORMERS, program_of
 
 Outcome = Literal["ends", "anew", "goes on", "unread"]
 LOST: tuple[Outcome, ...] = ("ends", "anew")
-"""Outcomes that make a file necessary."""
+"""Outcomes that make a file necessary: an error, or an optimizer or schedule that starts anew."""
 DEEPSPEED, AUTOMODEL = "deepspeed", "automodel"
 ENDING = ".ckpt"
 
@@ -126,14 +126,21 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     ),
     LIGHTNING: (Need(META, META_FILE, "ends", "ends", "FSDPStrategy.load_checkpoint", "dcp"),),
 }
-"""The files that each program reads. Of the rows for one role, the first that applies is used."""
+"""The table: for each program, a row for each file that the program reads.
+
+A file can have several rows with different conditions, such as the engine. `of_program` uses the
+first row whose conditions the checkpoint meets.
+"""
 
 
 ROLES = (
     *dict.fromkeys(need.role for rows in NEEDS.values() for need in rows),
     *(ARGUMENTS, INDEX, WEIGHTS, TOKENIZER),
 )
-"""Roles of files beside an engine's, by their names; the first match is used."""
+"""The roles of files that programs store beside the engine's files, such as "scheduler".
+
+A file has the first of these roles whose pattern matches the file's name.
+"""
 OF_TRANSFORMERS = re.compile(
     r"/global_step\d+/|/(?:model|adapter_model|pytorch_model)[^/]*\.(?:safetensors|bin)$"
     r"|/pytorch_model_fsdp"

@@ -96,10 +96,12 @@ DESCRIBING = COMMON | frozenset(
         ),
     )
 )
-"""Names by which torch's files describe tensors; a reader parses them, and keeps none.
+"""`COMMON`, and the classes and functions by which torch's files describe tensors.
 
-`builtins.getattr`, by which pickles of protocol 2 name a class within a ShardedTensor, is not among
-them: it also reaches functions that run programs.
+A reader turns such a description into a tensor, and does not keep the names in it. So reports list
+no names that stand only in such descriptions. `builtins.getattr` is not in the set, although a
+pickle of protocol 2 uses it to name a class within a ShardedTensor: with `getattr`, a pickle can
+also reach functions that run programs.
 """
 
 BUILTINS = tuple(

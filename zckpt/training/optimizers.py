@@ -208,11 +208,12 @@ OF_MATRICES = re.compile(r"(inv_)?pre_?cond(itioner)?_?\d*|GG|[QULR]|Q[LR]")
 
 
 def is_of_axis(key: str, shapes: Iterable[Sequence[int]]) -> bool:
-    """Whether a state belongs to one axis of a parameter, as a preconditioner does.
+    """Whether a state is a preconditioner for one axis of a square parameter, by the state's `key`.
 
-    The elements of such a state do not belong to the parameter's elements, even if it has the shape
-    of a square parameter. If the parameters' `shapes` are all square, only the state's name tells
-    it. For other shapes the result is False: there, the state's own shape tells it.
+    An element of a preconditioner belongs to no single element of the parameter. For a square
+    matrix, a preconditioner has the shape of the parameter, so only the key shows the difference.
+    `shapes` are the shapes of the parameters that have the state. If one of these parameters is no
+    square matrix, the result is False: callers then recognize a preconditioner by its own shape.
     """
     is_square = all(len(shape) == 2 and shape[0] == shape[1] for shape in shapes)
     return is_square and OF_MATRICES.fullmatch(key) is not None

@@ -20,7 +20,7 @@ from ..errors import WrongOption
 from .steps import WRITTEN
 
 FILE_SIZE = 8 << 30
-SIZES = "Sizes (default: the source's)"
+SIZES = "Sizes of the next run (default: the source's)"
 """The section of `--help` with the sizes of a run."""
 
 Renames = Sequence[tuple[str, str]]
@@ -151,7 +151,7 @@ SP = _number(
     "sp",
     "How many of the data-parallel ranks share each sequence (Ulysses, ALST)",
     RANKS,
-    usual="as in the source, if --dp is a multiple of it",
+    usual="the source's number, if that divides --dp",
     rare=True,
     reason="other files do not depend on it",
 )
@@ -166,7 +166,7 @@ VOCAB_SIZE = _number(
 LIKE: Option[str | None] = Option(
     "like",
     None,
-    "Give DST the layout of RUN, a checkpoint that the next program has saved",
+    "Give DST the layout of RUN, a checkpoint saved by the program that will load DST",
     metavar="RUN",
     group="Engine",
 )
@@ -182,11 +182,11 @@ DTYPE: Option[str | None] = Option(
     group="Weights",
 )
 DIALECT: Option[str | None] = Option(
-    "dialect", None, "The kind of files", metavar="KIND", rare=True
+    "dialect", None, "The variant of the target's format", metavar="KIND", rare=True
 )
 """The option `--dialect`, without values.
 
-A format that has several kinds of files adds its own: `replace(DIALECT, choices=...)`.
+A format with several variants declares them: `replace(DIALECT, choices=...)`.
 """
 GROUP_DEFAULTS: Option[GroupDefaults] = Option(
     "group_defaults",
@@ -201,7 +201,7 @@ GROUP_DEFAULTS: Option[GroupDefaults] = Option(
 GROUPS_FROM: Option[str | None] = Option(
     "groups_from",
     None,
-    "Use the groups of RUN, the next program's checkpoint",
+    "Use the optimizer groups of RUN, a checkpoint saved by the program that will load DST",
     metavar="RUN",
     group="Optimizer and steps",
     reason="it has no optimizer groups",
@@ -300,7 +300,7 @@ FROZEN: Option[Sequence[str]] = Option(
     "frozen", (),
     "Parameters that the program does not train, though its optimizer lists them. May be repeated",
     kind="texts", metavar="GLOB", group="Optimizer and steps", rare=True,
-    reason="the target stores them as the source does",
+    reason="the target stores frozen parameters as the source does",
 )  # fmt: skip
 BUFFERS: Option[Sequence[str]] = Option(
     "buffers", (),
@@ -404,8 +404,9 @@ class Options(Struct, frozen=True):
     def defaults_of(self, group: int, count: int) -> dict[str, Any]:
         """The `--group-defaults` for parameter group number `group` of `count` groups.
 
-        Includes values for all groups. Raises WrongOption if values are given for a group that the
-        source does not have.
+        The user can give values for all groups at once, and for single groups. The result has both,
+        but a value for this group replaces a value for all groups. Raises WrongOption if the user
+        gives values for a group that the source does not have.
         """
         by_key = self.by_group(GROUP_DEFAULTS)
         numbers = [key for key in by_key if isinstance(key, int)]

@@ -42,7 +42,10 @@ from .faults import COUNTED_START
 from .optimizers import plain_name
 
 STATED = "--step-policy"
-"""The beginning of `Sighting.where` if the user states the step and no file does."""
+"""The beginning of `Sighting.where` if the user states the step with this option, and no file does.
+
+A `Sighting` is a step that zckpt found, and `where` names the place.
+"""
 
 STALLS = {"BF16": 256, "F16": 2048}
 """By type: the step to which adding one changes nothing, because the type is too narrow."""
@@ -63,7 +66,7 @@ COUNTED = StepPlace("state", "I64", (1,), first=1)
 """How ONNX Runtime stores its counters: Adam has one per weight, Lamb one for all weights."""
 
 OF_TORCH = frozenset(("adam", "adamw", "nadam", "radam", "rmsprop", "adagrad", "adadelta"))
-"""Torch's own optimizers that count in a 0-d tensor, by their `plain_name`."""
+"""The `plain_name` of each optimizer of torch that stores its step in a 0-d tensor."""
 
 SCHEDULER_COUNTERS = ("last_epoch", "_step_count")
 """Counters in the state of torch's schedulers."""
@@ -72,9 +75,10 @@ SCHEDULER_COUNTERS = ("last_epoch", "_step_count")
 def kept_place(source: Manifest) -> StepPlace:
     """Where a target stores the optimizer's step: usually where the source has it.
 
-    The reason is that a program keeps its optimizer class, even under another engine. If the
-    source's files show no place, or if its engine has its own optimizers (ONNX Runtime), it is
-    torch's place.
+    A program usually keeps its optimizer class, even under another engine, and this class looks for
+    the step in the same place. The target gets the place of torch's Adam in two cases: if the
+    source's files show no place, or if the source's engine has its own optimizers (Megatron, ONNX
+    Runtime).
     """
     if source.run.step_place is None or isinstance(source.run.engine, NamedWeightsEngine):
         return WRITTEN["torch"]
@@ -84,10 +88,11 @@ def kept_place(source: Manifest) -> StepPlace:
 def torch_place(source: Manifest, named: str | None = None) -> StepPlace:
     """Where a target for a torch program stores the optimizer's step.
 
-    It is the place of the class `named` if given, or else that of the source's optimizer. In two
-    cases it is the place of torch's own optimizers. DeepSpeed's optimizers, which a ds_config
-    names, do not exist in a torch program. And if the source has an optimizer of torch, the
-    optimizer needs a tensor in its state, even if the source stores a number.
+    If `named` (a class of `--optimizer`) is given, the result is the place of this class. Otherwise
+    the result is usually the place in the source. If the source is of another engine, the place of
+    torch's Adam is used in two cases. In the first case, a ds_config names an optimizer of
+    DeepSpeed, which a torch program does not have. In the second case, the optimizer is one of
+    torch, which needs the step as a tensor, even if the source stores a number.
     """
     if named is not None:
         return WRITTEN[named]
@@ -192,11 +197,11 @@ def believed(in_states: StatedSteps, *in_groups: StatedSteps) -> StatedSteps:
 
 
 def place_of(believed: StatedSteps, in_groups: StatedSteps, named: str | None) -> StepPlace | None:
-    """Where and in which type an optimizer stores its step; None if it does as torch's own does.
+    """Where and in which type an optimizer stores its step; None stands for torch's usual place.
 
-    It is also None if no step is stored, or if steps have several types. `named` is the class that
-    `--optimizer` named when the files were written. If it is given, the result contains this name,
-    and is never None.
+    `named` is the class that `--optimizer` named when the files were written, or None. With a name,
+    the result is never None, and contains the name. Without a name, the result is also None if the
+    files store no step, or steps of several types.
 
     Apex's and TransformerEngine's FusedAdam store one step per group and none in states. Apex's
     step is a tensor of shape [1] if `capturable` is set, because it is incremented in place (commit
@@ -252,9 +257,10 @@ def counted_by_last(
 
 
 def counts_by_last(place: StepPlace) -> bool:
-    """Whether an optimizer with this place of the step may count in a group's last parameter only.
+    """Whether the optimizer may count updates only in the state of each group's last parameter.
 
-    Such optimizers (see `counted_by_last`) store an int in the state, and 0 in the group.
+    DeepSpeed's FusedAdam and FusedLion may do so (see `counted_by_last`). `place` shows it: these
+    optimizers store an int in the state, and 0 in the group.
     """
     return (place.where, place.kind, place.stale) == ("state", "int", 0)
 
@@ -269,13 +275,13 @@ def unused_policy(manifest: Manifest, policy: str | None) -> list[Notice]:
         return []
     if any(sighting.where.startswith(STATED) for sighting in manifest.run.steps):
         return []
-    why = "no step is read" if step is None else f"all places state step {step:g}"
+    why = "no step is read" if step is None else f"all stored steps are {step:g}"
     message = f"--step-policy {policy} is not used: {why}"
     return [warning("option-without-effect", message, subject="--step-policy")]
 
 
 def check_policy(policy: str | None) -> None:
-    """Raises WrongOption for a policy other than max, min, keep or a number."""
+    """Raises WrongOption if the value of `--step-policy` is not max, min, keep or a number."""
     if policy not in (None, "max", "min", KEEP) and not (policy and policy.isdecimal()):
         raise WrongOption(
             "option-invalid", f"--step-policy {policy!r} is none of max, min, keep or a number"
@@ -295,7 +301,11 @@ def stalled(step: Step, kind: str, where: str) -> Notice | None:
 
 
 def may_be_unstepped(manifest: Manifest) -> bool:
-    """Whether the step is 1, so that `never_stepped` must look at checksums of the moments."""
+    """Whether the optimizer may have made no real update: this is possible if the step is 1.
+
+    DeepSpeed before 0.13.2 counts its start as an update. If the step is 1, `never_stepped` uses
+    checksums of the moments to see whether all moments are still zero.
+    """
     return manifest.step == 1
 
 

@@ -33,7 +33,10 @@ Number = Callable[[str, tuple[str]], int | None]
 
 TRAINER, FOLDER, SCHEDULER = "trainer", "folder", "scheduler"
 ACCELERATE, LIGHTNING = "accelerate", "lightning"
-"""Names of trainers' counters (`Sighting.counter`); an engine's sightings have no such name."""
+"""The kinds of counters that trainers store, for the field `Sighting.counter`.
+
+A `Sighting` is a step that zckpt found, with its place. For a step of an engine, the field is "".
+"""
 
 _COUNTED = (
     (SCHEDULER, re.compile(r"scheduler(?:\.pt|(?:_\d+)?\.bin)"), "last_epoch"),
@@ -44,10 +47,12 @@ _COUNTED = (
 
 
 def sightings(manifest: Manifest, number_in: Number) -> list[Sighting]:
-    """The counters in the files beside a checkpoint, in its folder's name and in Lightning's state.
+    """Finds the counters of updates or batches that a trainer has stored for a checkpoint.
 
-    `number_in(path, keys)` reads an integer from a torch.save file. A damaged file is skipped.
-    Raises OSError if the filesystem fails.
+    They are in files beside the engine's files, in the name of the folder, or in Lightning's state.
+    Each counter is returned as a `Sighting`: a number and its place. `number_in(path, keys)` reads
+    an integer from a torch.save file. A damaged file is skipped. Raises OSError if the filesystem
+    fails.
     """
     counters = [*_of_files(manifest, number_in)]
     if lightning.is_in(manifest):
@@ -108,12 +113,13 @@ def _seen(manifest: Manifest, kind: str) -> int | None:
 
 
 def disagreements(manifest: Manifest) -> list[Notice]:
-    """Notices if the Trainer's `global_step` contradicts the engine or the folder's name.
+    """Notices if the Trainer's `global_step` contradicts the engine's counter or the folder's name.
 
-    If it is not the engine's counter, the files are from two saves, which is a problem. In one case
-    this is only a warning: if gradients are accumulated, and the engine has counted less, by at
-    most one update per epoch. Before accelerate 1.8 (its pull request 3630), the Trainer counted
-    the last update of an epoch even if DeepSpeed skipped it, because too few batches were left.
+    A different number in the folder's name is a warning. A different counter of the engine is a
+    problem: the files are from two saves. With accumulated gradients, there is one exception.
+    Before accelerate 1.8 (its pull request 3630), the Trainer also counted the last update of an
+    epoch if too few batches were left, and DeepSpeed skipped this update. So if the engine has
+    counted less, by at most one update per epoch, there is only a warning.
     """
     counted = global_step(manifest)
     if counted is None:

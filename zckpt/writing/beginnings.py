@@ -155,7 +155,7 @@ def _late(source: Manifest, names: Mapping[str, int]) -> list[Notice]:
 
 
 MOST_UPDATES = 10_000
-"""The number of first updates among which the largest is searched."""
+"""`_larger` computes the sizes of the updates before this one, and reports the largest size."""
 
 
 def _larger(beta1: float, beta2: float) -> str:
@@ -176,5 +176,5 @@ def _larger(beta1: float, beta2: float) -> str:
     )
     most = max(ratios)
     if most > ratios[0] * 1.05:
-        text += f" (those after them up to {most:.3g} times, if gradients stay the same)"
+        text += f" (later updates up to {most:.3g} times, if gradients stay the same)"
     return text

@@ -236,9 +236,9 @@ def write(
 ) -> Report:
     """Writes a checkpoint (`manifest`, read with `reading`) as the directory `target`.
 
-    `to` is the target's format. `best_in` is the directory that will contain a Trainer's best
-    checkpoint, if that is written too: trainer_state.json gets its path there. Returns the
-    command's report.
+    `to` is the target's format. If the Trainer's best checkpoint is written too, `best_in` is the
+    directory that will contain the best checkpoint. trainer_state.json then gets the path of the
+    best checkpoint in this directory. Returns the command's report.
     """
     started = time.monotonic()
     decision = decide(command, manifest, target, to, reading, options, best_in)
@@ -381,7 +381,7 @@ def _without_buffers(options: Options, format: Format) -> Options:
 def _called(command: str, to: str) -> str:
     """What errors call the target's format: `--to FORMAT` only if the user had to type that."""
     if command == "reshard":
-        return f"{to}, which reshard keeps as the format"
+        return f"{to} (reshard does not change the format)"
     if to == "universal":
         return "a universal checkpoint (convert without --to)"
     return f"--to {to}"

@@ -26,27 +26,35 @@ from ..training.options import (
 
 ASKS_FOR_MORE: dict[str, tuple[str, str]] = {
     VOCAB_SIZE.name: (
-        "the rows of a vocabulary change only with the number of tensor ranks",
-        "add --tp N, or leave it out",
+        "this conversion does not change the padding of the vocabulary",
+        "add --tp N, or leave out --vocab-size",
     ),
 }
-"""Options that are an error if no writer reads them: the reason, and what to type instead.
+"""Options that must change the target: by name, the reason and the hint of an error.
 
-The target would not be what the user asked for.
+It is an error if the user gives such an option, and no writer reads its value: the target would not
+be what the user asked for.
 """
 OF_STATES = "no state of the optimizer is written"
 REASONS = {GROUP_DEFAULTS.name: OF_STATES, ALLOW_OBJECT.name: OF_STATES}
 """Options that --weights-only makes useless, and why."""
 ABOUT_STATES: tuple[Option[Any], ...] = (OPTIMIZER, LAYOUT)
-"""Options that only concern states. There is no warning about them if a writer has read them."""
+"""Options that concern only optimizer states.
+
+With --weights-only they change nothing, and get a warning, even if a writer has read their values.
+"""
 TOLERANT = frozenset({ACCEPT_WEIGHTS.name})
-"""Options that only accept something that would otherwise be an error; they never get a warning."""
+"""Options that only allow something that would otherwise be an error.
+
+They never get the warning that they change nothing.
+"""
 
 
 def refuse_unread(options: Options) -> None:
-    """Raises WrongOption if no writer has read an option of the user that must have an effect.
+    """Raises WrongOption if the user gave an option that must change the target, but does not.
 
-    These options are in `ASKS_FOR_MORE`.
+    `ASKS_FOR_MORE` lists the options that must change the target. An option changes nothing if no
+    writer has read its value.
     """
     for option in options.unread:
         if option.name in ASKS_FOR_MORE:

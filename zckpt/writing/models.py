@@ -109,7 +109,7 @@ def need_one(format: Format, manifest: Manifest, options: Options) -> None:
     With --weights-only, the weights of all models may be written, except by `export`.
     """
     if not options.weights_only:
-        ways = f"{_way_to_all(format, manifest, options)}; or write the weights of all with "
+        ways = f"{_way_to_all(format, manifest, options)}; or write the weights of all models with "
         refuse_several(manifest, f"{ways}--weights-only")
     elif len(manifest.roots) > 1 and not format.is_resumed:
         refuse_several(manifest)
@@ -125,7 +125,7 @@ def _way_to_all(format: Format, manifest: Manifest, options: Options) -> str:
         for choice in choices
         if _has_place(format, manifest, Options((*options.given, (DIALECT, choice))))
     ]
-    return f"; or write all with {' or '.join(fitting)}" if fitting else ""
+    return f"; or write all models with {' or '.join(fitting)}" if fitting else ""
 
 
 def lay_out(

@@ -1,8 +1,9 @@
-"""Changes a layout so that only file names are written: a loader fills the files in memory.
+"""Makes the engine's files in a target empty, for a run that resumes without a copy on disk.
 
-The files of the engine's ranks are empty, and a note (a JSON file) names the checkpoint that has
-the data. All other files are complete, except for weights, which no program of such an engine loads
-from there (`training/needs.py`).
+The program only looks for the names of these files. zckpt gives the data to the engine's loader in
+memory (`resume/names.py`). A note (a JSON file) names the checkpoint that has the data. The files
+beside the engine's files are complete. Only files with weights are left out, because no program of
+such an engine loads weights from there (`training/needs.py`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from ..training.needs import ROLES, WEIGHTS
 
 
 def names_only(layout: Layout, format: Format, source: Manifest, document: bytes) -> Layout:
-    """Makes the files of ranks in a layout empty, and adds a note with the contents `document`.
+    """Makes the files of ranks in a layout empty, for a run that needs only their names.
 
-    The note names the checkpoint that has the data. Other files with weights are left out, and a
-    notice says so for each.
+    Adds a note (a JSON file) with the contents `document`, which names the checkpoint that has the
+    data. Leaves out other files with weights, and adds a notice about each of these files.
     """
     omitted = [name for name, _ in layout.siblings if _has_weights(name)]
 

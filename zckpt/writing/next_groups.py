@@ -82,9 +82,10 @@ def _groups_from(path: str) -> Manifest:
     Raises MissingData if it does not state its optimizer's param groups or parameter names.
     """
     hint = (
-        "let the next program save after its first update, with its optimizer and without "
-        "elastic_checkpoint; if its files lack names, convert it to a universal checkpoint with "
-        "--param-names FILE, and pass that to --groups-from"
+        "let the program that will load the target save a checkpoint after its first update, with "
+        "the optimizer and without elastic_checkpoint; if this checkpoint lacks parameter names, "
+        "convert it to a universal checkpoint with --param-names FILE, and give the universal "
+        "checkpoint to --groups-from"
     )
     try:
         run = read(path, USUAL)
@@ -110,7 +111,8 @@ class _RunsGroups:
                 "option-not-applicable",
                 f"--groups-from does not apply while the model ranks of {named.root} are copied "
                 "one by one",
-                hint=f"add --tp {named.run.origin.tp or 1}: then zckpt joins and recuts them",
+                hint=f"add --tp {named.run.origin.tp or 1}: then zckpt joins the ranks and slices "
+                "tensors anew",
             )
         self.named, self.path = named, path
         self.run = called_as(run, names_of(named))
@@ -336,7 +338,7 @@ def _lines(manifest: Manifest, names: Sequence[str]) -> list[Report]:
         key: len({*names} & state.tensors.keys())
         for key, state in states.states_of(manifest).items()
     }
-    reason = "the run of --groups-from does not train them"
+    reason = "the run of --groups-from does not train these parameters"
     return [
         {"state": key, "parameters": count, "reason": reason}
         for key, count in counts.items()

@@ -44,13 +44,18 @@ def as_run(manifest: Manifest) -> Manifest:
 def in_its_folder(
     layout: Layout, source: Manifest, format: Format, target: str, options: Options
 ) -> Layout:
-    """Places a target's files like those of a source in a numbered folder, such as `step3`.
+    """Places a target's files as in the source, if the source is in a numbered folder (`step3`).
 
-    A target of the same format and kind gets the source's subfolder for its own files. The files
-    around this subfolder are copied to the same place. A warning is added if the target's name has
-    no number. A target of another format, or with tags, has all these files in one folder. If only
-    weights are written, the files around the subfolder are left out. If the source is in no
-    numbered folder, `layout` is unchanged.
+    In such a folder, the engine's files are in a subfolder, and the trainer's files are around it.
+
+        same format, no --dialect    the engine's files go into the same subfolder, the trainer's
+                                     files around it. If the target's name has no number, there is
+                                     a warning
+        another format, or tags      the engine's files go directly into the target, beside the
+                                     trainer's files
+        only weights                 the trainer's files are left out
+
+    If the source is in no numbered folder, or the target is universal, `layout` is unchanged.
     """
     inside, around = source.run.origin.inside, source.files.around
     if format.is_neutral or not inside:

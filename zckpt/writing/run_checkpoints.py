@@ -34,7 +34,8 @@ def write_run(
         raise WrongOption(
             "options-conflict",
             "several processes cannot share --checkpoints",
-            hint="let them share one checkpoint at a time, or start one process with --single",
+            hint="reshard each checkpoint separately, without --checkpoints, or start one process "
+            "with --single",
         )
     if which not in best.CHOICES:
         raise WrongOption(

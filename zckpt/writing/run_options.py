@@ -34,15 +34,16 @@ class Running(Struct, frozen=True):
 
     dry_run          report what would be written, and write nothing
     resume           continue an earlier run
-    begins_anew      on a filesystem without locks no run can be continued. Then `resume` starts
-                     from the beginning instead of raising an error. If another run completes the
-                     target meanwhile, that target is accepted
-    gives_way        with `begins_anew`: if that other target has other options or another source,
-                     the report says so (`is_of_another`), and no error is raised
+    begins_anew      for `resume` on a filesystem without locks, where no run can be continued:
+                     start from the beginning instead of raising an error. A target that another
+                     run completes meanwhile is accepted
+    gives_way        if another run has completed the target with other options or from another
+                     source, report `is_of_another` instead of raising an error
     as_run           if the source is in a numbered folder, put such a folder into the target
     read_back        read uploads again, on object stores that state no MD5
     before_rename    called just before the target gets its final name
-    names            write only file names, and a note with these contents (names_only.py)
+    names            if set: write empty files instead of tensor data, and a JSON note, whose
+                     contents are this value (names_only.py)
     sharing          which portions of the target this process writes
     above            the folder in which the target lies, if several checkpoints of a run are
                      written and appear together

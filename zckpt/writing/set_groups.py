@@ -45,7 +45,7 @@ def with_values(manifest: Manifest, options: Options) -> Manifest:
             "option-names-nothing",
             f"--set-group: there is no group {max(numbers)}: {manifest.root} has "
             f"{counted(max(counts), 'group')}, counted from 0"
-            + (", and not each rank has all of them" if len(counts) > 1 else ""),
+            + (", and some ranks have fewer groups" if len(counts) > 1 else ""),
             hint=_known_keys(manifest),
         )
     shared = {key: value for key, value in by_group.items() if isinstance(key, str)}

@@ -42,7 +42,7 @@ def dropped_states(manifest: Manifest, options: Options) -> list[Report]:
         raise WrongOption(
             "options-conflict",
             "--drop-state does not apply with --weights-only",
-            hint="leave it out: no state is written",
+            hint="leave out --drop-state: --weights-only writes no optimizer state",
         )
     states.require_known(keys, [manifest])
     if not (keys or options.weights_only):

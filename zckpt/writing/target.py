@@ -108,10 +108,13 @@ def laid_out(
     options: Options,
     best_in: str | None,
 ) -> tuple[Manifest, Layout]:
-    """Lays out the target's files; also returns the manifest whose tensors fill them.
+    """Decides which files the target gets, without writing any.
 
-    `named` is the manifest under the target's names; `parts` are its models, if there are several.
-    Raises a ZckptError if the target cannot be written; no file is written here.
+    `manifest` is what was read. `named` is the same checkpoint with the target's names and param
+    groups. `parts` are the models, if there are several. Returns two things: a manifest, whose
+    tensors fill the files, and the layout of the files. This manifest is `named` without objects
+    that are not allowed, and with the groups and initial states that the target's engine needs.
+    Raises a ZckptError if the target cannot be written.
     """
 
     def allowed(manifest: Manifest) -> Manifest:
@@ -157,8 +160,8 @@ def _checkpoint_like(path: str, format: Format) -> Manifest:
         raise MissingData(
             "like-does-not-fit",
             f"--like {path}: {error}",
-            hint="convert it to a universal checkpoint with the missing options, and pass that to "
-            "--like",
+            hint="convert this checkpoint to a universal checkpoint with the missing options, and "
+            "give the universal checkpoint to --like",
             file=path,
         ) from error
     if run.run.origin.format != format.name:

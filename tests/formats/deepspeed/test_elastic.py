@@ -337,7 +337,8 @@ class TestOrdinaryEngine:
         before = torch.load(tmp_path / "made" / "oracle.pt", weights_only=False)
         report = zckpt.reshard(tmp_path / "made" / "run", tmp_path / "kept", dp=3)
         assert any(
-            "its scheduler sets one after that update" in line for line in texts(report["warnings"])
+            "the scheduler first sets it after that update" in line
+            for line in texts(report["warnings"])
         )
         decays = [{"weight_decay": 0.1}, {"weight_decay": 0.0}]
         assert not rewritten(

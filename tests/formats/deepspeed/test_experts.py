@@ -207,9 +207,7 @@ def test_swapped_layers(run: Path) -> None:
     for expert in range(4):
         name = f"expert_{expert}_mp_rank_00_model_states.pt"
         swap(tag_of(run) / f"layer_0_{name}", tag_of(run) / f"layer_1_{name}")
-    with pytest.raises(
-        InconsistentCheckpoint, match=r"sparse, but .* has another layer of experts"
-    ):
+    with pytest.raises(InconsistentCheckpoint, match=r"sparse, but .* belongs to another layer"):
         zckpt.read(run)
 
 
@@ -339,7 +337,7 @@ class TestNamedConfig:
             masters = value["optimizer_state_dict"]["single_partition_of_fp32_groups"]
             masters[:] = [torch.zeros_like(master) for master in masters]
             torch.save(value, path)
-        with pytest.raises(UnsupportedCheckpoint, match="with only the file name of its ds_config"):
+        with pytest.raises(UnsupportedCheckpoint, match="only the file name was saved"):
             zckpt.read(named)
 
 

@@ -485,7 +485,7 @@ class TestRules:
     @pytest.mark.parametrize(
         ("old", "new", "error", "said"),
         [
-            ("0:16,4,8", "0:16,4,6", WrongOption, "cannot share the widths 16, 4, 6"),
+            ("0:16,4,8", "0:16,4,6", WrongOption, "cannot share parts of the widths 16, 4, 6"),
             ("0:16,4,8", "0:17,4,7", WrongOption, "cannot share"),
             ("0:16,4,8", "2", WrongOption, "which has the shape"),
             ("0:16,4,8", "x", WrongOption, "not of the form REGEX = RULE"),

@@ -81,13 +81,13 @@ def test_tensor_ranks_of_flat_buffers(grid_trained: Trained, tmp_path: Path) -> 
         lambda: zckpt.convert(run, tmp_path / "universal"),
         lambda: zckpt.reshard(run, tmp_path / "run", dp=1),
     ):
-        with pytest.raises(UnsupportedState, match=r"Q of .*does not read states of partitions"):
+        with pytest.raises(UnsupportedState, match=r"Q of .*belongs to a rank's partition"):
             convert()
     zckpt.reshard(run, tmp_path / "run", dp=1, drop_state=["Q"])
     assert {item.key for item in zckpt.read(run).states.of_form("unsupported")} == {"Q"}
     (line,) = zckpt.inspect(zckpt.read(run))["states"]
     assert line["form"].startswith(
-        "not read: zckpt does not read states of partitions in a run with pipeline stages"
+        "not read: zckpt does not read a state that belongs to a rank's partition as a whole"
     )
     report = zckpt.verify(run)
     assert report["equal"]

@@ -58,7 +58,7 @@ def test_there_are_real_old_files() -> None:
     versions = {root.name.split("-")[1] for root in REAL} | {metadata.version("deepspeed")}
     assert len(versions) == 6
     listed = ", ".join(sorted(versions, key=number))
-    assert formats.named("deepspeed").about.endswith(f"(real files of {listed})")
+    assert formats.named("deepspeed").about.endswith(f"(tested with real files of {listed})")
 
 
 @pytest.mark.parametrize(("version", "run"), every_pair())

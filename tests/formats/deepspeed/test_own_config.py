@@ -160,4 +160,6 @@ def test_verify_sees_other_steps(trained: Callable[[Any], Path], tmp_path: Path)
         own["step"] = 3
     torch.save(model, path)
     report = zckpt.verify(run, tmp_path / "out")
-    assert report["step_place"] == [{"a": "a group's last state alone", "b": "each state"}]
+    assert report["step_place"] == [
+        {"a": "only the state of a group's last parameter", "b": "the state of each parameter"}
+    ]

@@ -209,7 +209,7 @@ def test_stage_3_of_an_earlier_zckpt() -> None:
     report = zckpt.verify(BEFORE_3)
     assert report["equal"]
     others, without = texts(report["notes"][-2:])
-    assert "1 of 6 rank files were saved under the name of another rank" in others
+    assert "1 of 6 rank files contain the name of another rank's file" in others
     assert "3 of 6 rank files do not state the name under which they were saved" in without
     assert zckpt.verify(BEFORE_3, FROZEN)["equal"]
     assert zckpt.verify(BEFORE_3, FROZEN)["notes"] == []

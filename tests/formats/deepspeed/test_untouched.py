@@ -93,7 +93,7 @@ def test_zero_3_is_told_what_is_a_buffer(tmp_path: Path, zckpt: Zckpt) -> None:
     (tmp_path / "all").write_text("0.weight\n0.bias\n1.weight\n1.bias\n")
     old = zckpt(*words, "--param-names", tmp_path / "all")  # had two meanings
     assert old.code == 2
-    assert "if these are buffers, add --buffers scale" in old.err
+    assert "if the unlisted tensors are buffers, add --buffers scale" in old.err
     for pattern in ("other", "1.*"):
         refused = zckpt(*words, "--buffers", pattern)
         assert refused.code == 2

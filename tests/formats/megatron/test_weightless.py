@@ -84,7 +84,7 @@ def test_the_user_states_an_iteration(tmp_path: Path, zckpt: Program) -> None:
     common = torch.load(tmp_path / "new" / "iter_0000005" / "common.pt", weights_only=False)
     assert common["iteration"] == 5
     again = zckpt("reshard", tmp_path / "new", tmp_path / "other", "--step-policy", "7", "--json")
-    assert "--step-policy 7 is not used: all places state step 3" in texts(
+    assert "--step-policy 7 is not used: all stored steps are 3" in texts(
         again.document["warnings"]
     )
     assert (tmp_path / "other" / "iter_0000005").is_dir()

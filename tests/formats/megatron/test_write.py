@@ -320,7 +320,7 @@ def test_rows_by_the_arguments() -> None:
     assert "--vocab-size" in (caught.value.hint or "")
     with pytest.raises(errors.WrongOption, match="less than the 11 rows"):
         for_tensor_ranks(source, Options(((VOCAB_SIZE, 10),)))
-    with pytest.raises(errors.WrongOption, match="--like decides the number of rows"):
+    with pytest.raises(errors.WrongOption, match="--like decides how many rows"):
         for_tensor_ranks(source, Options(((VOCAB_SIZE, 12), (LIKE, "run"))))
 
 

@@ -242,7 +242,7 @@ def moved(source: Path, through: str | None, folder: Path, **target: Any) -> Pat
     zckpt.convert(folder / "between" if through else source, folder / "target", **target)
     checked = zckpt.verify(source, folder / "target")
     assert checked["equal"], checked
-    assert not any("place of the step" in note for note in texts(checked["notes"]))
+    assert not any("place of the optimizer's step" in note for note in texts(checked["notes"]))
     return folder / "target"
 
 

@@ -188,7 +188,7 @@ def test_a_step_in_groups_stays_there(
     for target in ("zero", "again"):
         report = zckpt.verify(run, tmp_path / target)
         assert report["equal"]
-        assert not any("place of the step" in note for note in texts(report["notes"]))
+        assert not any("place of the optimizer's step" in note for note in texts(report["notes"]))
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ def test_a_named_optimizer_looks_elsewhere(options: dict[str, Any], tmp_path: Pa
     assert manifest.run.step_place.where == "state"
     report = zckpt.verify(run, tmp_path / "zero")
     assert report["equal"]
-    (note,) = [note for note in texts(report["notes"]) if "place of the step" in note]
-    assert note.endswith("reads it from there")
+    (note,) = [note for note in texts(report["notes"]) if "place of the optimizer's step" in note]
+    assert note.endswith(" looks for it")
 
 
 @pytest.mark.parametrize("through", [None, "universal", "gathered"])
@@ -226,8 +226,8 @@ def test_a_named_optimizer_of_torch_looks_elsewhere(through: str | None, tmp_pat
     assert "step" not in optim["param_groups"][0]
     report = zckpt.verify(source, tmp_path / "target")
     assert report["equal"]
-    (note,) = [note for note in texts(report["notes"]) if "place of the step" in note]
-    assert note.endswith("torch reads it from there")
+    (note,) = [note for note in texts(report["notes"]) if "place of the optimizer's step" in note]
+    assert note.endswith("torch looks for it")
     zckpt.convert(tmp_path / "target", tmp_path / "back", to="dcp", optimizer="apex-fused-adam")
     optim = whole(tmp_path / "back")["optim"]
     assert alike(optim["state"], whole(run)["optim"]["state"])

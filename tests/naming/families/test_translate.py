@@ -111,7 +111,7 @@ def _with(name: str, *shape: int) -> Callable[[dict[str, Any]], Any]:
     [
         (_without("self_attn.k_proj.weight"), SIZES, "MissingData", "but not model.layers.0"),
         (_with("model.extra.weight", 2), SIZES, "WrongOption", "names: model.extra.weight"),
-        (_with(QKV, 16, H), SIZES, "WrongOption", "names of both programs"),
+        (_with(QKV, 16, H), SIZES, "WrongOption", "names of Hugging Face and of Megatron"),
         (_with(f"{LAYER}mlp.up_proj.weight", 5, H), SIZES, "WrongOption", "[6, 8] and [5, 8]"),
         (_with("other", 2), "llama:heads=0", "WrongOption", "'heads=0' is not a size"),
         (lambda weights: None, "bert", "WrongOption", "none of llama"),
@@ -226,7 +226,7 @@ def test_a_family_in_a_file(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
         ("attention", "atention", "there is no packing 'atention'"),
         ('"packing"', '"packings"', "unknown field `packings`"),
         ('"only": "Megatron"', '"only": "megatron"', "none of Hugging Face, Megatron"),
-        ("{layer}", "{block}", "are not those of a rule"),
+        ("{layer}", "{block}", "only {layer} and {expert} may be in braces"),
         ("(pos_)", "(pos_", "is not a family"),
         ('["llama"', '[["llama"]', "Expected `str`, got `array` - at `$.types[0]`"),
     ],

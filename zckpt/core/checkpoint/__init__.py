@@ -11,7 +11,7 @@ states.py             which states an optimizer keeps, and which of them another
 optimizer_states.py   the table of optimizer states that do not have the parameter's shape
 missing_states.py     finds parameters that lack a state which other parameters have
 unlisted.py           finds weights that no optimizer lists
-wrapper.py            finds tensors around the optimizer's state dict
+wrapper.py            finds tensors next to the optimizer's state dict
 agreement.py          decides which step is true if several files or ranks state a step
 layers.py             the layer and the kind of a parameter, by its name
 keys.py               dictionary keys that may be numbers written as strings

@@ -27,10 +27,11 @@ class Entry(Struct, frozen=True):
     """One complete tensor of a checkpoint, whichever files hold its shards.
 
     digest    the CRC-32 of the tensor's row-major little-endian bytes
-    mean      tensors of the same shape: a conversion writes the mean of their elements, rounded to
-              this tensor's type, instead of the bytes of `fragments`
-    axis      in a replica: the parallel dimension whose ranks hold it (`stage`, `tensor rank` or
-              `ep rank`)
+    mean      with --replicas mean: the ranks' replicas of the tensor (of a weight: of its master).
+              A conversion writes the mean of their elements, rounded to this tensor's type, instead
+              of the bytes of `fragments`
+    axis      for a replica on another rank: the kind of parallel ranks that hold the replicas
+              (`stage`, `tensor rank` or `ep rank`)
     """
 
     parameter: str

@@ -78,7 +78,7 @@ class FlatBufferEngine(Struct, frozen=True):
     ordered: bool | None = None
     """Whether the user stated the order of the parameters."""
     given: bool = field(default=False, name="hyper_parameters")
-    """Whether the user stated the hyper-parameters of an elastic save."""
+    """Whether the user stated the hyper-parameters, which elastic checkpoints lack (`elastic`)."""
     experts: tuple[ExpertLayer, ...] = ()
     """The layers with experts, in the engine's order."""
 
@@ -94,7 +94,9 @@ class FlatBufferEngine(Struct, frozen=True):
         )
         for layer in engine.experts:
             if not 0 < layer.ep <= layer.experts or layer.experts % layer.ep:
-                raise ValueError(f"not a possible layer with experts: {layer}")
+                raise ValueError(
+                    f"the experts of a layer cannot be spread evenly over its ranks: {layer}"
+                )
         return engine
 
 
@@ -119,9 +121,9 @@ class StateDictEngine(Struct, frozen=True):
     adapter: bool
     """Whether the model's state holds only an adapter."""
     whole: bool = False
-    """Whether each file is a complete state dict, instead of sharded storage.
+    """Whether each file is a complete state dict, not a part of sharded storage.
 
-    Only then is `dialect` set.
+    If this is False, `dialect` (the kind of files) is None.
     """
     dialect: str | None = None
     ordered: bool | None = None
@@ -324,7 +326,7 @@ class _Rules(Struct, frozen=True):
 
 
 UNCUT = TensorParallel({}, {})
-"""The value for a model of which nothing states how tensor ranks cut it."""
+"""The value that callers use if nothing states how tensor ranks cut the parameters."""
 
 
 def with_cuts(
@@ -386,10 +388,11 @@ class Facts(NamedTuple):
 
 
 def facts_of(state: Mapping[str, Any]) -> Facts:
-    """Parses the key `state` of a manifest's JSON, as `with_facts` builds it.
+    """Splits the key `state` of a manifest's JSON into saved values and facts about the run.
 
-    The keys of `engine` show its class: `config` or `elastic` means FlatBufferEngine, and `model`
-    means StateDictEngine. Raises ValueError if a value has a wrong type.
+    `with_facts` builds this JSON. The class of the engine's record follows from the keys of
+    `engine`: with `model` it is StateDictEngine, with `config` or `elastic` FlatBufferEngine, with
+    other keys NamedWeightsEngine. Raises ValueError if a value has a wrong type.
     """
     rest = dict(state)
     keys = ("engine", "pipeline", "tensor_parallel")

@@ -25,7 +25,7 @@ class Places(Struct, frozen=True):
     columns: tuple[str, ...]
     of: Mapping[str, tuple[int, int]]
     names: tuple[str, ...] = ()
-    """The rows' names for people: `h.0` for row 0 of the only stack."""
+    """The names of the rows in reports: `h.0` for row `0`, if `h` is the only list of layers."""
 
     def row(self, parameter: str) -> int:
         return self.of[parameter][0]
@@ -41,12 +41,12 @@ class Places(Struct, frozen=True):
 def places_of(parameters: Iterable[str]) -> Places:
     """Arranges parameters as a table: a row for each layer, a column for each kind of parameter.
 
-    The parameters are given in the order of the model. All numbered layers become consecutive rows,
-    sorted by number, which begin where the first of these layers stood. A row is named by its
-    number, or by its stack and number (`encoder.3`) if there are several stacks of layers. If
-    there is only one stack, the names in front of it are dropped from all names. A parameter
-    outside of numbered layers is in a row named by the first part of its name: `norm` for
-    `model.norm.weight` beside `model.layers.0`.
+    The parameters are given in the order of the model. A stack is a list of numbered layers, such
+    as `model.layers`. The layers of all stacks become consecutive rows, sorted by stack and number.
+    These rows have the place of the first layer among the other rows. If there is one stack, a row
+    is named by the layer's number, else by stack and number (`encoder.3`). A parameter outside of
+    stacks is in a row named by the first part of its name: `norm` for `norm.weight`. If there is
+    one stack, modules around it are left out first: `model.norm.weight` is in `norm` too.
     """
     matches = {name: LAYER.fullmatch(name) for name in dict.fromkeys(parameters)}
     stacks = list(dict.fromkeys(match["stack"] or "" for match in matches.values() if match))

@@ -197,7 +197,7 @@ class Run(Struct, frozen=True):
     tensor_parallel: TensorParallel | None = None
     """How tensor ranks cut parameters; None if that was not read, or there were no tensor ranks."""
     weights_differ: bool = False
-    """Whether the engine changes weights without their masters, which then do not round to them."""
+    """Whether the engine changes weights but not masters: then weights are not rounded masters."""
     zero_padding: bool = False
     """Whether the engine fills gaps between tensors with zeros."""
 
@@ -222,16 +222,18 @@ class Files(Struct, frozen=True):
     records: Sequence[Record] = ()
     """Extents whose checksum a file states."""
     beside: tuple[Record, ...] = ()
-    """Records inside of the engine's files that no reader needs: the version in a torch zip.
+    """Records that no reader needs, such as the version in a torch zip; `verify` checks them too.
 
-    Filled only by `reading.read`, and only with the option `Reading.nameless`.
+    A record is a byte range with a checksum. Only `reading.read` fills this, and only with the
+    option `Reading.nameless`, which `verify` sets.
     """
     unused: tuple[Extent, ...] = ()
     """Extents of the checkpoint's own files that nothing in the files describes."""
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
-    """The fingerprints of `paths` and siblings, by path, when they were first opened or listed.
+    """Maps `paths` and siblings to their fingerprints: device, inode, size and time.
 
-    Empty for a manifest that was not made by `reading.read`.
+    They are taken when a file is first opened or listed, and show whether the file changes later
+    in the run. Empty for a manifest that was not made by `reading.read`.
     """
     objects: frozenset[str] = frozenset()
     """The classes and functions that the pickles name, including those of dropped values.
@@ -253,14 +255,15 @@ class Files(Struct, frozen=True):
     A target gets the values of the first rank. Keys that differ in every format are not listed.
     """
     layout: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Values in which files state their place in the checkpoint, as JSON, by file, then by key.
+    """What each file states about the run's sizes and its partitions: JSON by file, then by key.
 
-    They are only compared, with those of another checkpoint that has the same files.
+    `verify` only compares it with another checkpoint that has files of the same names.
     """
     laid: Mapping[str, Any] = field(default_factory=dict)
-    """What the reader learned about each folder that was just laid out, for the code that seals it.
+    """What the reader found in each folder of a target whose files have no tensor data yet.
 
-    The values are the format's own, such as the table of a `.metadata`. Empty for other files.
+    After the copy, the format's `seal` uses this to write checksums into the files. The values are
+    the format's own, such as the table of a `.metadata`. Empty for a source.
     """
 
 
@@ -270,9 +273,9 @@ class Notices(Struct, frozen=True):
     warnings: tuple[Notice, ...] = ()
     """Warnings for the user."""
     notes: tuple[Notice, ...] = ()
-    """What the files alone cannot prove.
+    """Notes that `verify` reports if it checks one checkpoint alone: what no file can prove.
 
-    A `verify` of one checkpoint, without another, reports it.
+    An example is that files which do not store their names may have been swapped.
     """
     links: tuple[Notice, ...] = ()
     """A warning that lists the files which are reached by links out of the directory."""
@@ -286,7 +289,7 @@ class Notices(Struct, frozen=True):
     Only weights are here, and no training can resume from them.
     """
     likely: tuple[str, ...] = ()
-    """Keys of optimizers that fit the chosen model, although no file assigns them to it."""
+    """Keys of optimizers that may train the chosen model: they fit, but no file shows it."""
     states_inferred: bool = True
     """Whether files of this format can state that the name of a parameter was inferred."""
     share: str = ""
@@ -307,9 +310,10 @@ class Notices(Struct, frozen=True):
 class Manifest(Struct, frozen=True):
     """One checkpoint without its bytes: its tensors, parameters, param groups and states.
 
-    It has three further parts: `run`, `files` and `notices`. Parameters are in the order of the
-    optimizer, followed by frozen parameters, and then buffers. The method `replace` changes fields
-    of all parts; msgspec's function `replace` changes only the manifest's own fields.
+    Parameters are in the order of the optimizer, followed by frozen parameters, and then buffers.
+    The fields `run`, `files` and `notices` are records with fields of their own. The method
+    `replace` changes the fields of the manifest and of these records. msgspec's function `replace`
+    cannot change the fields of these records.
     """
 
     root: str
@@ -328,32 +332,36 @@ class Manifest(Struct, frozen=True):
     states: States = States()
     """The optimizer states that are no tensors of a parameter's shape."""
     state: dict[str, Any] = field(default_factory=dict)
-    """Everything else that is not a tensor, as inert values under the keys of docs/format-v1.md.
+    """All other saved values, under the keys of docs/format-v1.md.
 
-    A tensor inside of it is the `TensorName` of an entry with slot `state`.
+    An object of an engine's or user's class is a plain record; its class is never imported
+    (inert.py). In place of a tensor there is a `TensorName`: it names the tensor's entry, whose
+    slot is `state`.
     """
     replicas: tuple[Entry, ...] = ()
-    """Further copies of entries in the same files: other ranks', or of tied weights.
+    """Further copies of tensors in the files: on other ranks, or under names of tied weights.
 
-    Targets have them too.
+    The manifest of a target lists its copies too, and a conversion fills them.
     """
     place: GridPlace | None = None
     """The model rank that this manifest describes; None if it describes the complete checkpoint."""
     ranks: "tuple[Manifest, ...]" = ()
-    """A manifest for each model rank, if they are not joined into one.
+    """One manifest for each model rank, if zckpt does not join the ranks; otherwise empty.
 
-    Only these manifests then have tensors and parameters, whose names may be equal. The outer
-    manifest has the files, the records and the facts of the complete run.
+    A model rank is a combination of a pipeline stage and a tensor rank. Tensors and parameters are
+    then only in these manifests, and several may use the same names. The outer manifest has the
+    files, their records and the facts about the complete run.
     """
     models: "tuple[Manifest, ...]" = ()
-    """One manifest of a model for each tensor rank, if there are several such ranks.
+    """One manifest for each tensor rank: its slices in all pipeline stages.
 
-    Also present if the manifests in `ranks` are not joined.
+    Filled if zckpt has joined the tensor ranks, or if it keeps model ranks separate in `ranks`.
     """
     roots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Maps the key of each model to the keys of its optimizers, if the files have several.
+    """Maps the key of each model to the keys of its optimizers.
 
-    Such models can be written together only without their optimizers.
+    Empty if the files have only one model with at most one optimizer. `writing/models.py` decides
+    whether a target can have several models.
     """
     files: Files = field(default_factory=Files)
     notices: Notices = field(default_factory=Notices)

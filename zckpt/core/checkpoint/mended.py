@@ -117,7 +117,7 @@ def beside(root: str) -> tuple[Mended, ...]:
         raise CorruptCheckpoint(
             "file-damaged",
             f"{path} is damaged: {cause(error)}",
-            hint="copy it again; it says which values of the checkpoint were restored",
+            hint="copy this file again: it lists the values that zckpt mend has restored",
             file=path,
         ) from error
 

@@ -29,10 +29,14 @@ from .inert import Scalar, TensorName, inside, map_values, to_json
 Form = Literal[
     "number", "other", "partition", "estimate", "among", "beside", "wrapper", "unsupported"
 ]
-"""The form of a state. `wrapper` rows are made by `states.states_of`; no table has them."""
+"""The form of a state: the list at the top of this module explains the forms.
+
+Only `wrapper` is not in a manifest's table: `states.states_of` makes rows of this form for tensors
+around the optimizer's state dict (wrapper.py).
+"""
 OF_NO_PARAMETER: tuple[Form, ...] = ("among", "beside")
 OF_OTHERS = "optimizer.other"
-"""The beginning of the names of tensors that lie inside a parameter's state of the form `other`."""
+"""The beginning of the names of tensors that lie inside states of the form `other` (see above)."""
 
 
 class Part(Struct, frozen=True):
@@ -53,11 +57,12 @@ class StateRow(Struct, frozen=True):
     form          what the state is, such as `number`; the top of this module explains all forms
     parameters    the parameters that have it; several if it belongs to a part of a flat buffer, or
                   if zckpt did not interpret it
-    value         plain data, without imported classes; for the forms `partition` and `estimate` a
-                  list of the values of all ranks; for `unsupported` the value as JSON text, or ""
-    group         the param group of an estimated hyper-parameter
-    reason        why an unsupported state is unsupported
-    part          the flat buffer, for the form `partition`
+    value         plain data, without imported classes. If each rank has its own value (forms
+                  `partition` and `estimate`), a list of all ranks' values. For `unsupported`, the
+                  value as JSON text, or ""
+    group         for the form `estimate`: the param group of the hyper-parameter
+    reason        for the form `unsupported`: why no target gets the state
+    part          for the form `partition`: how ranks cut the flat buffer
     tensors       the tensors inside `value`
     """
 
@@ -72,9 +77,9 @@ class StateRow(Struct, frozen=True):
 
 
 class States(Struct, frozen=True, dict=True):
-    """The optimizer states of a manifest that are not tensors of a parameter's shape: rows.
+    """A manifest's table of the optimizer states that are not tensors of a parameter's shape.
 
-    Rows with the same `form` and the same parameter are adjacent.
+    Each row is one state. Rows with the same form (kind of value) and parameter are adjacent.
     """
 
     rows: tuple[StateRow, ...] = ()
@@ -141,9 +146,10 @@ class States(Struct, frozen=True, dict=True):
         return values
 
     def without(self, keys: Collection[str]) -> "States":
-        """Drops the states of parameters with these keys.
+        """Drops the states whose keys are in `keys`.
 
-        States that belong to no parameter stay. Hyper-parameters that ranks estimate stay too.
+        States that belong to no parameter stay. So do hyper-parameters that each rank estimates
+        while it trains, such as Prodigy's `d`.
         """
         stay = (*OF_NO_PARAMETER, "estimate")
         return self.where(lambda row: row.form in stay or str(row.key) not in keys)
@@ -203,7 +209,10 @@ def of_parameters(form: Form, values: Mapping[str, Mapping[Any, Any]]) -> list[S
 def unsupported(
     key: Any, parameters: Iterable[str], reason: str, value: Any, tensors: Iterable[Entry]
 ) -> StateRow:
-    """Makes the row of a state that zckpt compares and never writes; `value` contains `tensors`."""
+    """Makes a row for a state that `verify` compares, but that no conversion can write.
+
+    `reason` says why. `tensors` are the tensors inside `value`.
+    """
     content = json.dumps(to_json(value), sort_keys=True)
     names = tuple(parameters)
     return StateRow(str(key), "unsupported", names, content, reason, tensors=tuple(tensors))

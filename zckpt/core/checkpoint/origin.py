@@ -21,9 +21,9 @@ class Origin(Struct, frozen=True):
     """
 
     format: str | None = None
-    """The name of the format in which the engine that trained saved."""
+    """The format that the training engine wrote, such as `deepspeed`."""
     version: str | None = None
-    """The version of that engine."""
+    """The version of the training engine."""
     zero_stage: int | None = None
     dp: int | None = None
     """The data-parallel size."""
@@ -39,7 +39,7 @@ class Origin(Struct, frozen=True):
     pp: int | None = None
     """The number of stages of the pipeline."""
     sp: int | None = None
-    """The number of data-parallel ranks that share each sequence; `dp` counts all of them."""
+    """How many of the `dp` ranks share each sequence (sequence parallelism)."""
     model_ranks: int | None = None
     """The number of model ranks that the manifest keeps separate."""
     tp_rules: str | None = None
@@ -47,15 +47,18 @@ class Origin(Struct, frozen=True):
     dialect: str | None = None
     """The kind of files, where an engine has several."""
     slices: int | None = None
-    """The number of files that each hold a part of the tensors, if only one of them is read."""
+    """The number of files with ranks' slices, if zckpt has read only the first file to show it."""
     root: str | None = None
     """The name of this model, if the files have several."""
     mesh: tuple[str, str | None] | None = None
-    """The device and the axis of FSDP2's ranks, whose files can be written for other ranks."""
+    """The type of device on FSDP2's mesh of ranks, and the name of the mesh's axis or None.
+
+    zckpt needs these to write the files of FSDP2's ranks for another number of ranks.
+    """
     inside: str | None = None
     """The checkpoint's folder within its numbered folder: `actor` of `global_step_3`."""
     nulls: frozenset[str] = OF_ANY_ENGINE
-    """The names of the None fields that the JSON has as null; it lacks the other None fields."""
+    """The fields that are null in the JSON if they are None. It leaves out other None fields."""
     other_fields: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the JSON, which zckpt does not interpret."""
 

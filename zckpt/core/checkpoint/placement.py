@@ -47,12 +47,15 @@ class Placement(Struct, frozen=True):
     """
 
     word: ClassVar[str] = ""
-    """The rule of a kind that has no numbers: `replicated` or `sum`."""
+    """The complete rule, if this kind of placement has no numbers: `replicated` or `sum`."""
     forms: ClassVar[str] = ""
-    """The rules of this kind, as a hint lists them for the user."""
+    """The rules of this kind of placement, as a hint lists them for the user."""
 
     is_cut: ClassVar[bool] = False
-    """Whether each rank has different elements. Slices with equal bytes then prove a wrong rule."""
+    """Whether each rank has different elements of the parameter.
+
+    If all ranks then have equal bytes, the placement must be wrong: they have replicas.
+    """
 
     @property
     def text(self) -> str:
@@ -85,10 +88,10 @@ class Placement(Struct, frozen=True):
     def fused(self) -> int:
         """The number of equal parts into which the rows are divided before ranks cut each part.
 
-        The caller compares it with the model, where gate and up projections may be fused: 2 for the
-        rule `0:2x`, 1 for `0`. 0 means that there is nothing to compare: ranks do not cut rows, or
-        cut a vocabulary, or the rule states widths. `0:1x` gives 0 too: with it the user states
-        that nothing is fused.
+        It is 2 for the rule `0:2x`, and 1 for `0`. The caller compares it with the model, where
+        gate and up projections may be fused. 0 means that the caller must compare nothing. It is 0
+        if ranks do not cut rows, if they cut a vocabulary, if the rule states widths, and for
+        `0:1x`, by which the user states that nothing is fused.
         """
         return 0
 
@@ -152,16 +155,20 @@ class Sum(Placement, frozen=True):
 class Cut(Placement, frozen=True):
     """Each rank has a slice along `axis`: torch's Shard, if there are no sub-parameters.
 
-    `parts` are the widths of the sub-parameters in the complete tensor, such as those of q, k and
-    v. They are empty if all are equally wide; then `equal` is their number: 1 if the rule says
-    that there is one, 0 if it says nothing.
+    A fused tensor has sub-parameters, such as q, k and v, and each of them is cut. `parts` are
+    their widths in the complete tensor; empty if the rule states no widths. `equal` is the number
+    of sub-parameters of equal width, if the rule states it (2 for `0:2x`); otherwise 0. If the rule
+    states neither, the tensor is cut as one parameter.
     """
 
     axis: int
     parts: tuple[int, ...] = ()
     equal: int = 0
 
-    forms = "`0` or `1` (the dimension that is cut), `0:64,16,16` or `0:2x` (sub-parameters)"
+    forms = (
+        "`0` or `1` (the dimension that is cut), `0:64,16,16` (parts of these widths, each cut), "
+        "`0:2x` (2 equal parts, each cut)"
+    )
     is_cut = True
 
     @property
@@ -210,7 +217,7 @@ class Cut(Placement, frozen=True):
             if widths is None or sum(self.parts) != sum(lengths):
                 raise _misfit(
                     f"{says}: {len(lengths)} ranks with {listed(lengths)} along dimension "
-                    f"{self.axis} cannot share the widths {listed(self.parts)}"
+                    f"{self.axis} cannot share parts of the widths {listed(self.parts)}"
                 )
             if [sum(of_rank) for of_rank in zip(*widths, strict=True)] != lengths:
                 along = f"along dimension {self.axis}"
@@ -279,7 +286,10 @@ def of_rule(text: str) -> Placement | None:
 
 
 def from_text(text: str) -> Placement:
-    """Parses the placement that a file states, such as `0:2x`; an unknown text becomes `Boxes`."""
+    """Parses a placement that a file states, such as `0:2x` (dimension 0, in 2 parts, is cut).
+
+    A text of no known kind becomes `Boxes`: only the files then state which blocks a rank has.
+    """
     return of_rule(text) or Boxes(text)
 
 

@@ -82,11 +82,12 @@ def _blobs(folder: str) -> Iterator[str]:
 
 
 def links_out(paths: Iterable[str], omitted: Iterable[Notice], root: str) -> list[Notice]:
-    """Warns about files in `root` that are links to places outside of it: a list of one warning.
+    """Warns about links in `root` that lead to files outside of it.
 
-    `paths` are files that were read, `omitted` are notices about files that were left out. Links
-    into the Hugging Face cache are reported too; files that the user has named are not. The list is
-    empty if there is no such link. Raises OSError.
+    Returns one warning about all these links in a list, or an empty list if there is none. `paths`
+    are files that were read, `omitted` are notices about files that were left out. Links into the
+    Hugging Face cache are reported too. Files outside of `root` that the user has named are not
+    reported. Raises OSError.
     """
     inside, below = real_path(root), os.path.join(os.path.abspath(root), "")
     leading = dict[str, str]()

@@ -7,7 +7,7 @@ The form of a state is one of
     none         the value None, for all parameters that have the state
     other        any other value of a parameter
     partition    a state that a rank keeps for its part of a flat buffer
-    wrapper      tensors around the optimizer's state dict: see wrapper.py
+    wrapper      tensors next to the optimizer's state dict: see wrapper.py
     unsupported  a state in the files that has none of these forms
 
 Slots are entries of the manifest, wrappers are in the program's state, and the table of
@@ -36,13 +36,21 @@ from .weights import WEIGHTS, is_optimizers
 from .wrapper import without_wrapped, wrapped
 
 FORMS = ("none", "slot", "number", "other", "partition", "wrapper", "unsupported")
-"""The forms of a state. If one state has several, the last one decides what can be done with it."""
+"""All forms of a state, which the top of this module explains.
+
+A state may have several forms, for several parameters. Then `State.form` is the one that comes last
+in this list.
+"""
 NO_PARAMETER = "no parameter"
 """The key, in place of a parameter's name, for a state that belongs to no parameter."""
 OF_NO_GROUP = "it belongs to no parameter in a group, and zckpt reads only states of parameters"
 BESIDE_STATE = "it stands beside the optimizer's `state`, but zckpt reads only what is inside"
 REASONS: dict[Form, str] = {"among": OF_NO_GROUP, "beside": BESIDE_STATE}
-"""Why a value that belongs to no parameter is not read, unless it is a number or a text."""
+"""Why zckpt does not read a value that belongs to no parameter, by where the value is stored.
+
+`among` is inside the optimizer's dictionary `state`, `beside` is next to this dictionary. Numbers
+and texts are normally kept, and need no reason.
+"""
 
 FACTORING = frozenset(("scale_parameter", "clip_threshold", "eps1", "beta2_decay"))
 """Hyper-parameters by which optimizers that factor matrices into rows and columns are recognized.
@@ -52,15 +60,16 @@ Adalite.
 """
 
 AFRESH = {"RMS": FACTORING}
-"""States that may be lost because the optimizer recomputes them before use.
+"""States that a target may lack, because the optimizer recomputes them before it reads them.
 
-Each key applies only if a group has one of its hyper-parameters. `RMS`: these optimizers write the
-weight's RMS in every update, and read it only after that, or never.
+Maps the key of such a state to hyper-parameters: the state may be lacking only if a param group has
+one of them. Optimizers with FACTORING, such as Adafactor, write `RMS` (the weight's RMS) in every
+update, and read it only after that, or never.
 """
 
 OF_VECTORS = (
-    "the optimizer computed it for vectors (parts of flat buffers); for matrices it keeps rows and "
-    "columns, and cannot continue with this"
+    "the source's optimizer saw the parameters as vectors in flat buffers; the target's optimizer "
+    "sees matrices, and needs states of their rows and columns instead"
 )
 
 BOUND = (
@@ -71,7 +80,7 @@ OF_NUMBERS = (
     "its dictionary keys are strings that may have been numbers: torch.distributed.checkpoint "
     "turns all keys into strings, so its files do not show which type the optimizer expects"
 )
-OF_WRAPPER = "it stands around the optimizer's state dict, where other engines do not read it"
+OF_WRAPPER = "it is stored next to the optimizer's state dict, where other engines do not read it"
 
 
 class State(Struct, frozen=True):
@@ -97,12 +106,12 @@ class State(Struct, frozen=True):
 
 
 def states_of(manifest: Manifest) -> dict[str, State]:
-    """Lists the optimizer states of a checkpoint by key, such as `exp_avg`.
+    """Maps the key of each optimizer state of a checkpoint, such as `exp_avg`, to its `State`.
 
-    A state may have different forms, such as a number for some parameters and a tensor for others.
-    Then its record has only one of these forms: that which comes last in FORMS decides whether a
-    target can have the state. If the manifest keeps pipeline stages and tensor ranks separate,
-    their states are combined by key.
+    A state may have several forms: a number for some parameters, a tensor for others. Then
+    `State.form` is the form that comes last in FORMS. This form decides whether a target can have
+    the state. If the manifest keeps pipeline stages and tensor ranks separate, their states are
+    combined by key.
     """
     if manifest.ranks:
         return _united(states_of(rank).values() for rank in manifest.ranks)
@@ -281,11 +290,11 @@ def with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
 
 
 def of_numbers(source: Manifest, target: Manifest) -> list[State]:
-    """Finds states with dictionaries whose keys may have been numbers before they became strings.
+    """Finds states with dictionaries whose keys are strings now, but look like numbers.
 
-    torch.distributed.checkpoint turns all keys into strings, so a target that needs the original
-    types cannot get them. Empty unless all keys of `source` are strings, and those of `target` need
-    not be.
+    torch.distributed.checkpoint turns all keys into strings. A target of another format needs the
+    keys' original types, which the source does not state. Empty if `source` is not of
+    torch.distributed.checkpoint, or if `target` is too.
     """
     if not has_texts_alone(source) or has_texts_alone(target):
         return []
@@ -401,7 +410,7 @@ class Selection(Struct, frozen=True):
             raise WrongOption(
                 "options-conflict",
                 "--drop-state does not apply with --weights-only",
-                hint="leave it out: no state is compared",
+                hint="leave --drop-state out: --weights-only compares no optimizer states",
             )
 
     def of(self, a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:

@@ -116,20 +116,19 @@ def agreement(master: Entry, weight: Entry) -> str | None:
 def counterpart(entry: Entry, other_weight: Weight, weight: Weight) -> tuple[Entry, str] | None:
     """Finds the tensor of another checkpoint that must equal `entry`, and how to compare the two.
 
-    It is called if the other checkpoint has no tensor of the same slot and type. `weight` is the
-    weight to which `entry` belongs, `other_weight` the same weight in the other checkpoint. The
-    comparison is `bits` or `rounded`, as in `agreement`. The candidates for a `param`:
+    This function is for an `entry` without a tensor of the same slot and type in the other
+    checkpoint. `weight` is the weight of `entry`, `other_weight` is the same weight in the other
+    checkpoint. The comparison is `bits` or `rounded`, as in `agreement`. The function returns the
+    first tensor of `other_weight` that fits, or None. If `entry` is a `param`, it tries
 
-        the other `master` or `param`: of the same type, or rounded to the type of `entry`
-        the other 16-bit `param`, to which `entry` is rounded, if `weight` has no `master`
+        1.  the `master`, then the `param`, if the type is that of `entry` or can be rounded to it
+        2.  a 16-bit `param`, to which `entry` is rounded, if `weight` has no `master`
 
-    The candidates for a `master`:
+    If `entry` is a `master`, it tries
 
-        the other `master` or `param` of the same type
-        the other fp64 `param`, rounded to the type of `entry`
-        the other 16-bit `param`, to which `entry` is rounded
-
-    None if no candidate fits.
+        1.  the `master`, if its type is that of `entry`
+        2.  the `param`, if its type is that of `entry`, or if it is fp64 and can be rounded to it
+        3.  a 16-bit `param`, to which `entry` is rounded
     """
     for other in (other_weight.master, other_weight.param):
         how = None if other is None else agreement(other, entry)

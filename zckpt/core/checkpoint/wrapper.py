@@ -1,4 +1,4 @@
-"""Finds tensors that are stored around the state dict of the optimizer.
+"""Finds tensors that are stored next to the optimizer's state dict, in the dictionary around it.
 
 They were stored by the program itself, or by a wrapper around the optimizer: Lookahead with its
 slow weights, or a 16-bit wrapper with masters. A conversion to another torch program keeps these
@@ -16,10 +16,11 @@ from .manifest import Manifest
 
 
 def wrapped(manifest: Manifest) -> dict[str, Any]:
-    """The values beside the optimizer's state dict that contain tensors, such as Lookahead's.
+    """Finds the values with tensors that are stored next to the optimizer's state dict.
 
-    A key is `around.` and the value's name, as in `around.slow`, since no state of a parameter has
-    such a key. Random states are left out: they belong to the program.
+    For example, the slow weights of Lookahead get the key `around.slow`: `around.` and the value's
+    name. No state of a parameter has such a key. Random states are left out: they belong to the
+    program.
     """
     values = _find(manifest)[1]
     return {
@@ -30,9 +31,10 @@ def wrapped(manifest: Manifest) -> dict[str, Any]:
 
 
 def without_wrapped(manifest: Manifest, gone: Collection[str]) -> dict[str, Any]:
-    """The manifest's state without the values around the optimizer whose keys are in `gone`.
+    """Returns `manifest.state` without the values whose keys are in `gone`.
 
-    A key is `around.` and the value's name, as in `around.slow`.
+    Only values next to the optimizer's state dict are removed. A key is `around.` and the value's
+    name, as in `around.slow`.
     """
     path, values = _find(manifest)
     rest = {key: value for key, value in values.items() if _name(key) not in gone}

@@ -32,7 +32,11 @@ KINDS = {
     **dict.fromkeys(("exp_avg", "momentum_buffer"), "mean"),
     **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg"), "mean of squares"),
 }
-"""The kind of value in each slot; values of two kinds are never equal, unless they are zeros."""
+"""The kind of value in each slot (what a tensor is for its parameter).
+
+Tensors of two kinds are never equal, unless they are zeros. So if files of two kinds are equal, one
+was copied over the other.
+"""
 # bytes read of each piece; if all elements in them are equal, the tensor counts as constant
 SAMPLE = 1 << 12
 
@@ -40,9 +44,10 @@ SAMPLE = 1 << 12
 def check_duplicates(manifest: Manifest) -> list[Notice]:
     """Warns about files with equal bytes that should differ, because one was copied over the other.
 
-    Two equal files are reported if each of them holds weights of several parameters, or a single
-    state of a single parameter. If they hold several parameters and optimizer states,
-    InconsistentCheckpoint is raised. Only files that state checksums are compared.
+    If two equal files hold weights and optimizer states, or states of several parameters,
+    InconsistentCheckpoint is raised. If they hold only weights, of several parameters, there is a
+    warning. Constant tensors do not count. If they hold one tensor each, `_of_single_states`
+    decides whether there is a warning. Only files that state checksums are compared.
     """
     pairs = _pairs(manifest)
     values = _values(manifest, {file for pair in pairs for file in pair}) if pairs else {}
@@ -100,7 +105,7 @@ def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) ->
             copies.append((first, second, f"{other.slot} and {one.slot} are never equal"))
     for (parameter, another), of_both in equal.items():
         if not (states.get(parameter, set()) & states.get(another, set())) <= of_both.keys():
-            reason = f"other states of {another} and {parameter} differ"
+            reason = f"{another} and {parameter} differ in other tensors"
             copies += [(first, second, reason) for first, second in of_both.values()]
 
     def has_values(first: str, second: str) -> bool:

@@ -85,7 +85,7 @@ def _report_differing(
     )
     if not accepted:
         raise InconsistentCheckpoint("master-differs", message, hint=hint, subject=names[0])
-    message += ". --accept-weights takes both as they are"
+    message += ". Because of --accept-weights, masters and weights are used as they are"
     return [warning("master-differs", message, subject=names[0])]
 
 

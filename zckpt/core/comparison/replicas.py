@@ -42,7 +42,7 @@ SAMPLE = 1 << 14  # elements that are compared of each slice
 RANK0, MEAN = "rank0", "mean"
 """The values of --replicas: which value is used if replicas differ."""
 OWN = "own"
-"""The value for which ranks are not joined: each keeps its own replica."""
+"""A choice beside RANK0 and MEAN: each rank keeps its own replica, since ranks are not merged."""
 
 
 class Ranks(Struct, frozen=True):
@@ -83,7 +83,7 @@ class Replicas:
     """Compares replicas with the tensors that are used instead, while a conversion copies.
 
     `judge` gets the results of the replicas that differ, in the order of `matches`. It returns
-    warnings, or raises InconsistentCheckpoint.
+    warnings if the engine or the user allows differences, or else raises InconsistentCheckpoint.
     """
 
     name, about = "copies", "comparing the replicas of ranks"
@@ -96,7 +96,7 @@ class Replicas:
     def compare_all(self) -> list[Notice]:
         """Compares all elements in this process, and returns warnings.
 
-        Raises InconsistentCheckpoint if a replica differs that must not.
+        Raises InconsistentCheckpoint if a replica differs, and differences are not allowed.
         """
         results = compare(self.matches, self._manifest, self._manifest).results
         return self._judge([result for result in results if result.differs])
@@ -104,13 +104,13 @@ class Replicas:
     def begin(self) -> None:
         """Compares the first elements of each fragment (byte range in a file) of the replicas.
 
-        Raises InconsistentCheckpoint if a replica differs that must not.
+        Raises InconsistentCheckpoint if a replica differs, and differences are not allowed.
         """
         results = masters.results_of(self._manifest, [*map(masters.beginning, self.matches)])
         self._refuse({n: result for n, result in enumerate(results) if result.differs})
 
     def refuse(self, differing: Mapping[int, Differing]) -> None:
-        """Raises InconsistentCheckpoint if a replica differs that must not.
+        """Raises InconsistentCheckpoint if a replica differs, and differences are not allowed.
 
         `differing` maps the index of a pair in `matches` to the difference of its elements.
         """
@@ -120,12 +120,12 @@ class Replicas:
         """Returns warnings about all replicas that differ.
 
         `differing` maps the index of a pair in `matches` to the difference of its elements. Raises
-        InconsistentCheckpoint if a replica differs that must not.
+        InconsistentCheckpoint if differences are not allowed.
         """
         return self._judge([*self._results(differing).values()])
 
     def _refuse(self, results: Mapping[int, Result]) -> None:
-        """Raises InconsistentCheckpoint if a replica differs that must not.
+        """Raises InconsistentCheckpoint if a replica differs, and differences are not allowed.
 
         `results` may cover only a part of the elements. So all elements of the parameter that the
         error names are compared first.

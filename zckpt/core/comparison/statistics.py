@@ -23,9 +23,11 @@ from ..checkpoint.dtypes import FLOATS
 BLOCK = 1 << 17  # elements: 1 MiB as float64, in a core's L2; threads meet at each block's edges
 ROW = 1 << 13  # elements; of more than 10,000 OpenBLAS makes a dot product with all processors
 CANCELLED = 0.05
-"""If removing the mean leaves less than this part of the squares, they are computed once more.
+"""When to compute the sum of squared distances from the mean a second time.
 
-Otherwise the result is exact to 14 digits.
+The first time, count * mean**2 is subtracted from the sum of squares. If less than this part of the
+sum is left, digits were lost, and the distances themselves are squared. Otherwise the result is
+exact to 14 digits.
 """
 EXPONENTS = 2048  # of a float64; they include those of every narrower type
 BIAS = 1023
@@ -122,9 +124,10 @@ def exponents(histogram: Any) -> dict[int, int]:
 
 
 def magnitudes(counts: Mapping[int, int]) -> dict[str, Any] | None:
-    """The histogram as JSON: `counts[i]` magnitudes are in [2**(first + i), 2**(first + i + 1)).
+    """Converts a histogram to JSON: `{"first": -3, "counts": [5, 0, 2]}`.
 
-    `counts` maps powers of two to counts; zeros are not counted. None if it has no counts.
+    In the JSON, `counts[i]` numbers have a magnitude in [2**(first + i), 2**(first + i + 1)). The
+    argument `counts` maps powers of two to counts; zeros are not counted. None if all counts are 0.
     """
     used = [power for power, count in counts.items() if count]
     if not used:

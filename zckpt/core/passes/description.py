@@ -118,10 +118,13 @@ FORMS = {
     "none": "None",
     "other": "of other shapes than the parameters, or no tensors",
     "partition": "of the ranks' parts of flat buffers",
-    "wrapper": "around the optimizer's state dict",
+    "wrapper": "next to the optimizer's state dict",
     "unsupported": "not read",
 }
-"""Descriptions of the forms of states that are no slots, as `inspect` prints them."""
+"""How `inspect` describes the form of an optimizer state; checkpoint/states.py explains the forms.
+
+States of the other forms (numbers, and tensors of the parameter's shape) are not described here.
+"""
 
 
 def advice(manifest: Manifest, bare: int) -> Report:

@@ -58,13 +58,19 @@ class Layout(Struct, frozen=True):
     It may be a part of that source, or an extension of it.
     """
     inside: str = ""
-    """The folder of the engine's files and of the files beside them; empty if there is none."""
+    """The target's subfolder for the engine's files, such as `actor`; empty if there is none.
+
+    The source's numbered folder, such as `step3`, has the same subfolder.
+    """
     in_one_file: bool = False
     """Whether one file holds everything that the source has."""
     has_digests: bool = False
     """Whether the files state the CRC-32 of each tensor."""
     checks: Sequence[FullCheck] = ()
-    """Comparisons of the source's tensors, without which the target must not be complete."""
+    """Comparisons of the source's tensors while they are copied.
+
+    If one of them raises an error, the target is not completed.
+    """
 
 
 class CopyOutcome(Struct, eq=False):
@@ -74,7 +80,8 @@ class CopyOutcome(Struct, eq=False):
     files        maps paths to sizes and CRC-32s
     records      maps byte ranges in the target's files that state checksums, such as zip members,
                  to their CRC-32s
-    differing    for each check, the differences that it found, by the index of the match
+    differing    for each `FullCheck` of the copy, in order, the differences that it found: the
+                 index of a match (two compared tensors) -> the difference of its elements
     tensors      the number of all tensors
     counts       how many records of the source were checked; a record stays unchecked if it was
                  saved without a CRC, or if only a small part of it was read

@@ -26,10 +26,10 @@ SHORT = 4 << 10  # bytes; runs of a strided tensor below this are read together
 class ReadRequest(Struct, frozen=True):
     """A request to read elements [start, stop) of a tensor to byte `at` of a buffer.
 
-    check     hash the bytes, to check the CRC-32 of the zip member (or other record) around them;
-              bytes that are hashed twice count once
-    is_cut    the chunk of the target file holds only a part of the tensor; small slices that are
-              not cut can be read together with their neighbors
+    check     whether to hash the bytes, to check the CRC-32 of the zip member (or other record)
+              around them; a part of a record that is hashed again is ignored
+    is_cut    whether an edge of the target's chunk may cut the tensor; if not, small slices of
+              ZeRO-3 are read together with their neighbors
     """
 
     entry: Entry

@@ -56,7 +56,7 @@ class TargetPiece(Struct, frozen=True):
         return self.offset + numel * SIZES[self.pair.target.dtype]
 
     def runs(self) -> Iterator[TargetPiece]:
-        """Yields each of the `count` runs as a separate piece."""
+        """Yields each run of the piece (a range of consecutive elements) as a separate piece."""
         length = (self.stop - self.start) * SIZES[self.pair.target.dtype]
         for number in range(self.count):
             first = number * self.stride
@@ -65,7 +65,10 @@ class TargetPiece(Struct, frozen=True):
 
 
 class Chunk(Struct, frozen=True):
-    """A byte range of a target file, [offset, offset + length), and the pieces in it, in order."""
+    """Bytes [offset, offset + length) of a target file, and the tensors' `pieces` to write there.
+
+    The pieces are in the order of their bytes.
+    """
 
     file: str
     offset: int
@@ -159,7 +162,10 @@ class Match(Struct, frozen=True):
 
     @property
     def compared(self) -> Entry:
-        """The tensor whose type is used to compare: the narrower one for `rounded`, else `a`."""
+        """The tensor whose type is used to compare `a` and `b`.
+
+        If `how` is `rounded`, it is the tensor of the narrower type, else `a`.
+        """
         return self.b if self.rounds_a and self.b is not None else self.a
 
     @property

@@ -44,16 +44,16 @@ Running = TypeVar("Running", bound=Pass)
 
 
 class Pool:
-    """The processes that share passes over tensors; each gets the results of all.
+    """Runs passes over tensors in one process, which does everything.
 
-    This class is for a single process, which does everything. `processes/sharing.py` has the class
-    for several processes.
+    The subclass in `processes/sharing.py` is for several processes, which share each pass. A pass
+    reads tensors once, for example to compare two checkpoints.
     """
 
     rank = 0
 
     def carry_out(self, make: Callable[[int], Running], chunk: int) -> Running:
-        """Runs a pass, shared with other processes, until it has the results of all; returns it.
+        """Creates and runs a pass; returns the pass, with the results of all processes in it.
 
         `make` creates the pass. Its argument `chunk` is the number of bytes that a task reads at a
         time.

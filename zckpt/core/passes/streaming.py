@@ -50,9 +50,10 @@ def chunk_size(dp: int, jobs: int, memory: int) -> int:
 def batches(groups: Iterable[Sequence[Entry]], chunk: int) -> Iterator[list[list[ReadRequest]]]:
     """Divides the reading of tensors into batches of requests that each fit into `chunk` bytes.
 
-    All tensors of a group have the same number of elements, and a batch has the same range of
-    elements of each. A batch has a list for each slot, since tensors of one slot are neighbors in
-    their files. Groups with the same slots come one after the other.
+    A group has tensors with the same number of elements, such as a weight and its moments. A batch
+    reads the same range of elements of all tensors in a group. It has one list of requests for each
+    slot (what a tensor is for its parameter, such as `exp_avg`), since tensors of one slot are
+    neighbors in their files. Groups with the same slots come one after the other.
     """
     kinds = by_key((tuple((entry.slot, entry.dtype) for entry in group), group) for group in groups)
     for kind, alike in kinds.items():

@@ -89,7 +89,10 @@ def merge(
 
 
 def in_order(manifest: Manifest) -> Manifest:
-    """Sorts the tensors of a manifest in the order of its parameters and buffers, `state` last."""
+    """Sorts the tensors of a manifest in the order of its parameters and buffers.
+
+    Tensors of the slot `state` come last: they belong to the program, not to a parameter.
+    """
     names = (*manifest.parameters, *manifest.buffers)
     place = {name: number for number, name in enumerate(names)}
     entries = sorted(
@@ -193,8 +196,8 @@ def _parameters(
         if any(each != wholes[0] for each in wholes):
             raise InconsistentCheckpoint(
                 "ranks-disagree",
-                f"{root}: {table.word}s disagree on the shape, the group, the step or another "
-                f"number of {name}",
+                f"{root}: {table.word}s disagree on {name}: its shape, param group, step or a "
+                "one-number state differs",
                 file=root,
                 subject=name,
             )
@@ -250,12 +253,12 @@ def _places(some: Sequence[Any], groups: Sequence[Any]) -> list[int]:
 
 
 def agreed_steps(ranks: Sequence[Manifest], policy: str | None) -> dict[str, Step]:
-    """Maps each parameter with a step to its step; all ranks must agree on it.
+    """Maps each parameter that has a step to the step on which all ranks agree.
 
-    All parameters of a param group must have one step, unless some rank states different steps
-    within the group. If ranks differ, `policy` (--step-policy) decides; otherwise
-    InconsistentCheckpoint is raised. With the policy `keep`, parameters of a group may differ, but
-    ranks must agree on each one. A param group must have the same number in all ranks.
+    All parameters of a param group must have one step in all ranks. But if some rank states
+    different steps within the group, or if `policy` (--step-policy) is `keep`, ranks must agree on
+    each parameter only. If they disagree, another `policy` chooses a step; without one,
+    InconsistentCheckpoint is raised. Groups must be numbered alike in all ranks.
     """
     steps_by_key: dict[str | int | None, dict[Step, str]] = {}
     groups: dict[str, int | None] = {}

@@ -1,7 +1,7 @@
-"""Records by which a format describes how its engine partitions tensors over ranks.
+"""Describes how an engine partitions tensors over ranks.
 
-The function `partitions(path)` of a format makes these records by the engine's own rule. It does
-not use the manifest. So `verify --gather` can check the manifest against these records.
+The function `partitions(path)` of a format makes these descriptions by the engine's own rule. It
+does not use the manifest. So `verify --gather` can check the manifest against the descriptions.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class FlatMember(Struct, frozen=True):
 
 
 class Partitioned(Struct, frozen=True):
-    """A flat buffer of which every rank holds one part, in the order of the ranks.
+    """A flat buffer that is cut over ranks: every rank holds one part of the buffer.
 
-    Normally the buffer is the concatenation of the parts, and a member's `first` counts elements of
-    the buffer. If `interleaved` is true, every member is padded and cut into one equal slice per
-    rank, and `first` counts elements of each rank's part.
+    `members` are the tensors in the buffer; a tensor begins at its element `first`. Normally the
+    buffer is the concatenation of the parts, and `first` counts elements of the buffer. If
+    `interleaved` is true, every tensor is padded and cut into one equal slice per rank, and `first`
+    counts elements of each rank's part.
     """
 
     dtype: str
@@ -73,9 +74,10 @@ class Whole(Struct, frozen=True):
 class BoxPart(Struct, frozen=True):
     """One rank's block of a tensor: elements [offset, offset + size) along every axis.
 
-    Without `strides`, the byte range `extent` has the block's elements in row-major order, from
-    number `first` on; it may end before the block does. With `strides`, which count elements, the
-    block has another order: `extent` reaches from its first to its last element in the file.
+    Without `strides`, the byte range `extent` holds the block's elements in row-major order, from
+    the block's element number `first` on. The block's last elements may be missing. With `strides`,
+    which count elements, the block has another order in the file. Then `extent` reaches from the
+    block's first element in the file to its last one.
     """
 
     offsets: tuple[int, ...]

@@ -69,7 +69,7 @@ def register(path: str, where: ByteSource) -> Fingerprint:
 
 
 def restore(fingerprint: Fingerprint, where: ByteSource) -> None:
-    """Registers the byte source of a file again, after `forget` or a later `register`."""
+    """Makes `where` the byte source of a file again, if it was replaced or forgotten."""
     _known[fingerprint] = where
 
 

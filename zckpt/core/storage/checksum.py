@@ -39,9 +39,11 @@ def flipped_bit(stated_crc: int, actual: int, length: int) -> tuple[int, int] | 
 def flipped_bits(stated_crc: int, actual: int, length: int) -> list[tuple[int, int]]:
     """All single bits whose flip explains a wrong CRC-32, as (byte, bit) in order.
 
-    A CRC is linear. If one bit is flipped, the two CRCs differ by a power of x that gives the bit's
-    distance from the end. The polynomial is primitive, so below 512 MiB all distances differ.
-    Damage of several bits looks like one flipped bit with a probability of 8 * length / 2**32.
+    A CRC is linear: the difference (XOR) of two CRCs depends only on the flipped bits. If one bit
+    is flipped, the difference is a power of x, and its exponent is the bit's distance from the end.
+    So the function looks for such exponents. The polynomial is primitive, so below 512 MiB all
+    powers are different. Damage of several bits looks like one flipped bit with a probability of
+    8 * length / 2**32.
     """
     bits = 8 * length
     # the number of powers in the list; the difference is shifted by as many at a time
@@ -145,8 +147,8 @@ class Scattered(Struct, eq=False):
     def parts(self) -> list[tuple[int, int, int]]:
         """All that was added so far, as one triple of arguments for `add` of another `Scattered`.
 
-        The third value is not the CRC-32 of these bytes. It is the sum of their shares in the
-        CRC-32 of all bytes.
+        The third value is not the CRC-32 of the added bytes. It is the sum (XOR) that the added
+        bytes contribute to the CRC-32 of all bytes.
         """
         return [(self.length - self.seen, self.length, self._sum)]
 
@@ -157,7 +159,7 @@ class Scattered(Struct, eq=False):
 
 
 def crc_of_runs(data: memoryview, length: int, stride: int) -> int:
-    """What byte ranges at equal distances contribute to the CRC-32 of the bytes around them.
+    """Computes the share of byte ranges at equal distances in the CRC-32 of the complete bytes.
 
     `data` holds the ranges, of `length` bytes each, one after the other. In the complete bytes, a
     range begins every `stride` bytes. `Scattered.add_runs` takes the result.

@@ -18,7 +18,7 @@ from .byte_sources import ByteSource
 
 
 class Correction(Struct, frozen=True):
-    """A change in what is read of `file`: at `offset`, the bytes `after` in place of `before`.
+    """Makes readers of `file` see the bytes `after` at `offset`, where the file has `before`.
 
     The file itself is not changed.
     """

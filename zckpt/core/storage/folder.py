@@ -30,7 +30,10 @@ NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 NO_FILE = (errno.ELOOP, errno.EMLINK, errno.ENOTDIR, errno.ENXIO)
 JOURNAL = "journal"  # beside an unfinished target: lists the complete parts
 PROBE = "owner-"
-"""The beginning of the names of files that are made to look at their owner, and then removed."""
+"""The first letters of the name of a probe: an empty file that shows the owner of new files.
+
+A probe is removed immediately.
+"""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """The errors of flock on a filesystem without locks, such as Lustre without its option `flock`."""
 

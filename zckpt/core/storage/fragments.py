@@ -48,10 +48,10 @@ class Extent(Struct, frozen=True):
 
 
 class Planned(Protocol):
-    """Computes the checksum of a byte range later: the first call opens the file that states it.
+    """Returns the CRC-32 of a byte range that was computed without opening its file.
 
-    zckpt has computed the byte range without opening this file. The call raises an error if the
-    file shows that the range is wrong.
+    The file states this CRC-32, but opening the file takes long. So only the first call opens it,
+    and raises an error if the computed byte range is wrong.
     """
 
     @property
@@ -61,10 +61,11 @@ class Planned(Protocol):
 
 
 class Record(Struct, frozen=True):
-    """A byte range whose CRC-32 its file may state, such as a zip member; None if it does not.
+    """A byte range whose file may state its CRC-32, such as a zip member.
 
-    The range may have been computed without opening the file that states the CRC-32. Code that
-    reads the bytes must read `crc`, which opens this file.
+    `crc` is the CRC-32, or None if the file states none. The range may have been computed without
+    opening the file: see `Planned`. Code that reads the bytes must read `crc` too, which opens the
+    file and checks the range.
     """
 
     extent: Extent
@@ -219,9 +220,9 @@ def solid(numel: int, extent: Extent) -> Runs:
 class Slices(Fragments):
     """The fragments of a tensor that ZeRO-3 cuts evenly over ranks; the last slices are padded.
 
-    Rank r has `width` elements, from element `offset` of `flats[r]` on: a flat buffer, which the
-    slices of many tensors share. The tensor has `numel` elements of `size` bytes. Only the first
-    `filled` ranks have elements of it.
+    Rank r has a flat buffer, `flats[r]`, with slices of many tensors. The slice of this tensor has
+    `width` elements, and begins at element `offset` of the buffer. The tensor has `numel` elements
+    of `size` bytes. They fill the slices of the first `filled` ranks; the others have only padding.
     """
 
     __slots__ = ("filled", "flats", "numel", "offset", "size", "width")
@@ -264,9 +265,9 @@ class Slices(Fragments):
 class Box(Fragments):
     """A block of a tensor of shape `whole`: elements [offset, offset + size) along every axis.
 
-    In the byte range `extent`, the block begins at element `first` and has `strides`, which count
-    elements. `size` is bytes per element. The block's fragments are those parts of it that are
-    contiguous in the file.
+    The byte range `extent` holds the block. Counted in elements from the start of `extent`, the
+    block's first element has the number `first`, and `strides` are the steps along the axes. `size`
+    is bytes per element. A fragment is a part of the block that is contiguous in the file.
     """
 
     __slots__ = (
@@ -380,9 +381,9 @@ def _joined(axes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 class Boxes(Fragments):
-    """The fragments of a tensor that lies in several blocks (`Box`), in any order.
+    """The fragments of a tensor that is stored as several boxes (blocks), in any order.
 
-    `parts` may make each box only when it is read.
+    `parts` are the boxes. The sequence may make a box only when the box is read.
     """
 
     __slots__ = ("_ends", "_order", "_starts", "_stops", "parts")
@@ -416,11 +417,11 @@ class Boxes(Fragments):
 def tile(whole: Sequence[int], parts: Iterable[Sequence[Sequence[int]]]) -> bool:
     """Whether boxes, given as (offsets, sizes), hold every element of a tensor exactly once.
 
-    This is so if two conditions hold. Together the boxes have as many elements as the tensor. And
-    each corner of a box is shared by an even number of boxes, except the corners of the tensor
-    itself. Then each element is in an odd number of boxes, so in one. The time is linear in the
-    boxes, and doubles with every axis that is cut. Comparing all pairs would take hours for a
-    tensor of 100,000 boxes.
+    Two conditions are checked. First, every corner of a box is shared by an even number of boxes;
+    only the corners of the tensor itself belong to an odd number. This means that every element is
+    in an odd number of boxes. Second, all boxes together have as many elements as the tensor. So
+    the odd number is always 1. The time is linear in the boxes, and doubles with every axis that is
+    cut. Comparing all pairs would take hours for a tensor of 100,000 boxes.
     """
     filled = [(offsets, sizes) for offsets, sizes in parts if prod(sizes)]
     inside = all(
@@ -448,11 +449,11 @@ def range_of_box(
     size: int,
     extent: Extent,
 ) -> Iterator[Box]:
-    """Converts a ZeRO partition of a tensor-parallel slice to boxes of the complete tensor.
+    """Converts a ZeRO partition of a tensor-parallel slice to boxes (blocks) of the whole tensor.
 
-    The slice is the block of `sizes` at `offsets` in a tensor of shape `whole`. The partition is
-    elements [start, stop) of the slice, in the slice's row-major order; they follow each other in
-    `extent`. `size` is bytes per element.
+    The tensor has the shape `whole`. The slice is its block of shape `sizes` at `offsets`. The
+    partition has elements [start, stop) of the slice, in the slice's row-major order. The byte
+    range `extent` holds these elements without gaps. `size` is bytes per element.
     """
     assert 0 <= start <= stop <= prod(sizes), (start, stop, sizes)
     place = start
@@ -521,7 +522,7 @@ def boxes(parts: Iterable[Box]) -> Fragments:
 
 
 def boxes_of(fragments: Fragments) -> Sequence[Box]:
-    """The boxes of a tensor whose fragments are one or several boxes; empty for other fragments."""
+    """The boxes in which a tensor is stored; empty if it is stored as `Runs` or `Slices`."""
     if isinstance(fragments, Boxes):
         return fragments.parts
     return (fragments,) if isinstance(fragments, Box) else ()

@@ -33,19 +33,18 @@ another run, engine or rank. `unexpected` is the file of a rank that the other f
 Rank = tuple[tuple[str, int], ...]
 """The numbers in a file's name with their axes, the outermost axis first: dp 3, mp 0."""
 Numbers = tuple[int, ...]
-"""The numbers of a rank without their axes."""
+"""The numbers of a `Rank` alone: (3, 0) for dp 3, mp 0."""
 
 
 class Role(Struct, frozen=True):
-    """The purpose of files whose names have one form, such as `model`, `optimizer` or `scheduler`.
+    """A kind of files with one form of names, such as `model`, `optimizer` or `scheduler`.
 
-    names      a pattern of their names, with folders; a group `stem` matches text that the program
-               chose
-    axes       what the numbers in a name mean, in the order of the unnamed groups of `names`; an
-               empty group stands for 0
-    fixed      an axis, such as that of layers, along which files have different contents: a lost
-               file cannot be replaced by one with another number
-    is_last    True if a program writes the file after all ranks have written theirs
+    names      a regular expression for the names, with folders; its group `stem` matches text that
+               the program chose, its unnamed groups match the numbers of a rank
+    axes       the axes of these numbers, such as `dp`, in order; a group that matches "" means 0
+    fixed      an axis along which files have different contents, such as `layer`: the file of
+               another layer cannot stand in for a lost file
+    is_last    True if a program writes the file after all ranks have written their files
     """
 
     name: str
@@ -68,12 +67,18 @@ class Role(Struct, frozen=True):
 
 
 def role(name: str, names: str, *axes: str, fixed: str = "", is_last: bool = False) -> Role:
-    """Makes a role; `names` is a regular expression, in which digits are ASCII."""
+    """Makes a `Role` (a kind of files) from its fields.
+
+    `names` is a regular expression, in which only ASCII digits count as digits.
+    """
     return Role(name, re.compile(names, re.ASCII | re.DOTALL), axes, fixed, is_last)
 
 
 ANY = role("file", r"(?P<stem>.*)")
-"""A role that matches every name; two files of it differ in their complete names."""
+"""The role of files whose names have no numbers of ranks: it matches every name.
+
+Two names of this role are alike (`is_like`) only if they are equal.
+"""
 
 
 class ParsedName(Struct, frozen=True):
@@ -193,7 +198,10 @@ def nearest(roles: Sequence[Role], lost: str, paths: Iterable[str]) -> str | Non
 
 
 MOST = 64
-"""The most missing files that are listed: a damaged number of ranks may be huge."""
+"""The largest number of missing files that are listed.
+
+A damaged file may state a huge number of ranks.
+"""
 
 
 def every(*axes: range) -> Iterator[Numbers]:
@@ -210,10 +218,11 @@ def every(*axes: range) -> Iterator[Numbers]:
 def gaps(
     role: Role, there: Mapping[Numbers, str], wanted: Iterable[Numbers], example: str = ""
 ) -> list[Row]:
-    """Makes rows for missing files: at most MOST of those in `wanted` that are not in `there`.
+    """Makes a `Row` for each missing file, but for at most MOST files.
 
-    `there` maps the numbers in the names of existing files to their paths; `wanted` yields such
-    numbers. A missing file's name is formed like `example`, or else like the first name in `there`.
+    `there` maps the numbers in the names of existing files to their paths. `wanted` yields the
+    numbers of all files that should exist. A missing file's name is formed like `example`, or else
+    like the first name in `there`.
     """
     missing = [*islice((numbers for numbers in wanted if numbers not in there), MOST)]
     example = example or there[min(there)]
@@ -289,8 +298,9 @@ NAME_MAX = 255
 class SavedName(Struct, frozen=True):
     """The present name of a rank's file, and the name under which torch.save wrote it.
 
-    `saved_name` is None if the file does not state it, or if no role matches it. A saved name with
-    another role or stem than the present name is ignored, unless a file beside it has that name.
+    `saved_name` is None if the file does not state the name, or if no role (kind of files) has such
+    names. It is also None if the saved name differs from the present one in more than numbers,
+    unless a file in the same directory has the saved name.
     """
 
     row: Row

@@ -53,11 +53,11 @@ def lines_in(data: bytes) -> list[bytes]:
 
 
 def is_begun(folder: Folder, name: str) -> bool:
-    """Whether an unfinished run may have created the directory to write the target `name` in it.
+    """Whether `folder` may be `NAME.partial`, in which an unfinished run writes the target `name`.
 
-    Such a directory is empty, or it has only a journal and the target's directory. Raises
-    TargetExists if the journal is a link. If `folder` refuses files of other users, it also raises
-    this error for a journal of another user.
+    Such a folder is empty, or it has only a journal (the list of what was written) and the target's
+    directory `name`. Raises TargetExists if the journal is a link. If `folder` refuses files of
+    other users, it also raises this error for a journal of another user.
     """
     contents = folder.names()
     files = {item for item in contents if not is_journal(item)}
@@ -108,10 +108,10 @@ def is_marked(path: str) -> bool:
 
 
 def remove_mark_file(above: Folder, target: str) -> None:
-    """Removes the file by which an earlier target at the path `target` was marked.
+    """Removes the mark file of an earlier target at the path `target`.
 
-    The file lies beside the target, in the directory `above`. It is kept if it contains anything
-    else than a mark. An empty file or a link is removed.
+    A mark proves that zckpt wrote a target. The mark file lies beside the target, in the directory
+    `above`. A file with other contents is kept. An empty file or a link is removed.
     """
     path = mark_file(target)
     now = above.status(path)

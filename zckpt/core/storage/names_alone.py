@@ -24,19 +24,21 @@ MOST = 1 << 16  # bytes of a note
 
 
 def note_of(source: str, tag: str | None) -> bytes:
-    """Makes the contents of zckpt-names.json, which names the real checkpoint, `source` and `tag`.
+    """Makes the contents of zckpt-names.json: the path and the tag of the real checkpoint.
 
-    The file goes into a directory with empty files.
+    zckpt writes this file into a directory whose other files are empty. A program gets the path of
+    this directory, and a loader reads the real checkpoint instead.
     """
     note = {"zckpt": __version__, "source": source, "tag": tag}
     return json.dumps(note, ensure_ascii=False).encode()
 
 
 def source_of(path: str) -> str | None:
-    """The path of the real checkpoint, if `path` is in a directory with only empty files.
+    """The path of the real checkpoint, if `path` is in a directory that has only file names.
 
-    The file zckpt-names.json, in a directory or above it, states this path. None if there is no
-    such file; empty if it cannot be parsed.
+    zckpt makes such a directory, with empty files, for a program that loads the real checkpoint
+    through it. The path is stated in zckpt-names.json, at `path` or in a directory above. None if
+    there is no such file; "" if the file cannot be parsed.
     """
     path = os.path.realpath(path)
     for folder in with_parents(path):

@@ -24,9 +24,10 @@ LITTLE = 1 << 20  # bytes; a record that lacks no more is read to its end, to ch
 
 
 class RecordCounts(Struct):
-    """How many records (byte ranges with a CRC-32, such as zip members) were checked.
+    """How many records were checked: byte ranges whose file may state a CRC-32 (zip members etc.).
 
-    `unchecked` counts the others. `bare` counts those among them whose file states no CRC-32.
+    `unchecked` counts records that were read only in part, or whose file states no CRC-32. `bare`
+    counts only the records without a stated CRC-32.
     """
 
     checked: int = 0
@@ -67,16 +68,19 @@ def mark_of(records: Iterable[Record]) -> int:
 
 
 PassedRecord = tuple[int, int, int, int]
-"""The number of a record, bytes [start, stop) of it, and their CRC-32."""
+"""A part of a record that was read: the record's number, start and stop in it, and the CRC-32.
+
+These are the arguments of `RecordChecker.passed_before`.
+"""
 
 
 class RecordChecker:
     """Checks the CRC-32s of records (such as zip members) whose bytes may arrive in any order.
 
-    Records are identified by their numbers: a checkpoint has millions of them, and some are made
-    only when they are read. Damage raises CorruptCheckpoint; with `collect`, it is added to
-    `damage` instead. `fingerprints` are those that files must have when they are opened. `counts`
-    are complete after `finish`.
+    A record is identified by its index in `records`: this sequence may have millions of records,
+    and may make a record only on access. Damage raises CorruptCheckpoint; with `collect`, it is
+    added to `damage` instead. A file must have its fingerprint in `fingerprints` when it is opened.
+    `counts` says how many records were checked; it is complete after `finish`.
     """
 
     def __init__(
@@ -183,7 +187,10 @@ class RecordChecker:
             raise damaged(extent)
 
     def parts(self) -> Iterator[PassedRecord]:
-        """Yields which bytes were read, with their CRC-32, as arguments of `passed_before`."""
+        """Yields the parts of records that were read, with their CRC-32s.
+
+        Another process gives them to its checker, as arguments of `passed_before`.
+        """
         for number, crc in self._whole.items():
             yield number, 0, self._records[number].extent.length, crc
         for number, cover in self._covers.items():
@@ -201,12 +208,12 @@ class RecordChecker:
         everything: bool = False,
         beside: Callable[[Record, Extent, memoryview], None] | None = None,
     ) -> None:
-        """Reads what is missing of records (zip members etc.), checks them, and counts them.
+        """Completes records (zip members etc.) that were read in part; checks and counts records.
 
-        A record is completed if at least half of it was read, if little of it is missing, or if
-        `require` has asked for it; otherwise it stays unchecked. With `everything`, all records are
-        completed, even those that no tensor needed. `beside` is called with the bytes of a record
-        that belong to no tensor.
+        The missing bytes of a record are read if at least half of it was read, if at most 1 MiB is
+        missing, or if `require` was called for a part of it. Otherwise the record stays unchecked.
+        With `everything`, all records that have a CRC-32 are read, even those that no tensor
+        needed. `beside` is called with the bytes of a record that belong to no tensor.
         """
         buffer = Buffer(LITTLE)
         for number in self._whole:

@@ -42,7 +42,10 @@ NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 Fingerprints = Mapping[str, Fingerprint]
-"""Maps paths to fingerprints; the paths are those of extents."""
+"""Maps the path of a file to its fingerprint (inode, size and time), to notice if it changes.
+
+Paths are written as in `Extent.file`.
+"""
 
 
 def files_seen(root: str, fingerprints: Fingerprints) -> dict[str, list[int]]:
@@ -91,14 +94,16 @@ _watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 @contextmanager
 def watching(keeps_records: bool = False) -> Iterator[Watch]:
-    """Inside the block, records every file that this thread opens, or whose size it reads.
+    """Inside the block, records the fingerprint of every file that this thread opens.
 
-    A checkpoint's structure is read in one thread, so a context variable is enough. Threads that
-    read tensors open the files again, with the fingerprints of the manifest (`Files.fingerprints`).
-    If the block raises an error, and one of the files changed meanwhile, SourceChanged is raised.
+    This includes files whose size the thread reads. The fingerprints show whether a file changes
+    later. One thread reads a checkpoint's structure, so a context variable is enough. Threads that
+    read tensors open the files again, and compare them with the fingerprints in the manifest
+    (`Files.fingerprints`). If the block raises an error, and one of the files changed meanwhile,
+    SourceChanged is raised instead.
 
-    With `keeps_records`, byte ranges (zip members) that no reader needs are recorded too; 100,000
-    files have many of them.
+    With `keeps_records`, the block also records zip members that no reader needs, such as the
+    version in a torch file. This takes memory: 100,000 files have many such members.
     """
     watch = Watch(beside={} if keeps_records else None)
     token = _watch.set(watch)
@@ -206,7 +211,7 @@ def open_file(path: str, fingerprints: Fingerprints | None = None) -> int:
         now = os.fstat(file)
         if not stat.S_ISREG(now.st_mode):
             what = "directory" if stat.S_ISDIR(now.st_mode) else "pipe, a socket or a device"
-            hint = "put a copy of the file there"
+            hint = "replace it with a copy of the real file"
             raise CorruptCheckpoint(
                 "file-damaged", f"{path} is not a regular file: it is a {what}", hint, file=path
             )
@@ -223,16 +228,20 @@ def open_file(path: str, fingerprints: Fingerprints | None = None) -> int:
 
 
 def note(path: str, now: os.stat_result) -> None:
-    """Records the fingerprint of a file in the `watching` block around the call, if any."""
+    """Records a file's fingerprint (inode, size and time), if the call is in a `watching` block.
+
+    A second fingerprint of the same path shows that the file has changed.
+    """
     watch = _watch.get()
     if watch is not None:
         watch.note(path, now)
 
 
 def note_objects(names: Iterable[str]) -> None:
-    """Records names of classes and functions in a pickle for `watching`.
+    """Records the classes and functions that a pickle names, if the call is in a `watching` block.
 
-    Names are recorded even if the pickle itself drops their values.
+    The names are for reports such as that of `zckpt inspect`. A name is recorded even if the pickle
+    drops the object that it builds.
     """
     watch = _watch.get()
     if watch is not None:
@@ -240,7 +249,11 @@ def note_objects(names: Iterable[str]) -> None:
 
 
 def note_beside(records: Iterable[Record]) -> None:
-    """Records byte ranges (zip members etc.) that no reader needs, if `watching` collects them."""
+    """Records byte ranges that no reader needs, if the call is in a `watching` block.
+
+    The block must have `keeps_records`. Such a byte range is the version in a torch file. `zckpt
+    verify` checks the CRC-32s.
+    """
     watch = _watch.get()
     if watch is not None and watch.beside is not None:
         watch.beside.update(dict.fromkeys(records))

@@ -91,9 +91,9 @@ def _major_and_minor(version: str) -> list[int]:
 def refuse_unfinished(paths: Iterable[str]) -> None:
     """Raises IncompleteCheckpoint if a path is in a target that is not complete.
 
-    A target that is still being written has a journal. A target that is still being sent to a store
-    has a note, and so has a copy of it. Both files are looked for at the path and in all folders
-    above it.
+    A target that is still being written has a journal. A target that is still being sent to an
+    object store has a note, and a copy of this target has the note too. Journal and note are looked
+    for at the path and in all folders above it.
     """
     places = {
         place: path for path in paths for place in (os.path.realpath(path), os.path.abspath(path))

@@ -45,7 +45,7 @@ ROLES = (
     hf.SHARD,
     role("metadata", r"\.metadata", is_last=True),
 )
-"""The roles of this format's files."""
+"""The kinds of files in this format: how their names look, and what the numbers in them mean."""
 ADAPTER = peft.WEIGHTS[0]
 
 

@@ -228,7 +228,9 @@ class _FolderReader:
             ):
                 if not _are_equal(value, earlier_value):
                     name = os.path.relpath(table.folder, saved.root)
-                    message = f"{name}: {dotted(path)}, because {MODEL}/ has another value for it"
+                    message = (
+                        f"{name}: {dotted(path)}, because its value in {MODEL}/ differs and is used"
+                    )
                     saved.omitted.append(note("state-omitted", message, subject=dotted(path)))
                 continue
             room = put(saved.tree, path, value, room)

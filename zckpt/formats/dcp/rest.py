@@ -93,7 +93,7 @@ def rest_values(source: Manifest, dicts: StateDicts) -> dict[Any, Any]:
 
 
 def tensor_names(value: Any) -> Iterator[str]:
-    """Yields the names of the tensors in a nested value, in order: their names in the manifest."""
+    """Yields the names that a nested value's tensors have in the manifest, in the value's order."""
     if isinstance(value, TensorName):
         yield value.name
     names: list[str] = []

@@ -299,7 +299,7 @@ class DcpWriter(Struct, eq=False, dict=True):
         self.omitted += [
             note(
                 "state-omitted",
-                f"{key}: each folder is a single state dict, which cannot have this key",
+                f"{key}: one folder has only the model's state dict, the other the optimizer's",
                 subject=str(key),
             )
             for key in lost

@@ -24,7 +24,7 @@ pipeline's layers have their weights in layer_NN[-model_TT]-model_states.pt.
     gather/              the engine's own rule for its partitions
     target_ranks.py      a target's model ranks, and the part of the source that each one gets
     optimizer_files.py   the optimizer files of a target, also elastic ones
-    older_model.py       what a lost model file had, from the model file of an older save
+    older_model.py       a lost model file's values, from the model file of an older save
     run_template.py      `--like`: fits a source of another engine to the ranks and groups of a run
     write.py             writes the same files for other ranks, another stage or type
     functions.py         the functions of this format, and why another run does not load its files
@@ -41,8 +41,8 @@ from .files import counter, detect, pointer, tags
 
 FORMAT = Format(
     name="deepspeed",
-    about="DeepSpeed ZeRO stage 0, 1, 2, 3, 0.5.10 to 0.19.8 "
-    "(real files of 0.8.2, 0.9.3, 0.11.0, 0.13.1, 0.18.2, 0.19.8)",
+    about="DeepSpeed 0.5.10 to 0.19.8, ZeRO stages 0 to 3 "
+    "(tested with real files of 0.8.2, 0.9.3, 0.11.0, 0.13.1, 0.18.2, 0.19.8)",
     family="deepspeed",
     detect=detect,
     tags=tags,

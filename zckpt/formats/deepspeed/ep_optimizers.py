@@ -140,9 +140,9 @@ def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
     if odd := [size for size in layers.sizes if largest % size]:
         raise UnsupportedCheckpoint(
             "grid-unsupported",
-            f"{path} has layers of experts of the expert-parallel sizes {odd[0]} and {largest}: "
-            "in stage 0, DeepSpeed saves one optimizer for each rank of the largest size, and "
-            f"these lack some experts of the layers of size {odd[0]}",
+            f"{path} has layers of experts of the expert-parallel sizes {odd[0]} and {largest}: in "
+            f"stage 0, DeepSpeed saves the optimizers of {largest} ranks only, which lack some "
+            f"experts of the layers of size {odd[0]}",
             hint="train with ZeRO stage 1, or with sizes that divide each other",
             file=path,
         )

@@ -349,9 +349,10 @@ def without_pointer(directory: TagDirectory) -> list[Notice]:
 
 
 def recovery_scripts(tag: str) -> list[Notice]:
-    """A note that the target lacks scripts beside the source, such as zero_to_fp32.py, if any.
+    """A note that the target does not get the source's scripts, such as zero_to_fp32.py.
 
-    `tag` is the path of the source's tag directory.
+    DeepSpeed puts the scripts beside the tag directory, whose path is `tag`. Returns [] if there
+    are no scripts.
     """
     run = os.path.dirname(os.path.abspath(tag))
     names = [name for name in SCRIPTS if sources.is_file(os.path.join(run, name))]

@@ -40,8 +40,8 @@ GROUP_STEP = "base_optimizer_state_step"  # elastic files have this key instead 
 Sharing = Callable[[int, ParameterShapes], Sequence[tuple[EngineStates, ParameterShapes]]]
 """A function that returns the flat buffers of a param group.
 
-It gets the group's number and its parameters' shapes. A buffer is a pair: the files of the ranks
-that share it, and its parameters' shapes.
+It gets the group's number and the shapes of the group's parameters on rank 0. A buffer is a pair:
+the files of the ranks that share the buffer, and the shapes of its parameters.
 """
 
 
@@ -50,12 +50,10 @@ def flat_buffers(
 ) -> Iterator[FlatBuffer]:
     """Yields every flat buffer of the checkpoint: masters and optimizer states from all ranks.
 
-    By default all ranks share one buffer per param group (in stage 3, per sub-group). With experts,
-    a group of experts has one buffer per ep rank. `sharing` is then called with each group's number
-    and its parameters' shapes on rank 0.
-    It returns one pair per buffer: the files of the ranks that share the buffer, and its
-    parameters' shapes. If ranks state different steps, `step_policy` chooses one: "max", "min" or a
-    number such as "7".
+    By default all ranks share one buffer per param group (in stage 3, per sub-group). In a run with
+    experts, a group of experts has one buffer per ep rank. The caller then passes `sharing`, which
+    returns the buffers of a group (see `Sharing`). If ranks state different steps, `step_policy`
+    chooses one: "max", "min" or a number such as "7".
     """
     shapes = ranks.param_shapes()
     masters = [_masters(ranks, state) for state in ranks.states]
@@ -331,8 +329,10 @@ class _RankedBuffer(Struct, dict=True):
         step.
         """
         if any(map(_is_empty, kept)):
-            what = f"the step of flat group {self.place} is lost: DeepSpeed's elastic save cut it "
-            raise _contradiction(self.ranks, what + "off with the padding", "take an earlier save")
+            what = f"the step of flat group {self.place} is lost: DeepSpeed's elastic save took it "
+            raise _contradiction(
+                self.ranks, what + "for padding and removed it", "take an earlier save"
+            )
         places = {
             f"state of flat group {self.place}": ("state", kept),
             f"param_groups[{group}]": ("group", [g.get("step") for g in self.ranks.groups(group)]),

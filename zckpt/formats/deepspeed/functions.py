@@ -1,9 +1,9 @@
-"""Lists the functions for DeepSpeed checkpoints, and tells which runs can load one unchanged.
+"""The functions that zckpt calls for DeepSpeed checkpoints (`FUNCTIONS`).
 
-The files fit only one grid of ranks, one stage, one type and one optimizer (`obstacles`). ZeRO's
-loader compares `dp_world_size` with the data-parallel size of its run, and each rank opens its own
-file by name (0.19.8). Without ZeRO the model file has everything, and a run of any data-parallel
-size loads it.
+Also tells which runs can load a checkpoint's files unchanged (`obstacles`). The files fit only one
+grid of ranks, one stage, one type and one optimizer. ZeRO's loader compares `dp_world_size` with
+the data-parallel size of its run, and each rank opens its own file by name (0.19.8). Without ZeRO
+the model file has everything, and a run of any data-parallel size loads it.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
     """Errors for the settings in which the target's engine differs from the engine of `run`.
 
     `run` is a checkpoint that the next program has saved; `source` and `options` describe the
-    target. Nothing is compared if the user gives a ds_config, because that states the engine.
-    Weight types are never compared: the loader casts tensors, and finds optimizer files with and
-    without the prefix `bf16_` (0.19.8). If `run` has a scheduler and the source lacks its state,
-    that is an error too.
+    target. Returns [] if the user gives a ds_config, because a ds_config states the next program's
+    engine. Weight types may differ: the loader casts tensors, and finds optimizer files with and
+    without the prefix `bf16_` (0.19.8). There is also an error if `run` has a scheduler and the
+    source lacks the scheduler's state.
     """
     if options[CONFIG] is not None:  # the ds_config states the engine
         return []
@@ -101,10 +101,10 @@ def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
 
 
 def begins(source: Manifest, options: Options) -> Beginning:
-    """What the target stores for parameters that the optimizer never updated.
+    """The kind of state that the target stores for parameters that the optimizer never updated.
 
     "group": zeros, and the step of the group, because the target stores one step for each group.
-    "bare": nothing. `source` has the target's engine.
+    "bare": no state. `source` and `options` determine the target's engine.
     """
     return "group" if shares_steps(_engine_of(source, options), source) else "bare"
 

@@ -113,6 +113,9 @@ def spans(pipeline: Pipeline, count: int) -> list[range]:
 
 
 def spans_with(pipeline: Pipeline, key: str, count: int) -> list[range]:
-    """The ranges that `spans` returns, for the stages that have a copy of the tied layer `key`."""
+    """For each stage with a copy of the tied layer `key`, the range of layers it may have.
+
+    `spans` computes these ranges. `count` is the number of all layers.
+    """
     stages = zip(pipeline.parameters, spans(pipeline, count), strict=True)
     return [span for names, span in stages if key in map(tied_key, names)]

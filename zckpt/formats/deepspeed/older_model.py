@@ -1,7 +1,7 @@
-"""Derives what a lost model file of ZeRO stage 1 or 2 had from the model file of an older save.
+"""Derives the values of a lost model file (ZeRO stage 1 or 2) from the model file of an older save.
 
 The optimizer's files state the updates, the learning rates, the loss scaler and the ds_config of
-the lost save. So what the engine counts can be computed from the older counts (0.19.8, engine.py
+the lost save. So the engine's counters can be computed from the older counters (0.19.8, engine.py
 `_take_model_step`):
 
     global_steps      the number in the tag, or the older number and the loss scaler's steps since
@@ -47,7 +47,10 @@ CONSTANT = OF_GROUPS | {
     *("step_size", "gamma", "milestones", "T_max", "eta_min", "factor", "total_iters", "power"),
     *("start_factor", "end_factor", "verbose", "_get_lr_called_within_step", "_is_initial"),
 }
-"""Keys of torch's schedulers that stay the same, or that `with_rates` replaces (torch 2.13)."""
+"""Keys of a torch scheduler's state that no step changes, or whose values `with_rates` replaces.
+
+A state with only these keys and counters can be advanced to a later step (torch 2.13).
+"""
 COUNTS = (OF_TORCH, "_step_count")
 """The keys of torch's schedulers that grow by one with each call of `step()`."""
 
@@ -85,7 +88,7 @@ def _unfit(older: Manifest, why: str) -> ZckptError:
     return InconsistentCheckpoint(
         "mixed-saves",
         f"the model file of the older checkpoint {older.where} {why}",
-        hint="give another one of the same run, with the same model and ds_config",
+        hint="give another checkpoint of the same run, with the same model and ds_config",
         file=older.where,
     )
 
@@ -136,7 +139,7 @@ def _with_config(
     if isinstance(config, dict) and config and isinstance(engine, FlatBufferEngine):
         for key in OF_PRECISION if isinstance(before, dict) else ():
             if config.get(key) != before.get(key):
-                raise _unfit(older, f"has another {key!r} in its ds_config than the optimizer's")
+                raise _unfit(older, f"has another {key!r} in ds_config than the optimizer's files")
         engine = replace(engine, config=config)
     return manifest.replace(engine=engine)
 
@@ -164,7 +167,7 @@ def _counters(
         )
         if done is not None and type(old[SKIPPED]) is int:
             new[SKIPPED] = old[SKIPPED] + passed - done
-            how[SKIPPED] = f"{passed} steps and {done} updates since the older checkpoint"
+            how[SKIPPED] = f"{done} of the {passed} steps since the older checkpoint were updates"
         size, size_before = global_batch(manifest), global_batch(older)
         if size == size_before and size is not None and old[SAMPLES] == old[STEPS] * size:
             new[SAMPLES], how[SAMPLES] = new[STEPS] * size, f"{STEPS} times a batch of {size}"

@@ -203,19 +203,21 @@ class _RankPartition:
 
 
 def is_elastic(target: DeepSpeedTarget) -> bool:
-    """Whether to write elastic files: if hyper-parameters are unknown, and such files suffice.
+    """Whether to write elastic files: if hyper-parameters are unknown, and elastic files suffice.
 
-    Elastic files contain no hyper-parameters, so the engine keeps those that it was built with. In
-    other files, zckpt would have to guess them. Resuming from elastic files is exact under two
-    conditions (DeepSpeed 0.19.8, stage_1_and_2.py `_restore_base_optimizer_state`):
+    Elastic files contain no hyper-parameters, so the engine keeps the values that it was built
+    with. In other files, zckpt would have to guess the values. Resuming from elastic files is exact
+    under these conditions (DeepSpeed 0.19.8, stage_1_and_2.py `_restore_base_optimizer_state`):
 
-    * The stage is 1 or 2, and not BF16_Optimizer. All groups have the same states: the loader uses
-      the keys of the first group. The optimizer is not Muon, which keeps momenta of complete
-      parameters: the loader gives rank 0's to every rank. Moments are fp32: the loader casts all to
-      fp32.
-    * States that are one number, such as a step, are Python numbers. The loader would add a
-      partition's padding to a number in a tensor, such as the step of torch's Adam. Tensors are
-      accepted if there is no padding, or if the engine itself is elastic.
+    * The stage is 1 or 2, and the optimizer is not BF16_Optimizer.
+    * All groups have the same states, because the loader uses the keys of the first group. If param
+      groups state the step, all of them state the same step.
+    * The optimizer is not Muon. Muon keeps momenta of complete parameters, and the loader would
+      give rank 0's momenta to every rank.
+    * Moments are fp32, because the loader casts all moments to fp32.
+    * A state that is one number, such as a step, is a Python number. A tensor of one number, such
+      as the step of torch's Adam, is accepted only if there is no padding, or if the engine itself
+      is elastic: the loader pads such a tensor like a partition.
     """
     engine, buffers, options = target.engine, target.buffers, target.options
     is_unknown = are_inferred(target.source) and not are_given(target.source)
@@ -254,8 +256,9 @@ def warnings_of_elastic(target: DeepSpeedTarget) -> Iterator[Notice]:
     yield warning("hyperparameter-missing", message, subject=GROUP_DEFAULTS.flag)
     if target.scheduler.state is not None:
         message = (
-            "the engine's first update uses the learning rate that it is built with: "
-            "elastic files hold none, and its scheduler sets one after that update"
+            "the engine's first update uses the learning rate with which your program builds the "
+            "engine: elastic files hold no learning rate, and the scheduler first sets it after "
+            "that update"
         )
         yield warning("program-must-set", message, subject="lr")
     lengths = enumerate(buffer.starts[-1] for buffer in target.buffers)
@@ -263,8 +266,8 @@ def warnings_of_elastic(target: DeepSpeedTarget) -> Iterator[Notice]:
     if padded and _keeps_numbers_as_tensors(target):
         message = (
             "DeepSpeed (0.19.8) resumes from these files, but cannot resume from the elastic "
-            "checkpoint that it saves next: in that save, it strips rank 0's padding from numbers "
-            f"of group {listed(padded)} too, such as the `step` tensor, which becomes empty; zckpt "
-            "can read that checkpoint"
+            "checkpoint that it saves next. That save removes the padding of rank 0's partition "
+            f"from every tensor of group {listed(padded)}, even from the `step` tensor with its "
+            "single number, which becomes empty. zckpt can read that checkpoint"
         )
         yield warning("engine-fault", message)

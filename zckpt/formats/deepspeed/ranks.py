@@ -278,9 +278,9 @@ def _shape(
     if shapes:
         raise UnsupportedCheckpoint(
             "grid-unsupported",
-            f"several layers may be the tied layer of {name}, where it has the shapes "
-            f"{' and '.join(str(list(shape)) for shape in sorted(shapes))}",
-            hint="no file says which layer it is",
+            f"several layers may be the tied layer of {name}: in their files the tensor has the "
+            f"shapes {' and '.join(str(list(shape)) for shape in sorted(shapes))}",
+            hint="no file says which of these layers is the tied layer",
             subject=name,
         )
     raise InconsistentCheckpoint(

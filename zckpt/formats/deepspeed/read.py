@@ -46,9 +46,14 @@ from .stage_0.stages import open_stages
 from .weights import without_optimizer
 
 Keys = Mapping[int, str] | None
-"""Maps the numbers of tied layers' files to keys, for files whose bytes are not written yet."""
+"""Maps the numbers of layer files to the keys of tied layers: {0: "embed"}.
+
+It is given for a target whose tensors are not written yet. It is None for a source: there the
+reader finds the keys by comparing the files' bytes.
+"""
 OF_MODEL_RANKS = (
-    "zckpt does not read states of partitions in a run with pipeline stages or tensor parallelism"
+    "zckpt does not read a state that belongs to a rank's partition as a whole, if the run has "
+    "pipeline stages or tensor parallelism"
 )
 
 

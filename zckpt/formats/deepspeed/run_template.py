@@ -36,7 +36,7 @@ SCHEDULED = ("last_batch_iteration", "last_epoch", "_step_count")  # counters of
 OF_THE_NEXT = ("data_sampler", "random_ltd")  # states of RUN that count its own batches
 ITERATION = "iteration"  # the step in Megatron-DeepSpeed's client state
 OF_SOURCE: tuple[Form, ...] = ("number", "other", "unsupported")
-"""The forms of optimizer states whose values come from the source; the run has the others."""
+"""Kinds (forms) of optimizer states that come from the source; all other kinds come from RUN."""
 OF_RANKS = ("args", INFO)  # keys of the client state that describe the grid
 
 

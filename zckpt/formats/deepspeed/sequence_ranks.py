@@ -30,10 +30,11 @@ WORLDS = ("dp_world_size", "mp_world_size")
 
 
 def of_names(files: FilesByRole) -> int:
-    """The sequence-parallel size, if file names count sequence ranks as model ranks; else 1.
+    """The sequence-parallel size, if the file names show it; else 1.
 
-    In such names, each data rank has files of one model rank only. In a run with real model ranks,
-    each data rank has files of every model rank.
+    Up to 0.19.5, the model rank in a file's name is the rank's index in its sequence. Each data
+    rank then has files of one model rank only. In a run with real model ranks, each data rank has
+    files of every model rank.
     """
     places = {*files[MODEL_3], *files[OPTIMIZER]}
     sp = 1 + max((model for _, model in places), default=0)
@@ -42,7 +43,11 @@ def of_names(files: FilesByRole) -> int:
 
 
 def as_data_ranks(by_role: FilesByRole) -> FilesByRole:
-    """Changes (data rank, model rank) to (data rank, 0) in names that count sequence ranks."""
+    """Changes (data rank, model rank) of files to (data rank, 0).
+
+    This is for names whose model rank is only an index in a sequence: zckpt then reads the files
+    like files of a run with one model rank.
+    """
     of_ranks = (MODEL_3, OPTIMIZER)
     return {
         role: {(rank, 0): path for (rank, _), path in files.items()} if role in of_ranks else files
@@ -84,8 +89,8 @@ def of_model(model: Mapping[str, Any], path: str, grid: Grid, dp: int, named: in
             "grid-unsupported",
             f"{path} states axes that this version of zckpt does not know: {axes} (it states "
             f"{stated_sizes(model)})",
-            hint="they may share the model in another way than zckpt reads: try a newer version, "
-            "or save without this kind of parallelism",
+            hint="ranks along these axes may share the model in a way that zckpt does not read: "
+            "try a newer version of zckpt, or save from a run without these axes",
             file=path,
         )
     pp, tp = dimensions.get(PP), dimensions.get(TP)

@@ -83,16 +83,20 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
     Empty if the source's stages are kept.
     """
     copies: Sequence[Manifest] = ()
-    """Models in which ranks have several copies of a tensor; the target gets one of them."""
+    """Manifests of models in which ranks may have several copies of a tensor.
+
+    The target gets one copy.
+    """
     layers: Sequence[Manifest] = ()
-    """Models whose layer files are copied unchanged.
+    """Manifests of models whose files of pipeline layers are copied unchanged.
 
     The checksums of these files are in the records of `source`, and are compared during the copy.
+    Empty if the target's files of layers are written anew.
     """
     pipeline: Pipeline | None = None
     """The pipeline whose layer files are written; None if there are none, or if they are copied."""
     table: Table | None = None
-    """How parameters are cut over tensor ranks, if the source has other tensor ranks."""
+    """How a full model is cut over the target's tensor ranks; None if no model is cut."""
     inferred: Sequence[Notice] = ()
     omitted: Sequence[Notice] = ()
 
@@ -128,10 +132,10 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
 def target_ranks(source: Manifest, options: Options) -> TargetRanks:
     """Decides the target's model ranks (its pipeline stages and tensor ranks).
 
-    If the source keeps its model ranks separate, its tensor ranks are the target's too, and its
-    stages unless the options ask for others. Raises WrongOption for options and bounds of stages
-    that do not fit, MissingData if nothing shows how a parameter is cut, and UnsupportedCheckpoint
-    for a source that cannot be cut.
+    If the source keeps its model ranks separate, the target gets the source's tensor ranks. It also
+    gets the source's stages, unless the options ask for other stages. Raises WrongOption for
+    options and bounds of stages that do not fit, MissingData if nothing shows how a parameter is
+    cut, and UnsupportedCheckpoint for a source that cannot be cut.
     """
     if source.ranks:
         place = source.ranks[0].place
@@ -178,7 +182,8 @@ def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
                 "stages are written without joining them",
                 hint=f"give --tp {grid.tp} too: then files of layers are written anew"
                 if is_known and grid.staged
-                else "`zckpt convert --to universal` joins them: give its output",
+                else "`zckpt convert --to universal` joins the ranks: give the checkpoint that it "
+                "writes",
             )
 
 
@@ -290,7 +295,8 @@ def _pipeline_of(source: Manifest) -> Pipeline | None:
             "target-unsupported",
             f"{source.root} was saved by a pipeline, but its tensors no longer have the names of "
             "its layers",
-            hint="let --rename keep the layer's number, or the tied layer's key, in each name",
+            hint="give --rename rules that keep the beginning of each name: the layer's number, "
+            "or `tied_modules.` and the tied layer's key",
             file=source.root,
         )
     return pipeline

@@ -122,19 +122,20 @@ def check_names(files: Iterable[TorchFile]) -> list[Notice]:
     """Checks that every file was saved under its present name; returns notes on what is unknown.
 
     torch.save stores a file's name in the file. `files` are all files of a directory. All numbers
-    in the names are compared: the data rank, the model rank, a layer, an expert. Earlier versions
-    of zckpt stored the same name in several ranks' files:
+    in the names are compared: the data rank, the model rank, a layer, an expert. A wrong name
+    shows that a file was swapped or copied.
+
+    Earlier versions of zckpt stored one name in the files of several ranks:
 
         optimizer files in stage 3          "archive", which names no rank
         model files in stage 3              from rank 2 on, the name of rank 1's file
         several model ranks                 the name of model rank 0's file (not in layer files)
 
-    If every file has the name that these versions stored, names are not compared, and a note
-    reports this. The optimizers of model ranks must then have different bytes: equal bytes show
-    that one rank's files were copied over another's. If only some files have such names, these
-    versions did not save them, so a wrong name shows a swapped or copied file.
+    If all files of the directory have these names, wrong names show nothing, and a note reports
+    this. zckpt then compares the bytes of the model ranks' optimizers: equal bytes show that the
+    files of one rank were copied over the files of another rank.
 
-    Raises InconsistentCheckpoint if a rank's file was saved as the file of another rank.
+    Raises InconsistentCheckpoint for a swapped or copied file.
     """
     opened = {file.path: file for file in files}
     names = saved_names(ROLES, {path: file.saved_as for path, file in opened.items()})
@@ -144,9 +145,9 @@ def check_names(files: Iterable[TorchFile]) -> list[Notice]:
         return nameless(names)
     _refuse_copied_ranks(names, opened)
     message = (
-        f"{other_count} of {len(names)} rank files were saved under the name of another rank, as "
-        "earlier versions of zckpt did: so no name shows whether one of these was swapped or "
-        "copied (`zckpt reshard` saves each file under its own name)"
+        f"{other_count} of {len(names)} rank files contain the name of another rank's file, as "
+        "files of earlier versions of zckpt do: the names cannot show whether files were swapped "
+        "or copied (`zckpt reshard` stores the right name in every file)"
     )
     return [note("saved-name-unknown", message), *nameless(names)]
 

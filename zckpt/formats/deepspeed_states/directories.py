@@ -376,9 +376,9 @@ def refuse_foreign(folder: str, names: Sequence[str]) -> None:
         mp_rank_00_model_states.pt        DataStates-LLM (`datastates_ckpt`): 8 bytes with the
                                           length of the JSON, the JSON, tensors, a pickle
 
-    zckpt reads neither. DeepSpeed 0.19.8 writes both, and does not load the parts. In stage 3 the
-    names of FastPersist's files have no numbers: these are complete files of torch.save, and are
-    read.
+    zckpt reads neither kind. DeepSpeed 0.19.8 can save both, but does not load FastPersist's parts.
+    In stage 3 FastPersist adds no numbers to the names: these files are complete files of
+    torch.save, so zckpt reads them.
     """
     wholes = {name: whole_name(name) for name in names}
     parts = [name for name, whole in wholes.items() if whole not in wholes]
@@ -389,8 +389,8 @@ def refuse_foreign(folder: str, names: Sequence[str]) -> None:
         raise UnsupportedCheckpoint(
             "writer-unsupported",
             f"{path} was saved by DataStates-LLM, whose files zckpt does not read",
-            hint="save what DataStates' load(path) returns with torch.save, every file under the "
-            "same name in another directory, and give that directory",
+            hint="load every file with DataStates' load(path), save the result with torch.save "
+            "under the same name in another directory, and give that directory",
             file=path,
         )
 
@@ -400,13 +400,13 @@ def _refuse_part(path: str) -> NoReturn:
         peek(path)
     except ZckptError:
         hint = (
-            "DeepSpeed does not join them: save again, without `writer` below `checkpoint` in the "
-            "ds_config"
+            "DeepSpeed does not join the parts: save again, without `writer` below `checkpoint` in "
+            "the ds_config"
         )
     else:  # torch gives each writer all bytes, unless it was patched for FastPersist
         hint = (
-            "each is a whole file of torch.save: copy the directory, rename one part of each file "
-            "so that its name ends with .pt, and give the copy"
+            "every part has the bytes of the complete file: copy the directory, rename one part of "
+            "each file to a name that ends with .pt, and give the copy"
         )
     raise UnsupportedCheckpoint(
         "writer-unsupported",

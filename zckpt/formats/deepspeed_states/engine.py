@@ -20,9 +20,9 @@ FLOAT_NAMES = {"fp32": "F32", "float32": "F32", "float": "F32", "bf16": "BF16", 
 class TargetEngine:
     """The engine that will load the target: its ZeRO stage, its weights' dtype and its ds_config.
 
-    They are the source's unless the user asks for others. A ds_config from the user replaces the
-    source's. `before` is the source's own engine, or None if the source is of no DeepSpeed run.
-    The value "auto" in a config counts as missing. Raises WrongOption if options and config
+    The target keeps the source's values unless the user asks for others. A ds_config from the user
+    replaces the source's. `before` is the source's engine, or None if no DeepSpeed run saved the
+    source. The value "auto" in a config counts as missing. Raises WrongOption if options and config
     contradict each other.
     """
 
@@ -73,7 +73,7 @@ class TargetEngine:
     def whole(self) -> bool:
         """Whether nothing is partitioned, and the model file has the optimizer.
 
-        So it is in stage 0, except with BF16_Optimizer.
+        True in stage 0, except for BF16_Optimizer, which always partitions its states.
         """
         return self.stage == 0 and not self.wraps_bf16
 
@@ -267,7 +267,7 @@ class TargetEngine:
                 "option-not-applicable",
                 f"--dialect {asked} applies only to ZeRO runs in which several ranks share a "
                 "sequence: other runs' files have the same names in all releases",
-                hint="leave it out, or say how many ranks share a sequence: --sp",
+                hint="leave out --dialect, or say how many ranks share a sequence: --sp",
             )
         of_run = source.run.origin.dialect if asked is None and self.options[LIKE] else None
         return has_them and OLDER_NAMES in (asked, of_run)

@@ -21,7 +21,10 @@ KEYS = {
     *("d", "d_max", "d_hat", "d_prev", "d_numerator", "d_denom", "d_de_nom"),
     *("numerator_weighted", "gsq_weighted", "sk_sq_weighted"),
 }
-"""Keys of estimates in prodigyopt 1.1, dadaptation 3.2 and pytorch_optimizer 4.1."""
+"""Keys of hyper-parameters that an optimizer estimates itself, such as the learning rate `d`.
+
+These are the keys in prodigyopt 1.1, dadaptation 3.2 and pytorch_optimizer 4.1.
+"""
 
 Estimates = Sequence[Mapping[str, Sequence[Any]]]
 """For each group, the values of all ranks by hyper-parameter name."""
@@ -46,7 +49,10 @@ def estimates_of(ranks: EngineStates) -> Estimates:
 
 
 def warnings(estimates: Estimates) -> list[Notice]:
-    """A warning that lists the hyper-parameters that ranks have estimated, with some values."""
+    """A warning if each rank's optimizer has estimated its own hyper-parameters (Prodigy).
+
+    The warning names the hyper-parameters, and shows the first one's values on up to three ranks.
+    """
     keys = sorted({key for group in estimates for key in group})
     if not keys:
         return []
@@ -60,7 +66,10 @@ def warnings(estimates: Estimates) -> list[Notice]:
 
 
 def stated_estimates(source: Manifest) -> Estimates:
-    """As `estimates_of`, but from a manifest; raises CorruptCheckpoint if values are malformed."""
+    """Reads from a manifest the hyper-parameters that each rank's optimizer has estimated itself.
+
+    Returns the same as `estimates_of`. Raises CorruptCheckpoint if values are malformed.
+    """
     rows = source.states.of_form("estimate")
     if not all(_is_of_ranks(row.value, source.dp) for row in rows):
         raise CorruptCheckpoint(
@@ -80,10 +89,11 @@ def _is_of_ranks(values: Any, dp: int) -> bool:
 
 
 def need_same_ranks(source: Manifest, dp: int = 0, stage: int | None = None) -> None:
-    """Raises UnsupportedCheckpoint if ranks have estimates, and the target has other partitions.
+    """Raises UnsupportedCheckpoint if the target cannot keep the estimates of the source's ranks.
 
-    An estimate is a hyper-parameter that each rank's optimizer computes itself. `dp` and `stage`
-    are the target's; `stage` is None for a target without partitions.
+    An estimate is a hyper-parameter that each rank's optimizer computes itself (Prodigy). The
+    target must have the source's number of ranks and ZeRO stage; stages 1 and 2 count as equal.
+    `dp` and `stage` are the target's; `stage` is None for a target without partitions.
     """
     stage_of_source, flat = source.run.origin.zero_stage, (1, 2)
     estimates = stated_estimates(source)

@@ -88,7 +88,11 @@ def parameter_of(name: str) -> str:
 
 
 def stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Replaces AutoEP's slices of experts in `shapes` by the stacked parameters of the engine."""
+    """Replaces the slices of AutoEP's experts in `shapes` by the engine's parameters.
+
+    The engine stacks all experts of a layer in one parameter. For example, `experts.w1.0` and
+    `experts.w1.1` of shape (20, 16) become `experts.w1` of shape (2, 20, 16).
+    """
     counts = Counter(map(parameter_of, shapes))
     together: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
@@ -174,10 +178,11 @@ class ExpertLayers(Struct, frozen=True):
         return name if layer is None else self.global_name(name, of_layer[layer.name])
 
     def everywhere(self, local: Sequence[str]) -> list[str]:
-        """Adds the same tensors of all other ranks' experts to one rank's list of names.
+        """Adds the experts of all other ranks to one rank's members of a param group.
 
-        `local` has the rank's members of a param group. The result is ordered so that, at any
-        expert-parallel size, each rank's members are in the same order as in `local`.
+        `local` has the names of the rank's members. If they are in one of DeepSpeed's own orders,
+        the result is in this order too, which is valid at any expert-parallel size. Otherwise each
+        expert's tensor is followed by the same tensor of the other ranks' experts.
         """
         runs = groupby(local, self.layer_of)  # consecutive names of the same layer
         return [name for layer, run in runs for name in _spread(layer, [*run])]
@@ -291,11 +296,11 @@ class ExpertRanks(Struct, frozen=True):
         return [rank for rank in range(self.dp) if self.place(rank, ep)[0] == ep_rank]
 
     def in_layers(self, layers: ExpertLayers, number: int) -> dict[str, int]:
-        """One data rank's ep rank in each layer of experts: {"layers.1.moe": 0}.
+        """The ep rank of one data rank in each layer of experts: {"layers.1.moe": 0}.
 
-        This data rank is the first one whose ep rank is `number` in the layers with the largest
-        expert-parallel size. In layers of a smaller size, the same data rank may have another ep
-        rank.
+        Layers may have different expert-parallel sizes. In the layers with the largest size, the ep
+        rank is `number`: the first data rank with this ep rank is chosen. In the other layers, this
+        data rank may have another ep rank.
         """
         rank = self.alike(number, max(layers.sizes))[0]
         return {layer.name: self.place(rank, layer.ep)[0] for layer in layers.listed}

@@ -41,11 +41,14 @@ def optimizer_name(engine: TargetEngine, source: Manifest) -> str:
 
 
 def adam_class(engine: TargetEngine, source: Manifest) -> str | None:
-    """The class of Adam for which param groups and steps are written, as `--optimizer` names it.
+    """The class of Adam whose param groups and steps are written, as `--optimizer` names it.
 
-    Without that option, it is the class that the engine makes by the ds_config (None if that is no
-    Adam). It is also None if the source's groups are complete and the user gives no ds_config:
-    groups and steps are then written as in the source.
+    The first line that applies decides:
+
+        with --optimizer                           the class that the user names
+        complete groups, no --ds-config            None: groups and steps stay as in the source
+        otherwise                                  the class that the engine makes by the ds_config;
+                                                   None if the engine makes no Adam
     """
     if engine.options[OPTIMIZER]:
         return engine.options[OPTIMIZER]
@@ -188,7 +191,7 @@ def _refuse_given(source: Manifest, options: Options) -> None:
             raise WrongOption(
                 "option-not-applicable",
                 f"--group-defaults sets {', '.join(twice)}, which the source states already",
-                hint="leave these out; to replace the source's values: "
+                hint="leave these keys out of --group-defaults; to replace the source's values: "
                 f"--set-group {','.join(f'{key}=...' for key in twice)}",
             )
 
@@ -259,7 +262,7 @@ def _no_states(source: Manifest) -> MissingData:
         ways = f"name it: --root {root}={source.notices.likely[0]}; or {ways}"
     return MissingData(
         "optimizer-missing",
-        f"{source.root}: nothing shows that an optimizer trains {root}",
+        f"{source.root}: nothing shows that an optimizer trains the weights in {root}",
         hint=ways,
         file=source.root,
     )

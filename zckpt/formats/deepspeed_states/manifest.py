@@ -359,7 +359,10 @@ def _elastic_warnings(ranks: EngineStates, groups: Sequence[dict[str, Any]] | No
 
 
 STEPS_OF = "zckpt_optimizer"
-"""Key in a file that zckpt wrote: the `--optimizer` class, which decides where the step is."""
+"""Key in a file that zckpt wrote: the class of optimizer that `--optimizer` named.
+
+The class decides whether the step is kept in param groups or in the optimizer's state.
+"""
 
 
 def stated_optimizer(

@@ -14,7 +14,11 @@ SHAPES = ("frozen_param_shapes", "frozen_param_fragments")
 
 
 def as_in_module(model: dict[str, Any]) -> dict[str, Any]:
-    """Renames the parameters that a model file lists to the names in the module's state dict."""
+    """Replaces names in the lists of a model file by the names in its module's state dict.
+
+    For example, `param_shapes` is such a list. The state dict is `module`. Returns a changed copy,
+    or `model` itself if the names already agree.
+    """
     groups = model.get("param_shapes")
     if not isinstance(module := model.get("module"), dict) or not isinstance(groups, list):
         return model

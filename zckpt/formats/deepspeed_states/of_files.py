@@ -19,7 +19,7 @@ from .states import FLAT_MASTERS, WHOLE_MASTERS, EngineStates, comparable, wrapp
 from .tensors import is_extra
 
 RANK_KEYS = ("lr_scheduler", "data_sampler", "random_ltd")
-"""Keys of a model file that each model rank states separately, also in the manifest's state."""
+"""Keys of a model file and of a manifest's `state`, whose values may differ between model ranks."""
 # keys of model states that the engine itself writes; all others are the user's client_state
 ENGINE_KEYS = frozenset(
     (
@@ -166,7 +166,7 @@ OF_ENGINE = OF_BASE | {
     "universal_checkpoint_info",
     *("param_shapes", "ds_config", "ds_version"),
 }
-"""Keys that the engine's optimizer wrappers write (0.5.10 to 0.19.8), some only by a converter."""
+"""Keys that the engine's optimizer wrappers write into optimizer files (0.5.10 to 0.19.8)."""
 
 
 def extra_states_of(ranks: EngineStates) -> list[StateRow]:

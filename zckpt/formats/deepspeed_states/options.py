@@ -62,7 +62,8 @@ STAGE: Option[int | None] = Option(
 PP_BOUNDS: Option[Sequence[int] | None] = Option(
     "pp_bounds",
     None,
-    "The first layer of each stage, then the number of all layers, functions included: 0,12,24",
+    "The first layer of each pipeline stage, then the number of all layers, which include plain "
+    "functions: 0,12,24",
     kind="integers",
     metavar="N,...",
     check=_check_bounds,
@@ -73,8 +74,8 @@ PP_BOUNDS: Option[Sequence[int] | None] = Option(
 PP_PARTITION: Option[str | None] = Option(
     "pp_partition",
     None,
-    "How DeepSpeed finds the stages' bounds: uniform, uniform:LAYERS (functions included), "
-    "parameters, or type:REGEX",
+    "DeepSpeed's rule for the bounds of the pipeline stages: uniform, uniform:LAYERS (the number "
+    "of all layers, which include plain functions), parameters, or type:REGEX",
     metavar="METHOD",
     check=_check_partition,
     group=SIZES,
@@ -97,7 +98,10 @@ OPTIONS = (
 )  # fmt: skip
 """Options that the writers of both DeepSpeed formats understand."""
 OLDER_NAMES, LATER_NAMES = "deepspeed-0.18", "deepspeed-0.19"
-"""The dialects of file names: with the rank in the sequence (to 0.19.5), and without it."""
+"""Values of `--dialect`: how files are named if several ranks share a sequence.
+
+Up to DeepSpeed 0.19.5, a file's name contains the rank within the sequence; since then it does not.
+"""
 NAMES = replace(DIALECT, choices=(LATER_NAMES, OLDER_NAMES), usual=LATER_NAMES)
 OF_RANKS = (TP, PP, EP, SP, PP_BOUNDS, PP_PARTITION, VOCAB_SIZE, LIKE, NAMES)
 """Options that only the writer of ranks' files understands."""

@@ -83,12 +83,16 @@ def decide(source: Manifest, name: str | None) -> Decided:
     if count is None:
         return Decided(state, (lacking(source, name),), is_lacking=True)
     what_source_has = (
-        "none" if state is None else f"one of {before}" if before else "one of another kind"
+        "no scheduler state"
+        if state is None
+        else f"the state of {before}"
+        if before
+        else "the state of another scheduler"
     )
     message = (
         f"the source has {what_source_has}, so the state of the ds_config's {name} is set to "
         f"{count} updates ({COUNTER} = {count - 1}): the next update uses the learning rate of "
-        "the source's groups, and all later ones that of the scheduler"
+        f"the source's groups, and all later updates use the learning rate of {name}"
     )
     notice = warning("value-assumed", message, subject="lr_scheduler")
     return Decided({COUNTER: count - 1}, (notice,))

@@ -279,7 +279,10 @@ class EngineStates(Struct, frozen=True):
         return [item(base.get("state"), place) for base in self.bases]
 
     def groups(self, place: int) -> list[dict[str, Any]]:
-        """The param group number `place` of every rank; for elastic files, empty dictionaries."""
+        """One param group as every rank's optimizer file has it; `place` is the group's number.
+
+        Files of `elastic_checkpoint` have no param groups, so all dictionaries are empty.
+        """
         return [item(base.get("param_groups"), place) for base in self.bases]
 
     def name_of(self, place: int) -> str:
@@ -402,7 +405,7 @@ def version_of(*places: Mapping[str, Any]) -> str:
     raise UnsupportedCheckpoint(
         "version-unsupported",
         "the files state no DeepSpeed version",
-        hint="DeepSpeed writes it since 0.4.0; zckpt reads files since 0.5.10",
+        hint="DeepSpeed has stated its version since 0.4.0; zckpt reads files since 0.5.10",
     )
 
 

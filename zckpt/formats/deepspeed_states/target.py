@@ -84,8 +84,8 @@ def _refuse_grid(source: Manifest) -> None:
             "target-unsupported",
             f"{source.root} was trained as a pipeline or with tensor parallelism (pp {pp}, tp "
             f"{tp}), and zckpt cannot write this format for it yet",
-            hint="--to deepspeed writes the run at any size; --to universal, deepspeed-universal, "
-            "dcp and gathered write the full model",
+            hint="write --to deepspeed, with any number of pipeline stages and tensor ranks; or "
+            "write the full model: --to universal, deepspeed-universal, dcp or gathered",
             file=source.root,
         )
 
@@ -479,15 +479,15 @@ class DeepSpeedTarget:
 
     @cached_property
     def scheduler(self) -> schedulers.Decided:
-        """What the files get for the scheduler, which the engine makes or gets from the program."""
+        """The scheduler state that the target's files get, and notices; see `schedulers.decide`."""
         return schedulers.decide(self.source, schedulers.named_in(self.engine.config))
 
     def counts(self, buffer: TargetBuffer) -> bool:
         """Whether the step is stored in the state of this buffer.
 
-        Without ZeRO, some optimizers (DeepSpeed's FusedAdam) store the step only for a group's last
-        parameter. If the source is without ZeRO too, the step is stored for the same parameters as
-        there; otherwise as the engine does it.
+        Usually every buffer stores the step. Without ZeRO, some optimizers (DeepSpeed's FusedAdam)
+        store it only for a group's last parameter, so a target for them does too. If the source has
+        such an optimizer and no ZeRO, both store the step for the same parameters.
         """
         alone = self._has_buffer_per_parameter and steps.counts_by_last(self.step_place)
         before = steps.kept_place(self.source)

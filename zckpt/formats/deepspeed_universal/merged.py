@@ -123,9 +123,10 @@ class MergedStates:
 
     @property
     def module_dtype(self) -> str:
-        """The type of the module's weights: read from the model file, or stated by the ds_config.
+        """The type of the module's weights, such as "BF16".
 
-        The ds_config counts if each model file has only a part of the module.
+        It is read from the model file. If each model file has only a part of the module, the type
+        is taken from the ds_config: F32 unless the ds_config enables bf16 or fp16.
         """
         if self.is_whole:
             return self.states.module_dtype

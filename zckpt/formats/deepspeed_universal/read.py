@@ -183,10 +183,11 @@ class ParameterFolders:
         return paths
 
     def buffers(self, step_policy: str | None) -> list[FlatBuffer]:
-        """One `FlatBuffer` per parameter, in the user's order.
+        """One `FlatBuffer` per parameter, in the order of the user's optimizer.
 
-        Files state steps per group (in stage 3, per sub-group). Only the first buffer of a group
-        lists these statements, and the warnings about them.
+        DeepSpeed counts updates per group (in stage 3: per sub-group). The first buffer of a group
+        lists all places where files state the group's step, and warnings about the step. The
+        group's other buffers list none.
         """
         buffers = []
         for place, shapes in enumerate(self.shapes):

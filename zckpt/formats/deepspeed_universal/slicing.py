@@ -36,10 +36,13 @@ Shape = tuple[int, ...]
 def slice_info(target: DeepSpeedTarget, name: str) -> SliceInfo | None:
     """The keys to write beside a parameter's tensor, such as {"cat_dim": 0}.
 
-    They tell the engine how to cut the full tensor. They are copied from the source's files, or
-    derived as DeepSpeed does from the `universal_checkpoint_info` in the client state. None if the
-    file gets only the flat tensor, as in stage 3 if nothing is cut. Raises InconsistentCheckpoint,
-    MissingData if no rule says how the parameter is cut, UnsupportedCheckpoint if no keys of
+    They tell the engine how to cut the full tensor for tensor parallelism. They are copied from
+    the files of a universal source. For other sources they are derived: from the way in which its
+    tensor ranks cut the parameter, or as DeepSpeed does from the `universal_checkpoint_info` in the
+    client state. None if the file gets only the flat tensor, as in stage 3 without such cuts.
+
+    Raises InconsistentCheckpoint if `universal_checkpoint_info` does not fit the parameter,
+    MissingData if no rule says how the parameter is cut, and UnsupportedCheckpoint if no keys of
     DeepSpeed can describe the cut.
     """
     kept = target.source.state.get("universal")
@@ -94,7 +97,8 @@ def info_of_patterns(patterns: Mapping[str, Any], name: str, shape: Shape) -> Sl
         raise InconsistentCheckpoint(
             "tp-rule-wrong",
             f"universal_checkpoint_info in the client state does not fit {name}: {error!r}",
-            hint="it says how parameters are cut for tensor parallelism; correct it",
+            hint="correct universal_checkpoint_info: its patterns state how tensor-parallel ranks "
+            "cut the parameters",
             subject=name,
         ) from error
 
@@ -176,7 +180,7 @@ def _info_of_rule(
             "target-unsupported",
             f"{name} of {target.source.root} is cut in pieces (rule `{placement.text}`) "
             "that no file of a universal directory can describe",
-            hint="give a rule for it with --tp-rules FILE, or write --to universal",
+            hint="give a rule for this parameter with --tp-rules FILE, or write --to universal",
             file=target.source.root,
             subject=name,
         )

@@ -99,7 +99,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
             for name in buffer.names:
                 yield from _parameter_files(target, name, buffer.slots, infos[name])
 
-    about = f"a universal checkpoint of DeepSpeed's own, ZeRO stage {target.engine.stage}"
+    about = f"a universal checkpoint in DeepSpeed's format, ZeRO stage {target.engine.stage}"
     only = ", load_module_only=True" if options.weights_only else ""
 
     def loading(path: str) -> str:
@@ -161,7 +161,7 @@ def _check_loader(target: DeepSpeedTarget) -> None:
             "state-unsupported",
             f"the optimizer keeps one number per parameter ({listed(numbers)}), which DeepSpeed's "
             "universal loader cannot load",
-            hint="write --to deepspeed, which keeps these numbers",
+            hint="write --to deepspeed, which stores such numbers too",
         )
     if not target.engine.partitioned:
         if any(map(target.keeps_whole_momenta, target.buffers)):
@@ -211,8 +211,9 @@ def _warnings_of_loading(target: DeepSpeedTarget) -> list[Notice]:
         # engine.py _load_checkpoint reads an ordinary checkpoint there without using it
         message = (
             "at stage 3 load_checkpoint(DIR, load_optimizer_states=False) fails because there is "
-            "no file `latest` (DeepSpeed 0.19.8): for weights alone call load_checkpoint(DIR, "
-            "load_module_only=True), or write --to deepspeed, where it works"
+            "no file `latest` (DeepSpeed 0.19.8). To load only the weights, call "
+            "load_checkpoint(DIR, load_module_only=True), or write --to deepspeed, for which "
+            "the first call works"
         )
         warnings.append(warning("engine-fault", message, subject="load_optimizer_states"))
     if target.engine.partitioned and version_numbers(target.version) < (0, 18):
@@ -239,7 +240,8 @@ def _warnings_of_layout(target: DeepSpeedTarget, infos: SliceInfos) -> list[Noti
     if padded:
         message = (
             f"{listed(padded)} has more rows than original_vocab_size: an engine whose padded "
-            "vocabulary is smaller than these refuses it (DeepSpeed's converter strips them)"
+            "vocabulary has fewer rows refuses this tensor (DeepSpeed's converter removes padding "
+            "rows)"
         )
         warnings.append(warning("program-must-set", message, subject=padded[0]))
     if target.engine.partitioned:

@@ -35,13 +35,13 @@ from .sharded_tensors import (
 )
 
 Tensors = dict[int, Tensor]
-"""The plain tensor that each rank saved at the same place."""
+"""The plain tensors that ranks saved at one path of their files, by rank."""
 
 
 class RankFiles(Struct, frozen=True):
     """The files of one kind, such as model or optimizer, by rank.
 
-    The files of all kinds are merged into one tree; `place` is the path of this kind in it.
+    The files of all kinds are merged into one tree; `place` is the path of this kind in the tree.
     """
 
     place: TreePath

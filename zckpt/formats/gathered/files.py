@@ -163,11 +163,14 @@ def detect(path: str) -> list[str]:
 
 
 def detect_weak(path: str) -> list[str]:
-    """Finds weights without an optimizer, or single files that each have all state dicts.
+    """Finds weights without an optimizer, or files of which each is a complete checkpoint.
 
-    Folders of other formats contain such files too, so the result counts only if no format is
-    detected. The result is a list of tags: the files' names if several files each have all state
-    dicts; else [""] (a checkpoint without tags), or [] if nothing is found.
+    Folders of other formats may contain such files too. So `Format.detect_weak` is called only if
+    no format's `detect` finds a checkpoint. Returns a list of tags:
+
+        several complete files      the files' names
+        other files of these kinds  [""]: one checkpoint without tags
+        nothing found               []
     """
     if sources.is_file(path):
         return [""] if path.endswith(".safetensors") else []

@@ -38,13 +38,14 @@ Items = dict[str | None, dict[int, str]]
 def parts(folder: str, names: Sequence[str], of: str | None = None) -> Items:
     """Finds torch_checkpointing's files of torch.save: {item: {rank: path}}.
 
-    The result is {} if no item is distributed.
+    Files are named `{item}_{rank}`; an item is a saved object, such as `model`. Programs may give
+    such names to other files too, so at least one item must be distributed. Its files then have
+    DTensors, or plain tensors whose rows seem to be divided among ranks. (zckpt refuses such plain
+    tensors later, when it merges them.)
 
-    An item is what the names `{item}_{rank}` begin with, such as `model`. It is distributed if its
-    files have DTensors, or plain tensors whose rows seem to be divided among ranks (merging such
-    tensors is refused later). Items that are not distributed are included if a distributed item has
-    files of the same ranks. All other numbered files belong to the program. `of` is the name of one
-    file; with it, only that file's item is considered.
+    Returns {} if no item is distributed. Otherwise the result has all items with DTensors, and the
+    other items with files of the same ranks. `of` is the name of one file; with it, only that
+    file's item is considered.
     """
     items = _by_item(folder, names, ".pt", of)
     likeliest = _models_first(items)

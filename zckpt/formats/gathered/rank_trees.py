@@ -74,9 +74,10 @@ def merge(
 ) -> MergedRanks:
     """Merges the files of all ranks into one tree of state dicts.
 
-    The files are of one kind, such as the model's; `place` is their path in the tree of all kinds.
-    `step_policy` is the value of --step-policy: it chooses a step if ranks have different steps.
-    With `by_checksums`, replicas are compared only by checksums in the files.
+    The files are of one kind, such as the model's. Later the trees of all kinds become one tree;
+    `place` is the path of this kind in it. `step_policy` is the value of --step-policy, which
+    chooses a step if ranks have different steps. With `by_checksums`, replicas are compared only by
+    checksums in the files.
 
     Raises IncompleteCheckpoint (a rank or a shard is missing), InconsistentCheckpoint (ranks
     contradict each other), UnsupportedCheckpoint (flat parameters, placements other than Shard and
@@ -127,7 +128,7 @@ def refuse_part(file: TorchFile) -> None:
             f"{file.path} has only 1/{cuts} of the adapter, rank {rank}'s shard: the other ranks "
             f"wrote no file ({ADAPTER_PART.message})",
             hint="use a complete adapter, as trainer.save_model() writes it; accelerate 1.15 saves "
-            "all of it"
+            "the shards of all ranks"
             if whole is None
             else f"{whole} beside it has the complete adapter: copy the directory without {name}, "
             "and give the copy",

@@ -163,9 +163,9 @@ def _refuse_missing(manifest: Manifest, names: Sequence[str] | None) -> None:
             "missing-rank-file",
             f"no rank's file has an optimizer state of {listed(lost, 4)}: the files of the last "
             "ranks of ZeroRedundancyOptimizer may be missing",
-            hint="add --weights-only to read the weights without the optimizer. If these weights "
-            "are frozen, list the other parameters with --param-names FILE (one per line, group by "
-            "group)",
+            hint="add --weights-only to read the weights without the optimizer. If the parameters "
+            "without a state are frozen, list all others with --param-names FILE (one per line, "
+            "group by group)",
         )
 
 

@@ -42,7 +42,10 @@ OF_ITEMS = (
     role("optimizer", r"(?P<stem>.*optim.*?)_(\d+)\.pt", "dp"),
     role("model", r"(?P<stem>.*model.*?)_(\d+)\.pt", "dp"),
 )
-"""The roles of ranks' files, by their names; see files.py."""
+"""`OF_RANKS` and `OF_ITEMS` tell by a file's name what a rank's file is for, such as `optimizer`.
+
+`OF_ITEMS` has the names of torch_checkpointing; files.py lists all kinds of names.
+"""
 
 
 class LocalPart(Struct, frozen=True):
@@ -252,9 +255,9 @@ class DeviceMesh(Struct, frozen=True):
     """A device mesh, as a DTensor's pickle states it.
 
     places    maps each rank to its row-major index in the mesh
-    axes      for each axis: the numbers of positions and the strides in that index; several of
-              each for an axis that was made of several (`_flatten`)
-    record    the pickled mesh; it must stay alive, because the cache's key is its `id()`
+    axes      for each axis: its number of positions, and its stride in that index; an axis that
+              torch made of several axes (`_flatten`) has several numbers and several strides
+    record    the pickled mesh; it must stay alive, because `MeshCache` uses its `id()` as a key
     """
 
     record: Any
@@ -289,9 +292,9 @@ class DeviceMesh(Struct, frozen=True):
 
 
 MeshCache = dict[tuple[int, int], DeviceMesh]
-"""Meshes that were read, by the identity of their record and by rank.
+"""Meshes that were already read, by the `id()` of the pickled mesh and by rank.
 
-Thousands of tensors share a record.
+Thousands of DTensors in a file share one pickled mesh.
 """
 
 

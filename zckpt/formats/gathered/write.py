@@ -51,7 +51,7 @@ from ..statedict.write import BlankTensor, StateDicts, omitted
 from .read import STATED
 
 Make = Callable[[BlankTensor], Any]
-"""A function that makes the value which represents a blank tensor in a file."""
+"""A function that makes a tensor of a file from its type and shape (`BlankTensor`)."""
 
 
 class FileNames(Struct, frozen=True):
@@ -107,7 +107,9 @@ def file_names(source: Manifest, options: Options) -> FileNames:
     """Chooses the names of the target's files.
 
     They depend on `--dialect` (such as accelerate) and on the trainer whose files are beside the
-    source. Without `--dialect`, a source of this format keeps its dialect, or its single file.
+    source. Without `--dialect`, a source of the format `gathered` keeps its dialect; if the source
+    is a single file, the target is a single file of the same name. A source of Lightning becomes a
+    single file too.
     """
     engine = keys_of(source.run.engine)
     if options[DIALECT] is None and not options.weights_only:
@@ -312,7 +314,7 @@ class StateDictWriter(StateDicts):
             state_dicts[keys.optimizer] = self._optimizer_state()
         for path, value in state_dicts.items():
             if _put_at(tree, path, value) is not None:
-                message = f"client_state {dotted(path)}: a state dict of the target needs this key"
+                message = f"client_state {dotted(path)}: the target has a state dict under this key"
                 self.omitted.append(note("state-omitted", message, subject=dotted(path)))
         record = self._own_facts([(keys.file, tree)])
         return {**tree, STATED: {**record, "model": list(keys.model)}}
@@ -329,7 +331,7 @@ class StateDictWriter(StateDicts):
             extra[self.scheduler] = source.state["lr_scheduler"]
         for key, value in (source.state.get("client_state") or {}).items():
             if key in (*taken, *extra):
-                message = f"client_state {key!r}: a state dict of the target needs this key"
+                message = f"client_state {key!r}: the target has another value under this key"
                 self.omitted.append(note("state-omitted", message, subject=str(key)))
             else:
                 extra[key] = value

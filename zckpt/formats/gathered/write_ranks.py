@@ -41,10 +41,10 @@ ORDER = Foreign(Global(f"{SPECS}.ShardOrderEntry"), (0, (0,)), None, "new")
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """Lays out the files of `--dp` ranks, each with its rows of tensors, and with full buffers.
+    """Lays out the files of `--dp` ranks: each rank has its rows of parameters, and all buffers.
 
     Raises WrongOption unless FSDP2 cut the source's parameters into rows on a mesh of one axis.
-    Also raises WrongOption with `--dialect`, because all of its values mean complete files.
+    Also raises WrongOption with `--dialect`, because every dialect has only complete files.
     """
     ranks, mesh = options[DP], source.run.origin.mesh
     assert ranks is not None
@@ -52,15 +52,15 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         raise WrongOption(
             "option-not-applicable",
             f"--dp does not apply to {source.root}: zckpt can only write it as complete files",
-            hint="leave it out: any number of ranks can load complete files. zckpt writes files "
-            "of ranks only from files of FSDP2's ranks, on a mesh of one axis, saved by torch 2.13 "
-            "(in verl: fsdp_size=-1)",
+            hint="leave out --dp: any number of ranks can load complete files. zckpt writes rank "
+            "files only if the source consists of rank files too: saved by FSDP2 and torch 2.13 on "
+            "a mesh of one axis (in verl: fsdp_size=-1)",
         )
     if options[DIALECT] is not None:
         raise WrongOption(
             "option-not-applicable",
             f"--dp does not apply to --dialect {options[DIALECT]}",
-            hint="leave one of them out: this dialect has complete files only",
+            hint="leave out --dp or --dialect: a dialect has only complete files",
         )
     writer = RanksWriter(source, options, ranks, *mesh)
     return Layout(
@@ -97,7 +97,7 @@ class RanksWriter(StateDictWriter):
                 "option-not-applicable",
                 f"--dp does not apply to {source.root}: its optimizer has states of other shapes "
                 "than the parameters",
-                hint="leave it out: any number of ranks can load complete files",
+                hint="leave out --dp: any number of ranks can load complete files",
             )
 
     def name(self, kind: str, rank: int) -> str:

@@ -52,10 +52,11 @@ def merge(
 ) -> dict[Any, Any]:
     """Joins the ranks' local states into one optimizer's state dict, with new parameter numbers.
 
-    Parameters are in the order of `param_names`, if it lists all of them. If not, those of a group
-    are sorted by size, and `saved.orders` gets a list of the new numbers for each size: the caller
-    finds the names by it. Raises InconsistentCheckpoint (ranks of different saves) and
-    MissingData (no state shows the size of a parameter).
+    If `param_names` lists all parameters, the new numbers follow its order. If not, the largest
+    parameter of a group gets the first number, and equally large parameters stay in the program's
+    order. Then `saved.orders` gets one list of numbers for each group and size. The caller compares
+    these lists with the model's parameters to find their names. Raises InconsistentCheckpoint
+    (ranks of different saves) and MissingData (no state shows the size of a parameter).
     """
     _check_alike(files, step_policy)
     groups = [file.value["param_groups"] for file in files.values()]
@@ -178,7 +179,10 @@ def _highest_step(file: TorchFile) -> agreement.Step | None:
 
 
 OwnedParameter = tuple[int, int]
-"""The rank that owns a parameter, and the parameter's place in that rank's part of its group."""
+"""A pair: the rank that owns a parameter, and the parameter's position in this rank's group.
+
+In a rank's file, a param group lists only the parameters that the rank owns.
+"""
 
 
 def partition(groups: Sequence[Sequence[int]], world: int) -> list[list[list[int]]]:

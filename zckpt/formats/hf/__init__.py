@@ -13,7 +13,7 @@ from .options import OPTIONS, REASONS
 
 FORMAT = Format(
     name="hf",
-    about="weights for from_pretrained of transformers and PEFT; read as gathered",
+    about="weights for from_pretrained of transformers and PEFT; --from gathered reads them",
     family="hf",
     options=OPTIONS,
     reasons=REASONS,

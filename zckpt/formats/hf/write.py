@@ -78,7 +78,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
                 "target-unsupported",
                 f"the source has the adapter {listed(other_adapters)}, but zckpt export writes "
                 f"only an adapter called {peft.ADAPTER}",
-                hint="rename it, if it is the only one: --rename "
+                hint="if the source has only this adapter, rename the adapter: --rename "
                 f"'\\.{other_adapters[0]}(\\.|$)=.{peft.ADAPTER}\\1'",
             )
         parameters = source.parameters.values()
@@ -158,7 +158,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
                 "cannot load the weights",
                 hint="give that file, or a folder with it and the tokenizer: --config "
                 + ("ADAPTER_FOLDER" if self.adapter else "BASE_MODEL_FOLDER")
-                + (f"; or, if it is behind a link, add {FOLLOW}" if is_linked else ""),
+                + (f"; or, if the file is behind a link, add {FOLLOW}" if is_linked else ""),
                 file=self.source.root,
             )
         return config

@@ -1,4 +1,4 @@
-"""Megatron-Core's checkpoints: `torch_dist`, the older `mp_rank_*` directories, and its FSDP's.
+"""Megatron-Core's checkpoints: `torch_dist`, `mp_rank_*` (older) and `fsdp_dtensor` directories.
 
     files.py          finds the directory; refuses some kinds
     saving_program.py the program that saved a directory, and the files it put beside the tensors
@@ -17,7 +17,7 @@
     vocabulary.py     the number of rows of a padded vocabulary (`--tp`)
     run_template.py   `--like`: sources of other engines, with the keys and groups of a run
     functions.py      the table of this format's functions; why another run cannot load files
-    gather/           Megatron-Core's own rule for joining ranks, for `verify --gather`
+    gather/           joins ranks' shards as Megatron-Core's code does, for `verify --gather`
 
 Facts in this package are of megatron-core 0.16.1 unless said otherwise.
 """

@@ -228,9 +228,10 @@ def stranger(folder: str, name: str) -> Notice:
 
 
 def is_stranger(notice: Notice) -> bool:
-    """Whether a notice was made by `stranger`: its subject is a file's name.
+    """Whether a notice is about an unknown file of the directory (made by `stranger`).
 
-    Notices on a trainer's omitted files have the same code, but no file's name as subject.
+    The subject of such a notice is the file's name. Notices about a trainer's omitted files have
+    the same code, but their subject is not a file's name.
     """
     return notice.code == "file-omitted" and notice.subject not in (None, FOLLOW)
 
@@ -298,12 +299,15 @@ def without_weights(folder: str, states: Iterable[str], other_words: Iterable[st
 
 
 def require_states_by_parameter(folder: str, args: Mapping[str, Any]) -> None:
-    """Raises UnsupportedCheckpoint for Muon: each rank keeps states of other full parameters."""
+    """Raises UnsupportedCheckpoint for Muon, whose ranks divide the parameters among themselves.
+
+    Each rank has complete states, but only for some parameters.
+    """
     if "muon" in str(args.get("optimizer")) or args.get(LAYER_WISE):
         raise UnsupportedCheckpoint(
             "optimizer-unsupported",
             f"{folder} has optimizer states of Muon, which zckpt does not read: each rank stores "
-            "full parameters of its own",
+            "complete states, but only of some parameters",
             hint=WEIGHTS_ONLY,
             file=folder,
         )

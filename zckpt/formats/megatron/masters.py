@@ -93,7 +93,10 @@ def rebuilt(manifest: Manifest, elements: str) -> Manifest:
 
 
 def with_zeros(manifest: Manifest) -> Manifest:
-    """Adds zeros for the moments that `rebuilt` dropped, because a run needs all moments."""
+    """Adds zeros for the moments that `rebuilt` dropped together with wrong masters.
+
+    A run needs the moments of all trained parameters.
+    """
     kept = manifest.state.get("megatron")
     lost = kept.get(LOST) if isinstance(kept, dict) else None
     names = [name for name in lost or () if name in manifest.parameters]

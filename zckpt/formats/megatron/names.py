@@ -154,14 +154,15 @@ MARKS_OF_LAYERS = ("hetereogenous_dist_checkpoint", "heterogeneous_layers_config
 class KeysOfGpt:
     """The keys of one GPTModel in `torch_dist`.
 
-        module of a rank                            key                                axes
-        decoder.layers.3.mlp.linear_fc2.weight      decoder.layers.mlp.linear_fc2.weight      1
-        decoder.layers.3.input_layernorm.weight     ...self_attention.linear_qkv.layer_norm_weight
-        decoder.layers.3.mlp.linear_fc2._extra_state    ...linear_fc2._extra_state/shard_3_L
+        name in the full model                          key
+        decoder.layers.3.mlp.linear_fc2.weight          decoder.layers.mlp.linear_fc2.weight
+        decoder.layers.3.input_layernorm.weight         ...linear_qkv.layer_norm_weight
+        decoder.layers.3.mlp.linear_fc2._extra_state    ...mlp.linear_fc2._extra_state/shard_3_L
 
-    If `args` state that layers differ, no key has an axis of layers: each layer has separate keys,
-    which contain its number. Modules that a GPTModel does not have get no keys, because these keys
-    depend on the modules' code. Proven with megatron-core 0.16.1.
+    Under a weight's key, the weights of all L layers are stacked on a leading axis. If `args` state
+    that layers differ, every layer has separate keys instead, which contain the layer's number.
+    zckpt knows only the keys of a GPTModel's modules: the keys of other modules depend on the code
+    of these modules. Proven with megatron-core 0.16.1.
 
     `names` are the names of all parameters, buffers and modules' extra states. Layers and experts
     in them are numbered in the full model, and norms are named as in Megatron-Core's local layer
@@ -180,11 +181,11 @@ class KeysOfGpt:
         )
 
     def keys(self) -> dict[str, int]:
-        """The torch_dist keys of parameters and buffers, with their number of leading axes.
+        """The torch_dist keys of parameters and buffers, each with its number of leading axes.
 
-        An unknown module gets no key, nor does a module that only some layers or experts have. The
-        result is empty if no module has an extra state (see `items`): a run cannot load a directory
-        without extra states.
+        Leading axes count layers and experts. Unknown modules get no key. Modules that only some
+        layers or experts have get no key either. The result is empty if `items` finds no extra
+        states of modules, because a run cannot load a directory without extra states.
         """
         if not self.items():
             return {}
@@ -198,9 +199,10 @@ class KeysOfGpt:
     def items(self) -> dict[str, str]:
         """Maps modules' extra states (`..._extra_state`, pickled objects) to their torch_dist keys.
 
-        A run loads only if all of its modules have a state, even an empty one. If the names contain
-        no such state, the linear modules of the local spec get one. With Transformer Engine's spec
-        (`fused`), it is unknown which modules need one, so none is added.
+        A run can load a directory only if every module of the run has its extra state there, even
+        an empty one. If `names` contain no extra states, extra states are added for linear modules,
+        as Megatron-Core's local layer spec needs them. With Transformer Engine's layer spec
+        (`fused`), it is unknown which modules need extra states, so the result is {}.
         """
         modules = [name for name in self.names if name.endswith(OF_MODULE)]
         if not modules and not self.fused:

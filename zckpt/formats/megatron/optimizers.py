@@ -29,7 +29,10 @@ from .groups import groups_of, hyper_parameters
 SPREAD = "is_expert_parallel"
 EXPERTS = ".experts."  # in the names of the parameters of experts
 OVERRIDES = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""Keys by which 0.19 also matches groups (ParamGroupOverride), so they must be the run's."""
+"""Further keys by which Megatron-Core 0.19 matches saved groups with a run's (ParamGroupOverride).
+
+The target must have the values of the run that loads it. `--group-defaults` can set them.
+"""
 OF_WRAPPER = frozenset(
     (
         *("optimizer", "grad_scaler", "param_state", "param_state_sharding_type"),

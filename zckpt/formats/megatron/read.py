@@ -136,7 +136,8 @@ class _Reader:
                 "writer-unsupported",
                 f"{folder} was saved with singleton_local_shards, which zckpt does not read: every "
                 "expert and each half of a gated layer has a separate key",
-                hint="load it in Megatron-Core, and save it without this option",
+                hint="load the checkpoint in Megatron-Core, and save it again without "
+                "singleton_local_shards",
                 file=folder,
             )
 

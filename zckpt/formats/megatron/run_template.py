@@ -83,7 +83,11 @@ class RunTemplate(Template):
         super().__init__(source, like, options, rows, with_plain_norms)
 
     def manifest(self) -> Manifest:
-        """The source's manifest, with the run's keys, arguments, groups and order of parameters."""
+        """Builds the manifest that is written: the source's values in the form of the `--like` run.
+
+        Keys, arguments, parameter groups and the order of parameters come from the run. The
+        hyper-parameters in `HYPER` come from the source.
+        """
         source, like = self.source, self.run
         entries = {
             entry.key: entry
@@ -118,7 +122,10 @@ class RunTemplate(Template):
             message = f"{listed(lost)} of the optimizer's groups: Adam has no such hyper-parameter"
             omitted.append(note("state-omitted", message, subject=lost[0]))
         if "megatron" in source.state:
-            message = "megatron: the source's arguments and objects; those of --like replace them"
+            message = (
+                "megatron: the source's arguments and pickled objects, because the target gets "
+                "arguments and objects from --like"
+            )
             omitted.append(note("state-omitted", message, subject="megatron"))
         return source.replace(
             origin=replace(source.run.origin, tag=None),
@@ -288,8 +295,8 @@ class RunTemplate(Template):
             self.warnings.append(warning("value-assumed", message, subject=key))
             return {}
         message = (
-            f"{key} is set to {count // before * step}: zckpt assumes {counted(step, 'step')} with "
-            "as many samples each as in --like"
+            f"{key} is set to {count // before * step}, for {counted(step, 'step')}: zckpt assumes "
+            "as many samples per step as in the run of --like"
         )
         self.warnings.append(warning("value-assumed", message, subject=key))
         return {key: count // before * step}

@@ -37,7 +37,11 @@ def for_tensor_ranks(source: Manifest, options: Options) -> Manifest:
     if not flags or not isinstance(kept, dict):
         return source
     if options[LIKE] is not None or not names:
-        why = "--like decides the number of rows" if names else f"{source.root} has no vocabulary"
+        why = (
+            "the run of --like decides how many rows the vocabulary has"
+            if names
+            else f"{source.root} has no vocabulary"
+        )
         raise WrongOption(
             "option-not-applicable", f"{flags[0]} has no use here: {why}", hint="leave it out"
         )

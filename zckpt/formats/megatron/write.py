@@ -94,9 +94,10 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 def lay_out_like(source: Manifest, run: Manifest, options: Options) -> Layout:
-    """Lays out a source of another engine with the keys and types of `run`, the run of `--like`.
+    """Lays out the target's files for a source of another engine, with `--like RUN`.
 
-    Raises the errors of `lay_out` and of `RunTemplate`.
+    `run` is the manifest of RUN: the target gets RUN's keys, and the types of RUN's weights. Raises
+    the errors of `lay_out` and of `RunTemplate`.
     """
     types = {entry.parameter: entry.dtype for entry in run.slots.get("param", ())}
     return _lay_out(RunTemplate(source, run, options).manifest(), options, types)
@@ -326,7 +327,7 @@ class MegatronWriter:
         """
         result = dict(common)
         if result.pop(RERUN, None) is not None:
-            message = f"{RERUN}: it has states of single ranks"
+            message = f"{RERUN}: states of individual ranks, which have no meaning on other ranks"
             self.omitted.append(note("rank-state-omitted", message, subject=RERUN))
         if self.states:
             optimizer = optimizers(self.source, common, self.options)

@@ -26,10 +26,10 @@ from .ranks import Save
 OTHER_FILES = (".safetensors", ".json", ".jsonl", ".distcp", "_states.pt", ".py")
 """Endings of other programs' files, which are therefore not opened to look for HDF5."""
 MOST_OPENED = 32
-"""How many files of one ending are opened at each end of the sorted list.
+"""`detect` opens this many files from the start, and from the end, of all names with one ending.
 
-A folder may have 50,000 samples or logs. All files are opened if no format recognizes the folder
-otherwise.
+A folder may have 50,000 samples or logs, and to open them all takes long. `detect_weak` opens the
+rest, if no format has recognized the folder by then.
 """
 NUMBERS = re.compile("[0-9]+")
 

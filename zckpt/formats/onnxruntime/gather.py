@@ -30,10 +30,11 @@ Shape = tuple[int, ...]
 
 
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
-    """Returns every tensor of every weight: the fp32 weight, its 16-bit copy, its moments.
+    """Joins the ranks' slices of all tensors: fp32 weights, their 16-bit copies, their moments.
 
     Raises InconsistentCheckpoint if the ranks' slices have more or fewer elements than the weight.
-    Raises UnsupportedCheckpoint if the engine itself could not determine which values are current.
+    Raises UnsupportedCheckpoint if ranks store different copies of a weight, and ONNX Runtime
+    itself cannot tell which copy has the latest values.
     """
     save = _opened(path)
     names = {name for rank in save.ranks for name in (*rank.weights, *rank.pieces, *rank.halves)}

@@ -44,7 +44,7 @@ SUFFIX = ".ort.pt"
 OF_RANK = role(
     "all states", r"(?P<stem>[^/]*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt", "dp", "last", fixed="last"
 )
-"""The role of one rank's file; its name has the rank, and the last rank of the run."""
+"""Files called `PREFIX.ZeRO.R.L.ort.pt`: R is the file's rank, and L is the run's last rank."""
 VIEW = re.compile(r"(.+)_view_(\d+)", re.DOTALL)
 HALVES = {"_fp16": "F16", "_bf16": "BF16"}
 MEGATRON = re.compile(r"_(column|row)_rank_\d+(_view_\d+|_fp16|_bf16)?$")

@@ -52,9 +52,9 @@ def per_rank(total: int, dp: int) -> int:
 
 
 def shares(numels: Mapping[str, int], dp: int) -> dict[str, list[Share]]:
-    """Computes which elements of each trainable weight every rank owns, by the partition rule.
+    """Computes which elements of each trainable weight a rank owns, by ONNX Runtime's rule.
 
-    `numels` has the number of elements of each weight.
+    The module's docstring states the rule. `numels` maps each weight to its number of elements.
     """
     width = per_rank(sum(numels.values()), dp) if dp > 1 else sum(numels.values()) + 1
     owned: dict[str, list[Share]] = {}
@@ -98,10 +98,10 @@ WRONG_FILE = (
 def weights_apart(save: Save) -> set[str]:
     """The names of the weights whose fp32 values are stored only by the ranks that own them.
 
-    These are the trained weights of a mixed-precision run. If the files have no 16-bit copies, but
-    only the owners store some weights, the run had mixed precision: then `save.mixed` is set to
-    "F16". Raises MissingData if slices of weights were saved without 16-bit
-    copies, because only these copies state the full shapes.
+    These are the trained weights of a mixed-precision run. A torch.save file shows mixed precision
+    by its 16-bit copies of weights. If the files have no such copies, zckpt infers mixed precision
+    from weights that some ranks lack, and sets `save.mixed` to "F16". Raises MissingData if these
+    files have slices of weights, because only the 16-bit copies state the full shapes.
     """
     halves = {name for rank in save.ranks for name in rank.halves}
     everywhere = set.intersection(*(set(rank.weights) for rank in save.ranks))
@@ -118,7 +118,7 @@ def weights_apart(save: Save) -> set[str]:
                 "layout-unknown",
                 f"{save.root} has slices of weights ({', '.join(pieces[:4])}), but not the 16-bit "
                 "copies of these weights, which alone show their shapes",
-                hint="take a checkpoint that was saved with the 16-bit copies",
+                hint="take a checkpoint with 16-bit copies of the weights (NAME_fp16 or NAME_bf16)",
                 file=save.root,
             )
         save.mixed = "F16"
@@ -133,10 +133,12 @@ def weights_apart(save: Save) -> set[str]:
 def owners_of(save: Save, shapes: Shapes, apart: Collection[str]) -> tuple[Owned, set[str]]:
     """Returns the ranks that own each weight, and the names of the trained weights.
 
-    The owners follow from the partition rule. `apart` are the weights whose fp32 values are stored
-    only by their owners. If the files have no moments, the slices of weights show which weights are
-    trained. Raises IncompleteCheckpoint if moments are missing, InconsistentCheckpoint if moments
-    contradict the rule, and MissingData if no file has the weights that several ranks own together.
+    ONNX Runtime's partition rule (see the module) decides which ranks own a weight. It divides the
+    trained weights, and moments show which weights these are. If the files have no moments, the
+    rule is tried with the weights in `apart`, then with all weights, until the ranks' slices fit;
+    all weights count as trained. `apart` are the weights that `weights_apart` returns. Raises
+    IncompleteCheckpoint if moments are missing, InconsistentCheckpoint if moments contradict the
+    rule, and MissingData if no file has the weights that several ranks own together.
     """
     numels = {name: prod(shape) for name, shape in shapes.items()}
     trained = {name for rank in save.ranks for name in rank.moments}
@@ -215,17 +217,18 @@ def _check_moments(save: Save, owned: Owned) -> None:
 
 
 def _refuse_torch_names(save: Save) -> None:
-    """Raises MissingData for a mixed-precision run that was saved only under torch's names.
+    """Raises MissingData for a mixed-precision run that was saved with only the torch model's keys.
 
-    Such files lack the weights that several ranks share, so these weights cannot be restored. Does
-    nothing for HDF5 files and for files with 16-bit copies.
+    Such files lack the slices of weights that several ranks share, because slices have other keys
+    (`NAME_view_K`). Does nothing for HDF5 files and for files with 16-bit copies.
     """
     if save.dialect == "hdf5" or any(rank.halves for rank in save.ranks):
         return
     raise MissingData(
         "weights-missing",
-        f"{save.root} was saved from a mixed-precision run with only torch's names: no file has "
-        "the weights that several ranks share",
+        f"{save.root} was saved from a mixed-precision run with only the torch model's keys: no "
+        "file has the weights that several ranks share, because their slices have other keys "
+        "(NAME_view_K)",
         hint="these weights cannot be restored: take a checkpoint with optimizer state",
         file=save.root,
     )

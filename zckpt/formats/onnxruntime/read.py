@@ -283,8 +283,9 @@ class _Entries:
         if self.lost:
             raise MissingData(
                 "weights-missing",
-                f"{self.save.root} lacks the fp32 slices of {names}: it was saved with only "
-                "torch's names, which leaves out weights that ranks share",
+                f"{self.save.root} lacks the fp32 slices of {names}: it was saved with only the "
+                "torch model's keys, but the slices of weights that ranks share have other keys "
+                "(NAME_view_K)",
                 hint="these weights cannot be restored: take another checkpoint",
                 file=self.save.root,
             )

@@ -17,9 +17,10 @@ def is_float(value: Any) -> bool:
 def is_updated(state: Mapping[str, Any]) -> bool:
     """Whether a parameter's optimizer states show that it was updated.
 
-    A tensor with different elements shows this, such as a moment that is not all zero. A step count
-    alone does not: torch.distributed.checkpoint.state_dict calls `optimizer.step()` once with zero
-    gradients, to create the states, before the first update.
+    It was updated if the elements of a state differ from one another: before the first update, all
+    elements of a moment are zero. A step count alone shows nothing, because
+    torch.distributed.checkpoint.state_dict creates the states by one call of `optimizer.step()`
+    with zero gradients.
     """
     return any(isinstance(v, Leaf) and v.shape and is_distinctive(v) for v in state.values())
 
@@ -49,11 +50,12 @@ def second_names(
     those second names that may be frozen copies instead. `trained` are the names that the
     optimizers list. `state` maps these names to optimizer states.
 
-    A tensor that no optimizer lists is a second name of a listed weight in two cases: both share
-    one storage, or their bytes are equal and the elements are not all the same. Before the first
-    update, a frozen copy (such as a teacher model) has equal bytes too. In this case only storages
-    decide. Where a file does not show storages, the name is put into the dictionary and into the
-    list.
+    A tensor that no optimizer lists is a second name of a listed weight if both share one storage,
+    or if both have equal bytes. Equal bytes do not count if all elements are the same, because two
+    tensors of zeros may be equal by chance. They do not count for a weight that was never updated,
+    because a frozen copy (such as a teacher model) still has equal bytes then. If the file does not
+    show storages in that case, the name is put into the dictionary and into the list. For two
+    tensors that no optimizer lists, only a shared storage counts.
     """
     owned = set(trained)
     untrained = {name: leaf for name, leaf in model.items() if name not in owned}

@@ -1,4 +1,4 @@
-"""Finds the parameter and the state of each saved tensor, such as `exp_avg`, by torch's own keys.
+"""Finds the parameter and the slot (such as `exp_avg`) of each saved tensor, by torch's own keys.
 
 This is the rule behind `verify --gather` for the formats `dcp` and `gathered`. It checks the
 reader, so it shares no code with the other modules of this folder. torch keeps names in keys (torch
@@ -32,7 +32,7 @@ Saved = Joined | Whole
 
 TreePath = tuple[Any, ...]
 MODELS = ("model", "state_dict", "module", "model_state_dict", "app.model")
-"""Keys of a model's state dict in programs, the most usual first."""
+"""Keys under which programs save a model's state dict, the most usual key first."""
 ADAPTED = "base_model."
 """Prefix of PEFT's modules. PEFT's files omit an adapter's name (PEFT 0.21)."""
 DEPTH = 4
@@ -93,10 +93,10 @@ def states(
     model       the model's tensors by name; a tensor of another parameter gets no name
     numbers     the names of the parameters that the optimizer numbers, in order
 
-    Of a named parameter, only tensors of its shape are yielded, such as `exp_avg`. Single
-    numbers, such as `step`, are skipped. A key counts as that of a single number if any parameter
-    has under it a Python number, or a tensor of one element although the parameter has another
-    shape.
+    Of a named parameter, only tensors of its shape are yielded, such as `exp_avg`. Single numbers,
+    such as `step`, are skipped. A tensor of one element may be a moment of a parameter with one
+    element. It counts as a number if some parameter has under the same key a Python number, or a
+    tensor of one element whose shape differs from the parameter's shape.
     """
     by_name, nameless = _optimizer(state_dict, numbers)
     named = [(name, state) for name, state in by_name.items() if name in model]

@@ -11,7 +11,10 @@ from .tree import TreePath
 OPTIMIZER: TreePath = ("optim",)
 """The key of an optimizer's state dict, as in torch's own examples."""
 RANKS, ADAPTER = "ranks", "adapter"
-"""How weights are kept if not as items: see `StateDictEngine.storage`."""
+"""Values of `StateDictEngine.storage`: places of weights outside of `.distcp` files.
+
+"ranks": in a safetensors file of each rank. "adapter": in the files of PEFT's adapter.
+"""
 
 
 def own_key(folder: str) -> str:

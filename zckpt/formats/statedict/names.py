@@ -30,9 +30,10 @@ def names_of(
     optimizer: OptimizerState,
     param_names: Sequence[str] | None,
 ) -> dict[Any, str]:
-    """Maps the names or numbers that an optimizer's groups list to the model's parameter names.
+    """Finds the model's name of each parameter in an optimizer's groups.
 
-    Names that no file states are inferred, and added to `model.inferred` with a warning. Raises
+    The groups list parameters by name or by number: these are the keys of the result. Names that no
+    file states are inferred, and added to `model.inferred` with a warning. Raises
     MissingData or WrongOption if names cannot be found, and InconsistentCheckpoint if optimizer
     states have the shapes of other weights.
     """
@@ -163,8 +164,8 @@ def _refuse_mixed(
             if state != weight:
                 raise InconsistentCheckpoint(
                     "mixed-saves",
-                    f"{saved.root}: by param_names of the groups, {name} of shape {list(weight)} "
-                    f"has an optimizer state of shape {list(state)}",
+                    f"{saved.root}: {name} has the shape {list(weight)}, but the optimizer state "
+                    f"that the groups' param_names assign to it has the shape {list(state)}",
                     hint="param_names and the states list the parameters in different orders: take "
                     "another copy of the file",
                     file=saved.root,

@@ -18,8 +18,9 @@ class Stated(Struct):
     aliases    maps each second name of a tied weight to its first name
     buffers    the names of buffers
     frozen     the names of weights that no optimizer trains
-    names      by file, or by key of torch.distributed.checkpoint: the manifest's names of the
-               tensors in it; weights and moments have "" or are not listed
+    names      the manifest's names of tensors in the program's own state, in their order. The keys
+               are files, or keys of torch.distributed.checkpoint. A weight or a moment has the name
+               "", or is not listed
     inferred   names that no file stated when zckpt read the source
     numbers    the names of the parameters that the optimizer numbers, in order
     optimizer  the class that `--optimizer` named

@@ -55,14 +55,14 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     """Builds the manifest of a checkpoint from its state dicts.
 
     Fields of `reading` decide what is read. `param_names` names the parameters that an optimizer
-    numbers. If nothing names them, there are two ways to read the rest: `weights_only` ignores the
-    optimizer, and `nameless` keeps its states as the program's own values, without interpreting
-    them. `root` chooses one of several models. Without `root` all are read, and each name begins
-    with the model's key.
+    numbers. If their names remain unknown, `weights_only` reads the weights without the optimizer,
+    and `nameless` keeps the optimizer's states as the program's own values, without interpreting
+    them. `root` chooses one of several models. Without `root` all models are read, and the names of
+    a model's parameters begin with the model's key.
 
-    Raises MissingData (there is no model, or several names fit a number), AmbiguousCheckpoint (it
-    is unclear which optimizer trains a model), WrongOption (no model has the name `root`), and
-    InconsistentCheckpoint.
+    Raises MissingData (there is no model, or the names of numbered parameters are unknown),
+    AmbiguousCheckpoint (it is unclear which optimizer trains a model), WrongOption (no model has
+    the name `root`), and InconsistentCheckpoint.
     """
     refuse_tree(saved.tree, saved.root)
     different = saved.ranks.different

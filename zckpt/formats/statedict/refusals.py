@@ -85,9 +85,10 @@ def refuse_parts(
     """Raises InconsistentCheckpoint if a weight or a moment is only one rank's slice of the tensor.
 
     If a program saves a plain tensor that is a slice, a torch.distributed.checkpoint directory has
-    only one rank's slice, and no trace of the others. But the shapes show it: the weight has the
-    shape of one rank's shard of its moment, or the moment that of the weight. `optimizer` must have
-    the names in `model`.
+    only one rank's slice, and no trace of the other slices. But shapes show the fault: a weight is
+    a slice if it has the shape of one rank's shard of its moment. A moment is a slice if it has the
+    shape of one rank's shard of its weight. With `weights_only`, moments are not checked.
+    `optimizer` must have the names in `model`.
     """
     for name, state in optimizer.state.items():
         weight = model.get(name)
@@ -104,11 +105,12 @@ def refuse_parts(
 def refuse_unnamed_parts(
     saved: SavedTree, model: Mapping[str, Any], optimizer: OptimizerState, weights_only: bool
 ) -> None:
-    """Like `refuse_parts`, for an optimizer whose parameters are numbered and have no names yet.
+    """Does the same as `refuse_parts` if the names of the optimizer's parameters are unknown.
 
-    A weight is a slice if it has the shape of one rank's shard of any moment. A moment is a slice
-    if it has the shape of one rank's shard of any weight. With `weights_only`, moments are not
-    checked.
+    It is then unknown which moment belongs to which weight. So a weight is a slice if it has the
+    shape of one rank's shard of any moment, and a moment is a slice if it has the shape of one
+    rank's shard of any weight. With `weights_only`, moments are not checked. Nothing is checked if
+    the optimizer's states have the shapes of the model's weights.
     """
     weights = {name: leaf for name, leaf in model.items() if isinstance(leaf, Leaf) and leaf.shape}
     moments = {

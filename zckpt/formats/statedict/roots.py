@@ -35,7 +35,7 @@ USUAL = {
 }
 """Words in keys that say nothing about which model it is, such as `model` or `optimizer`."""
 SOLE = "model"
-"""The name of a model whose state dict has no key: it is the full file."""
+"""The name of a model without a key: the whole file is the model's state dict."""
 
 
 class Root(Struct, frozen=True):
@@ -156,7 +156,7 @@ class Roots(Struct, frozen=True):
             way = f"choose it: --root {root.name}={names[0]}; or " if likely else ""
             raise AmbiguousCheckpoint(
                 "several-models",
-                f"{self.path}: nothing shows which one optimizer trains {root.name}; the "
+                f"{self.path}: nothing shows which optimizer to read with {root.name}; the "
                 f"checkpoint has {listed(names)}",
                 hint=f"{way}add --weights-only",
                 file=self.path,

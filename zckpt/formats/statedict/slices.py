@@ -1,8 +1,8 @@
-"""Refuses a tensor that is only one rank's slice, or leaves it out, if ranks' files show it.
+"""Finds tensors that are only one rank's slice: raises an error, or leaves the tensor out.
 
 Ranks of one run hold equal weights, or shards that state their offsets. If a plain tensor has
-different values on two ranks, each rank probably saved its slice (`to_local()`). This is an error
-for these tensors:
+different values on two ranks, each rank probably saved its slice (`to_local()`). Slices of averages
+beside the model (EMA) are left out with a warning. Slices of these tensors are an error:
 
     weights     those that an optimizer lists; without an optimizer, all tensors of the model except
                 running statistics, which always differ, and buffers that the user names
@@ -59,9 +59,11 @@ def refuse_weights(
     """Raises InconsistentCheckpoint if weights of a model are ranks' slices, and names one of them.
 
     place       the path of the model's state dict
-    names       maps its keys to the names in `model`
-    optimizers  the optimizers of the model, by path
-    listed      the parameter names that they list; None if unknown, and without optimizers
+    names       maps the keys of this state dict to the names in `model`
+    model       the model's tensors by name
+    optimizers  the optimizers that train the model, by path
+    listed      the names of the parameters that these optimizers list. None if the names are
+                unknown, or if there is no optimizer
     buffers     the globs of `--buffers`: tensors that may differ between ranks
     """
     differing = {
@@ -183,7 +185,7 @@ def _is_kept_apart(
 
 
 def omitted(key: str) -> Notice:
-    """The warning that averages under `key` are left out, because they are one rank's slices."""
+    """The warning that weight averages (EMA) at `key` are left out: they are one rank's slices."""
     return warning(
         "rank-slices",
         f"{key} is left out: its tensors are one rank's slices of the model's weights, and nothing "
@@ -193,9 +195,10 @@ def omitted(key: str) -> Notice:
 
 
 def entry_of(place: TreePath, kept: Collection[TreePath]) -> TreePath:
-    """Shortens a path as far as its value can still be removed without a value at a `kept` path.
+    """Finds the shortest beginning of a path with which no path in `kept` begins.
 
-    ("ema", "model") becomes ("ema",), unless a kept path also begins with "ema".
+    The value there can be removed, and the values at the kept paths stay. ("ema", "model") becomes
+    ("ema",), unless a kept path also begins with "ema".
     """
     ends = range(1, len(place) + 1)
     return next(place[:end] for end in ends if not any(path[:end] == place[:end] for path in kept))

@@ -97,7 +97,7 @@ def put(tree: Any, path: TreePath, value: Any, room: int) -> int:
 
 
 def no_twin() -> None:
-    """The `find_twin` of a `Leaf` whose checksums are unknown: returns None."""
+    """The value of `Leaf.find_twin` for a tensor whose checksums are unknown: returns None."""
 
 
 class Leaf(Struct, frozen=True, eq=False):
@@ -106,10 +106,12 @@ class Leaf(Struct, frozen=True, eq=False):
     dtype      the type, such as "F32"
     fragments  the byte ranges of the full tensor, in one file or in many
     number     a function that reads the value of a 0-d tensor
-    memory     which elements of which storages of a file the tensor has: equal for two names of one
-               tensor; None if the files do not show it, or if there are no elements
-    find_twin  computes `twin`: the checksums of its shards, equal for tensors with equal shards; or
-               None. It may have to open files
+    memory     identifies the elements of torch storages that the tensor consists of. Two names of
+               one tensor have equal values. None if the files do not show storages, or if there are
+               no elements
+    find_twin  a function that computes `twin` from the checksums of the shards' bytes. Two tensors
+               with equal shards have equal twins; None if a checksum is unknown. The function may
+               have to open files
     sharded    whether ranks hold shards of the tensor; None if the files do not show it
     name       the tensor's name in the manifest, if zckpt wrote the files and stated it
     parts      the shapes of the ranks' shards
@@ -179,8 +181,8 @@ class ReadFiles(Struct, eq=False):
     siblings       other files of the directory, which a target gets too
     omitted_files  other files of the directory, which no target gets
     unused         byte ranges of the files that belong to no value
-    laid           for a target that zckpt has just begun, without tensors' data: the `.metadata`
-                   table of each folder, by folder
+    laid           maps each folder to its `.metadata` table, if zckpt has just laid out the files
+                   as a target, before it copies tensors; else empty
     """
 
     paths: list[str] = field(default_factory=list)
@@ -240,10 +242,10 @@ class SavedTree(Struct, eq=False):
     files     the files that were read, and files beside them
     layout    how the program distributed its state dicts over files
     ranks     what a comparison of the ranks' files showed
-    facts     the facts that zckpt wrote beside the state dicts (own_facts.py), by the path of the
-              model that they describe; the path None stands for every other model
-    orders    for an optimizer that numbers its parameters: lists of numbers, each in the order of
-              the model's parameters; None if each group is such a list
+    facts     maps the path of a model to the facts that zckpt wrote beside it, such as the names of
+              buffers (own_facts.py); the path None stands for every other model
+    orders    lists of an optimizer's parameter numbers. The numbers in a list are in the order of
+              the model's parameters. None if the numbers in each parameter group are in this order
     omitted   notices about contents that no target gets
     warnings  warnings for the user
     """
@@ -260,7 +262,10 @@ class SavedTree(Struct, eq=False):
     warnings: list[Notice] = field(default_factory=list)
 
     def facts_of(self, model: TreePath) -> dict[str, Any] | None:
-        """The facts that zckpt wrote beside a model; None if it wrote none."""
+        """The facts that zckpt wrote beside a model, such as the names of buffers (own_facts.py).
+
+        `model` is the path of the model's state dict. None if zckpt wrote no facts.
+        """
         return self.facts.get(model, self.facts.get(None))
 
 
@@ -275,7 +280,7 @@ class InPieces(Struct, frozen=True):
     pieces: Sequence[tuple[tuple[int, ...], Any]]
 
     def refused(self, path: str) -> UnsupportedCheckpoint:
-        """The error for such a tensor outside of an optimizer's state.
+        """The error for a tensor of a special class that is no state of an optimizer.
 
         `path` is the tensor's key.
         """
@@ -301,13 +306,13 @@ def leaf(file: TorchFile, tensor: Tensor) -> Leaf:
 
 
 LeafPart = tuple[tuple[int, ...], Tensor, TorchFile]
-"""A tensor of a file as part of a leaf: its offsets, the tensor, the file."""
+"""A shard of the tensor that a `Leaf` describes: its offsets, the shard as saved, its file."""
 
 
 def memory_of(parts: Sequence[LeafPart]) -> Any:
-    """Computes `Leaf.memory`: which elements of which storages a tensor's shards are.
+    """Computes `Leaf.memory`: each shard's storage, and the shard's elements in this storage.
 
-    None for a tensor without elements.
+    Two names of one tensor have equal results. None for a tensor without elements.
     """
     views = [
         (*_view(offsets, tensor), file.path, tensor.place[0])
@@ -318,9 +323,10 @@ def memory_of(parts: Sequence[LeafPart]) -> Any:
 
 
 def twin_of(dtype: str, shape: tuple[int, ...], parts: Sequence[LeafPart]) -> Any:
-    """Computes `Leaf.twin`: the checksums of the storages, and which elements are used.
+    """Computes `Leaf.twin`: each shard's elements in its storage, and the storage's checksum.
 
-    None if a file states no checksum.
+    Two tensors with equal shards have equal results. None if a file states no checksum, or if there
+    are no elements.
     """
     crcs = []
     for offsets, tensor, file in parts:
@@ -348,7 +354,10 @@ def leaves(file: TorchFile, value: Any, names: Iterator[str] | None = None) -> A
 
 
 def missing_number() -> Any:
-    """The `number` of a `Leaf` whose file is lost: returns None."""
+    """The value of `Leaf.number` for a tensor whose file is lost: returns None.
+
+    `building.py` recognizes such a tensor by this function.
+    """
 
 
 def number_of(stored: SavedTensor) -> Callable[[], Scalar]:

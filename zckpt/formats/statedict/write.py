@@ -45,8 +45,9 @@ class StateDicts:
     """The state dicts that a torch program would save: values and blank tensors by path.
 
     `format` is the target's format. Groups of a source with the same format are copied unchanged.
-    `layout` is the kind of keys in the optimizer's state dict, "nested" or "flat". None means that
-    of the source, or "nested" if the source has none, or has complete files.
+    `layout` is the kind of keys in the optimizer's state dict, such as "nested" or "flat". If it is
+    None, the source's layout is used. If the source states none, or if each of its files is a
+    complete state dict, "nested" is used.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class StateDicts:
         return any(path[: len(own)] == own[: len(path)] for own in taken)
 
     def collisions(self) -> list[Notice]:
-        """A note on values of the program that are left out because state dicts need their keys."""
+        """A note on values of the program that are left out, because a state dict has their key."""
         lost = [dotted(path) for path, _ in self._client_items() if self._is_taken(path)]
         if not lost:
             return []
@@ -179,18 +180,19 @@ class StateDicts:
     def is_saved(self, name: str) -> bool:
         """Whether a weight is written to the target.
 
-        If only a PEFT adapter is written, these are its weights, and other trained weights such as
-        biases.
+        If only a PEFT adapter is written, this is true for the adapter's weights, and for other
+        trained weights such as biases.
         """
         parameter = self.source.parameters.get(name)
         trained = parameter is not None and parameter.trainable
         return not self.adapter or trained or peft.is_adapters(name)
 
     def unsaid(self) -> dict[str, Any]:
-        """The facts that zckpt writes beside the state dicts, which cannot state them.
+        """The facts that zckpt writes beside the state dicts, because no state dict states them.
 
-        These are the names of aliases, buffers and frozen weights, the names that were inferred,
-        and the class given with `--optimizer`, which tells a reader where the step is.
+        The facts are the names of aliases, buffers and frozen weights, the names that were
+        inferred, and the class given with `--optimizer`. Where an optimizer keeps its step depends
+        on its class.
         """
         source = self.source
         frozen = [name for name, parameter in source.parameters.items() if not parameter.trainable]
@@ -269,7 +271,8 @@ class StateDicts:
     def own_name(self, name: str) -> str:
         """The name that the program's optimizer uses for a parameter.
 
-        PEFT's may differ from the module's.
+        If the names in the source's optimizer lack PEFT's prefix and the adapter's name, this name
+        lacks them too. Otherwise it is `name`, the module's name.
         """
         return peft.bare_name(name) if self.keys.bare else name
 

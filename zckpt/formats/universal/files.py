@@ -36,7 +36,7 @@ MAX_MANIFEST = 1 << 29
 
 
 OF_OPTIMIZERS = re.compile(r"(master|exp_avg|momentum_buffer)(-\d+-of-\d+)?\.safetensors")
-"""Names of files that only a universal checkpoint has; without a manifest, it was lost."""
+"""Names of files that show that a folder is a universal checkpoint, if its manifest was lost."""
 KEYS = (b'"zckpt"', b'"source"', b'"step"', b'"optimizer"')
 """The first keys of a manifest; two of them identify it, even if it is damaged."""
 
@@ -44,7 +44,8 @@ KEYS = (b'"zckpt"', b'"source"', b'"step"', b'"optimizer"')
 def detect(path: str) -> list[str]:
     """[""] (a checkpoint without tags) if `path` is a universal checkpoint; else [].
 
-    It is one if it has a manifest that zckpt wrote, or files whose manifest was lost.
+    A universal checkpoint has a manifest that zckpt wrote. If the manifest was lost, it is
+    recognized by a file such as exp_avg.safetensors (`OF_OPTIMIZERS`).
     """
     name = os.path.join(path, MANIFEST)
     if sources.is_file(name):

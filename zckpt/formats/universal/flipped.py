@@ -34,8 +34,9 @@ Bit = tuple[int, int]
 def flipped(text: bytes, limit: int = LIMIT) -> list[Bit]:
     """Finds the bits of a damaged manifest.json whose flip restores the stated CRC-32.
 
-    Each is a pair: byte offset, bit. Empty if no such bit is found: trying all bits would take too
-    long. All tries together parse at most `limit` bytes.
+    Returns pairs (byte offset, bit). Only likely bits are tried, because trying all bits would take
+    too long. The list is empty if none of them restores the CRC-32, or if all tries together would
+    parse more than `limit` bytes.
     """
     left = limit
     found: list[Bit] = []

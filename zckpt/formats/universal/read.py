@@ -120,11 +120,12 @@ def _slot_of(file: str) -> str:
 
 
 def shells_of(path: str, chosen: Manifest) -> Manifest:
-    """Reads files that zckpt has just laid out for `chosen`, before their tensors are filled.
+    """Finds the byte ranges of tensors in files that zckpt has just laid out for `chosen`.
 
-    The files' headers state each tensor's byte range. Everything else is taken from `chosen`, of
-    which manifest.json has a copy. Raises CorruptCheckpoint if these facts contradict each other,
-    or are impossible, such as a number of ranks below 1.
+    A conversion copies the tensors into these ranges. The files' headers state the ranges.
+    Everything else is taken from the manifest `chosen`, because manifest.json has the same content.
+    Raises CorruptCheckpoint if these facts contradict each other, or are impossible, such as a
+    number of ranks below 1.
     """
     stored, files = _stored(path, ())
     entries = {}

@@ -152,9 +152,9 @@ def with_defaults(source: Manifest, options: Options) -> Manifest:
 
 DIGEST = len(', "crc32": "00000000"')
 FILE = len('\n  "": {"size": 8589934592, "crc32": "00000000"},')
-"""Bytes that a file's entry adds to the manifest, without the file's name.
+"""Bytes that `seal` adds to the manifest for one file, without the file's name.
 
-A tensor's checksum counts as many.
+For the checksum of one tensor, `seal` adds `DIGEST` bytes.
 """
 CHECKSUM = ',\n "crc32": "00000000"'
 """The text of the last item in manifest.json.
@@ -194,8 +194,9 @@ def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes manifest.json again, with the CRC-32 of every tensor and file.
 
-    `lay_out` has written the manifest before the tensors were copied: without a manifest, readers
-    would not recognize the files as a checkpoint, and the report counts the manifest's bytes.
+    These checksums are known only after the copy. `lay_out` has written a manifest without them,
+    because readers recognize the files as a checkpoint by the manifest, and because the report
+    counts its bytes.
     """
     document = describe(manifest, outcome.digests.get(0, {}).get)
     files = dict(outcome.files)
@@ -331,6 +332,9 @@ LINES: dict[str, Callable[[Any], str]] = {
     "entries": _entry_line,
     "parameters": _parameter_line,
 }
-"""By the manifest's key: the function that formats one item under it as a line of JSON."""
+"""For two keys of the manifest, the function that formats one of their items as a line of JSON.
+
+`_line` formats the items of all other keys.
+"""
 
 _line = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode

@@ -1,4 +1,4 @@
-"""Fuses and splits tensors for the other program, such as q, k and v of attention.
+"""Fuses and splits tensors, such as q, k and v, between Hugging Face and Megatron-Core.
 
 A function gets one program's tensors as views, and returns the other program's tensors. It opens no
 file. These are the packings (ways to fuse), with the tensors in Hugging Face and in Megatron-Core:
@@ -136,7 +136,7 @@ LAYOUTS: Mapping[str, Mapping[str, Callable[[Views, Sizes], Views]]] = {
     },
     "experts": {MEGATRON: _split_experts, HUGGING_FACE: _join_experts},
 }
-"""By packing, and then by the target's program: the function that converts the tensors."""
+"""The functions that convert tensors: for each packing (way to fuse them), one for each target."""
 
 
 def with_rows(entry: Entry, rows: int) -> Entry:

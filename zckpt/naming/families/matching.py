@@ -72,10 +72,10 @@ def _pattern(template: str) -> re.Pattern[str]:
 def places_of(
     family: Family, text: str, names: Collection[str]
 ) -> tuple[str, dict[str, NamePlace]]:
-    """Finds out to which program the names belong, and which rule matches each name.
+    """Tells whether names are Hugging Face's or Megatron's, and which rule matches each name.
 
-    Raises WrongOption if no rule matches a name, or if there are names of both programs. `text` is
-    the value of `--family`, for the message.
+    Raises WrongOption if no rule matches a name, or if some names are Hugging Face's and others
+    Megatron's. `text` is the value of `--family`, for the message.
     """
     by_side: dict[str, dict[str, NamePlace]] = {}
     for side in (HUGGING_FACE, MEGATRON):
@@ -86,7 +86,7 @@ def places_of(
         examples = " and ".join(f"{next(iter(by_side[side]))} of {side}" for side in sides)
         raise WrongOption(
             "family-does-not-fit",
-            f"--family {text}: the source has names of both programs: {examples}",
+            f"--family {text}: the source has names of Hugging Face and of Megatron: {examples}",
             hint=RENAME_HINT,
         )
     side = sides[0] if sides else HUGGING_FACE

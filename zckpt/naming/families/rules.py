@@ -32,16 +32,17 @@ PACKINGS = (
     "turned whole attention",
     "experts",
 )
-"""The names of the packings; see layouts.py."""
+"""The ways in which one program stores the other one's tensors, such as fused: see layouts.py."""
 MAX_FILE = 1 << 20  # bytes
 NUMBERS = re.compile(r"\{(.*?)\}")
 
 
 class FamilyRule(Struct, frozen=True, forbid_unknown_fields=True):
-    """The names of corresponding tensors in both programs; `{layer}` and `{expert}` are numbers.
+    """The names of the same tensors in Hugging Face and in Megatron-Core.
 
-    `packing` is the name, in layouts.py, of the way in which one program fuses these tensors. If
-    `only` is set, the rule applies only to sources of this program.
+    In names, `{layer}` and `{expert}` stand for numbers. `packing` is the way in which one program
+    fuses these tensors (layouts.py explains each way). If `only` is set, to "Hugging Face" or
+    "Megatron", the rule applies only to checkpoints of this program.
     """
 
     hugging_face: tuple[str, ...]
@@ -53,11 +54,14 @@ class FamilyRule(Struct, frozen=True, forbid_unknown_fields=True):
         names = [*self.hugging_face, *self.megatron]
         places = {place for name in names for place in NUMBERS.findall(name)}
         if not self.hugging_face or not self.megatron or not places <= {"layer", "expert"}:
-            raise ValueError(f"the names {', '.join(names)} are not those of a rule")
+            raise ValueError(
+                "only {layer} and {expert} may be in braces, and hugging_face and megatron need "
+                f"names: {', '.join(names)}"
+            )
         if self.packing not in PACKINGS:
             raise ValueError(f"there is no packing {self.packing!r}: choose {', '.join(PACKINGS)}")
         if self.only not in (None, *OTHER):
-            raise ValueError(f"only {self.only!r} is none of {', '.join(OTHER)}")
+            raise ValueError(f"the value {self.only!r} of `only` is none of {', '.join(OTHER)}")
 
     def names(self, side: str) -> tuple[str, ...]:
         return self.hugging_face if side == HUGGING_FACE else self.megatron
@@ -76,7 +80,7 @@ class Family(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not any("{layer}" in rule.hugging_face[0] for rule in self.rules):
-            raise ValueError("no rule has {layer} in its names")
+            raise ValueError("no rule has {layer} in its first name of hugging_face")
         for pattern in self.buffers:
             re.compile(pattern)
 

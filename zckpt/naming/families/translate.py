@@ -38,12 +38,12 @@ from .sizes import parsed, sizes_of
 
 
 def translated(manifest: Manifest, text: str, config: str | None = None) -> Manifest:
-    """Converts a manifest to the names and shapes of the other program.
+    """Converts a manifest from names and shapes of Hugging Face to Megatron-Core's, or back.
 
-    The names determine the direction. `text` is the value of `--family`. `config` is the path of a
-    config.json, or of its folder, if the user gives one. Replicas of tensors are dropped. Raises
-    WrongOption for names that no rule matches and for sizes that do not fit, MissingData for an
-    unknown size or a missing tensor, and InconsistentCheckpoint if tensors that become one have
+    The source's names determine the direction. `text` is the value of `--family`. `config` is the
+    path of a config.json, or of its folder, if the user gives one. Replicas of tensors are dropped.
+    Raises WrongOption for names that no rule matches and for sizes that do not fit, MissingData for
+    an unknown size or a missing tensor, and InconsistentCheckpoint if tensors that become one have
     different steps, hyper-parameters or types.
     """
     name, given = parsed(text)
@@ -216,8 +216,8 @@ class _Translation(Struct, eq=False, dict=True):
         groups, scalars = source.groups, source.states.scalars
         for name, other in zip(names, parameters, strict=True):
             for what, a, b in (
-                ("is trained", first.trainable, other.trainable),
-                ("has made so many steps:", first.step, other.step),
+                ("is trained:", first.trainable, other.trainable),
+                ("has the step", first.step, other.step),
                 ("has the numbers", *(scalars.get(each, {}) for each in (names[0], name))),
                 ("has the hyper-parameters", _of(groups, first), _of(groups, other)),
             ):

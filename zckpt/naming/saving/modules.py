@@ -31,10 +31,11 @@ BYTE = "U8"
 
 
 def spelled_as(other: Manifest, first: Manifest) -> Manifest:
-    """Converts the manifest `other` to the kind of names that `first` has: of modules, or of files.
+    """Gives the tensors of `other` the names and shapes that they have in `first`.
 
-    A config.json beside one of the checkpoints selects the rules. Returns the same manifest if
-    there is no config.json, or if both already have the same kind of names.
+    One checkpoint may have the names of the model's modules, and the other one the names that
+    `save_pretrained` writes. A config.json beside one of the checkpoints selects the rules. Returns
+    `other` unchanged if no config.json selects rules, or if both have the same kind of names.
     """
     theirs, own_names = {*names_of(first)}, {*names_of(other)}
     for siblings in (first.files.siblings, other.files.siblings) if theirs != own_names else ():
@@ -52,9 +53,11 @@ def spelled_as(other: Manifest, first: Manifest) -> Manifest:
 
 
 class ModuleSpan(Struct, frozen=True):
-    """A part of a module's tensor: the elements [start, stop) of the tensor `name` in files.
+    """A part of a module's tensor, and the place of its elements in a file's tensor.
 
-    In the module's tensor, this part begins at element `at`.
+    at             the index of the part's first element in the module's tensor
+    name           the tensor in a file that has the part
+    start, stop    the part's elements in the file's tensor: [start, stop)
     """
 
     at: int

@@ -91,7 +91,7 @@ class SavingRule(Struct, frozen=True):
         return NameMatch(front + before, matched_text, after, int(source[1:]), group)
 
     def renamed(self, name: str) -> str:
-        """Applies the rule, which must have no steps, to a name; unchanged if it does not match."""
+        """Applies a rule that only renames (without steps) to a name; no change without a match."""
         match = self.match(name)
         if match is None:
             return name
@@ -102,9 +102,11 @@ class SavingRule(Struct, frozen=True):
 class SavingRules(Struct, frozen=True):
     """The rules of a model, in the order in which they are applied.
 
-    `renames` are rules that only rename, `converters` those that change tensors by steps. A name
-    that contains one of the texts `marks` occurs only in files, so it is not converted again.
-    `sizes` are numbers of the model's configuration, which steps need.
+    renames       rules that only rename tensors
+    converters    rules that also change tensors, by steps such as cutting or joining
+    marks         parts of names that occur only in files: a manifest with one of them already has
+                  the names of files, and is not converted again
+    sizes         numbers of the model's configuration, which steps need
     """
 
     renames: Sequence[SavingRule]

@@ -1,4 +1,6 @@
-"""The operations of a saving rule, which are applied one after the other to the rule's tensors.
+"""The steps of a rule that turns a module's tensors into the tensors that transformers saves.
+
+The steps of a rule are applied one after the other:
 
     cut       cuts into equal parts along an axis: one per target, or as many as a size states
     join      concatenates along an axis
@@ -21,7 +23,11 @@ from typing import Any
 from ..views import View, cut, dealt, flattened, folded, joined, swapped, unstacked, zeros
 
 Tensors = dict[str, View]
-"""Views by a part of their new names, in which `*` may stand for a number."""
+"""Maps targets of a rule to views of the tensors that get these names.
+
+A target is a part of a new name, and `*` in it stands for a number (such as an expert's). Before a
+step has assigned targets, the keys are the indexes of the rule's source patterns.
+"""
 
 
 def converted(

@@ -24,10 +24,10 @@ def as_saved(manifest: Manifest, config: Mapping[str, Any]) -> Manifest:
     """Converts a manifest to the names and tensors that `save_pretrained` would write.
 
     `config` is the model's configuration. Returns the same manifest if the model needs no
-    conversion, or if its names are already names of files. Optimizer states of a parameter's shape
-    are converted like the parameter. Other states of a tensor that is cut or joined keep their
-    names, and replicas are dropped. Raises UnsupportedCheckpoint for tensors that do not fit, and
-    InconsistentCheckpoint if two tensors would get one name.
+    conversion, or if its names are already those that `save_pretrained` writes. Optimizer states of
+    a parameter's shape are converted like the parameter. Other states of a tensor that is cut or
+    joined keep their names, and replicas are dropped. Raises UnsupportedCheckpoint for tensors that
+    do not fit, and InconsistentCheckpoint if two tensors would get one name.
     """
     rules, names = rules_of(config), names_of(manifest)
     if rules is None or any(f".{mark}." in f".{n}." for mark in rules.marks for n in names):
@@ -39,9 +39,10 @@ def as_saved(manifest: Manifest, config: Mapping[str, Any]) -> Manifest:
 
 
 class NameGroup(Struct, eq=False):
-    """Names of tensors that are converted together, by the index of the rule's source pattern.
+    """The names of tensors that one rule converts together, such as those of gate and up.
 
-    If `rule` is None, there is only one name, and its tensor is not changed.
+    `names` maps the index of the rule's source pattern to the name that matches this pattern. If
+    `rule` is None, there is only one name (at 0), and its tensor is not changed.
     """
 
     rule: SavingRule | None
@@ -145,7 +146,8 @@ class _Translation(Struct, eq=False, dict=True):
                     "type-unsupported",
                     f"save_pretrained joins {listed([*group.names.values()], 3)} into one tensor, "
                     "but their weights have several types, or one of them has only a master",
-                    hint="`zckpt convert --weights-only` writes them under the module's names",
+                    hint="`zckpt convert --weights-only` writes these weights under their names in "
+                    "the module",
                 )
             else:
                 for entry in parts.values():

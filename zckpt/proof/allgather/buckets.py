@@ -28,11 +28,11 @@ class Spread(Partitioned, frozen=True):
 class Beside(Struct, frozen=True):
     """Boxes (shards) of one tensor that lie side by side along `axis` and together fill this axis.
 
-    All boxes have the same ranges along the axes before `axis`, and are complete along the axes
-    after it. A line of a box has the elements with one index along every axis before `axis`: if the
-    columns of a matrix are divided among ranks, a line is a rank's part of a row. The lines of all
-    boxes for the same row, one after the other, are a contiguous range of the tensor. `widths` has
-    the number of elements in a line of each box.
+    For example, the columns of a matrix are divided among ranks (`axis` is 1). All boxes have the
+    same ranges along the axes before `axis`, and are complete along the axes after it. A line is
+    the part of a row that one box has: its elements have equal indices on the axes before `axis`.
+    The lines of all boxes for one row follow each other in the tensor, without gaps. `widths` has,
+    for each box, the number of elements in a line.
     """
 
     apart: Joined
@@ -56,20 +56,21 @@ class Beside(Struct, frozen=True):
         return self.apart.length(rank)
 
     def own_range(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """Translates elements [start, stop) of the widest box into elements of the box of `rank`.
+        """The lines in elements [start, stop) of the widest box, as elements of the box of `rank`.
 
-        The result has the same lines, such as rows 2 to 5. But its lines may be shorter than those
-        of the widest box, so the numbers of the elements are others.
+        A line is the part of a row that one box has. For example, a line has 5 elements in the
+        widest box and 4 in the box of `rank`. Then [10, 25), which is lines 2 to 4, becomes
+        [8, 20).
         """
         width, widest = self.widths[rank], max(self.widths)
         return start // widest * width, stop // widest * width
 
     def blocks(self, start: int, stop: int, column: int) -> Iterator[Block]:
-        """Yields the blocks for elements [start, stop) of the widest box.
+        """Yields the tensor's blocks for the lines in elements [start, stop) of the widest box.
 
-        Each block is a matrix of elements of the tensor: each of its rows joins the lines that all
-        boxes have there. In the bucket (a matrix with a row per rank) every rank's elements begin
-        at `column` of its row.
+        A line is the part of a row that one box has. A row of a block joins the lines that all
+        boxes have of one row. The bucket is a matrix with a row for each rank: there, the lines of
+        a rank's box follow each other, from `column` on.
         """
         member, shape = FlatMember(self.apart.key, self.apart.shape, 0), self.apart.shape
         line, end = start // max(self.widths), stop // max(self.widths)
@@ -90,10 +91,11 @@ class Beside(Struct, frozen=True):
 
 
 def side_by_side(tensor: Joined) -> Iterator[Joined | Beside]:
-    """Groups the boxes (ranks' shards) of a tensor that are all-gathered together.
+    """Groups the boxes (ranks' shards) of a tensor; one all-gather can move the boxes of a group.
 
-    Boxes that lie side by side and fill an axis become one `Beside`. All other boxes are grouped by
-    similar length, because the rows of a bucket are as wide as the longest box in it.
+    Boxes that lie side by side and together fill an axis of the tensor become one `Beside`. All
+    other boxes are grouped by similar length, to save memory: an all-gather moves a matrix with a
+    row for each box, and all rows are as wide as the longest box.
     """
     rows: dict[tuple[tuple[int, ...], tuple[int, ...]], list[BoxPart]] = {}
     other_boxes: list[BoxPart] = []
@@ -120,10 +122,11 @@ def side_by_side(tensor: Joined) -> Iterator[Joined | Beside]:
 def even_lines(sizes: tuple[int, ...], shape: tuple[int, ...]) -> int:
     """The number of consecutive lines of a box (shard) that begin at equal distances in the tensor.
 
-    A line is a part of the box that is contiguous in the tensor. `sizes` are the box's sizes along
-    the axes before those of a line. An example is a tensor of shape (4, 6, 8), which is `shape`. A
-    box of shape (2, 3, 5) has lines of 5 elements, and its `sizes` are (2, 3): the result is 3,
-    because the distance from line 2 to line 3 is larger. For a box of shape (2, 6, 5) it is 12.
+    One `Block` can describe all these lines. A line is a part of the box that is contiguous in the
+    tensor. `shape` is the shape of the tensor. `sizes` are the sizes of the box along the axes
+    before a line. For example, a tensor has shape (4, 6, 8), and a box in it has shape (2, 3, 5):
+    lines have 5 elements, and `sizes` are (2, 3). Lines 0, 1 and 2 begin 8 elements apart, but line
+    3 begins 32 elements after line 2. So the result is 3. For a box of shape (2, 6, 5) it is 12.
     """
     count = 1
     for size, whole in zip(reversed(sizes), reversed(shape[: len(sizes)]), strict=True):
@@ -138,10 +141,11 @@ Cut = Partitioned | Joined | Beside
 
 
 class Segment(Struct, frozen=True):
-    """The same range of elements in every rank's shard of a tensor or flat buffer (`part`).
+    """One range of elements of all ranks' shards of a tensor or flat buffer (`part`), in a bucket.
 
-    The range is [start, stop). In a bucket (a matrix with a row per rank) it begins at column `at`
-    of each row. If a rank's shard is shorter, `part.own_range` tells which elements are meant.
+    A bucket is a matrix with a row for each rank: the elements begin at column `at` of each row.
+    The range [start, stop) counts elements of the longest shard. `part.own_range` converts it to
+    the range of a rank whose shard is shorter.
     """
 
     part: Cut
@@ -151,13 +155,14 @@ class Segment(Struct, frozen=True):
 
 
 class Block(Struct, frozen=True):
-    """A rectangle of elements in a bucket (a matrix with a row per rank) that belong to one tensor.
+    """A matrix of elements of one tensor, and where they are in a bucket.
 
-    Row i of the block has `columns` elements of the tensor, beginning at start + i * stride.
-    Without `pieces`, the block is the rectangle at (`row`, `column`) of the bucket. With `pieces`,
-    its columns come from several boxes (shards): a piece (row, column, columns) says where in the
-    bucket the next `columns` columns begin. The rows of a piece lie in one row of the bucket, one
-    after the other.
+    Row i of the block has the tensor's elements from start + i * stride on, `columns` in number.
+    The bucket is itself a matrix, with a row for each rank. Without `pieces`, the block is the
+    rectangle of the bucket that begins at (`row`, `column`). With `pieces`, the block's columns
+    come from one or more boxes (shards). A piece (row, column, columns) gives the next `columns`
+    columns of the block. Its elements begin at (row, column) of the bucket, and all its rows follow
+    each other in that one row of the bucket.
     """
 
     member: FlatMember
@@ -239,9 +244,10 @@ class Bucket(Struct, frozen=True):
 def lines_of(tensor: Joined, rank: int, start: int, stop: int, column: int = 0) -> Iterator[Block]:
     """Yields the blocks that make up elements [start, stop) of a rank's box (shard) of a tensor.
 
-    In the bucket they begin at `column` of the rank's row. A line of the box is contiguous in the
-    tensor. If the range begins or ends inside of a line, this part of the line is a block of its
-    own; complete lines at equal distances form one block.
+    A line is a part of the box that is contiguous in the tensor. Complete lines that begin at equal
+    distances in the tensor form one block. If the range begins or ends inside a line, this part of
+    the line is a block of its own. In the bucket (a matrix with a row for each rank), the elements
+    begin at `column` of the rank's row.
     """
     part, member = tensor.parts[rank], FlatMember(tensor.key, tensor.shape, 0)
     sizes, inner = part.sizes, tensor.inner(part)
@@ -325,17 +331,19 @@ def kind_of(part: Cut) -> tuple[str, int, bool]:
 
 
 LINES = 1 << 16
-"""The approximate largest number of lines of boxes in a bucket.
+"""The approximate largest number of lines in a bucket.
 
-The other checkpoint is read line by line.
+A line is a part of a box (shard) that is contiguous in the tensor. For each line there is a read
+request to the checkpoint with which the gathered tensors are compared.
 """
 
 
 def buckets(parts: Sequence[Cut], room: int, processes: int) -> Iterator[Bucket]:
-    """Packs tensors and flat buffers into buckets: what one all-gather moves, at most `room` bytes.
+    """Packs tensors and flat buffers into buckets of at most `room` bytes, one per all-gather.
 
-    A bucket has a row per rank, and the rows are divided among `processes` processes. `parts` must
-    be sorted so that all with the same `kind_of` follow each other.
+    A bucket has a row for each rank that saved the checkpoint. Its rows are divided among the
+    `processes` processes that compare now. `parts` must be sorted: parts with an equal key
+    `kind_of` (type, number of ranks, whether to gather) follow each other.
     """
     segments: list[Segment] = []
     end, kind, width, lines = 0, ("", 0, False), 0, 0

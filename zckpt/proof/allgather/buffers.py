@@ -32,10 +32,10 @@ def all_gather(world: World, whole: torch.Tensor, part: torch.Tensor) -> None:
 
 
 class BucketBuffers:
-    """The memory for one bucket, which is a matrix with a row of elements for each rank.
+    """The memory for one bucket, the matrix with a row for each rank that one all-gather moves.
 
-    It has the gathered rows of all ranks, the rows that this process reads, and the same elements
-    of the other checkpoint.
+    It has the gathered rows of all ranks and the rows that this process reads. It also has the same
+    elements of the other checkpoint, with which the gathered elements are compared.
     """
 
     def __init__(self, world: World, room: int, other: int) -> None:
@@ -70,9 +70,9 @@ class BucketBuffers:
         self.near_other = self._near(other) if self.cuda else self.other
 
     def rows(self, bucket: Bucket) -> int:
-        """The number of bytes of all rows, with padding rows.
+        """The number of bytes of all rows in the bucket.
 
-        With these, every process has the same number of rows.
+        This includes padding rows, which give every process the same number of rows.
         """
         rows_of_process = -(-bucket.rows // self.world.size)
         return rows_of_process * self.world.size * bucket.width * bucket.size

@@ -44,9 +44,10 @@ class Flight(Struct, eq=False):
 
 
 class Gathering:
-    """Compares the buckets of one process, and collects differences and CRC-32s of tensors.
+    """Compares two checkpoints in one process, and collects differences and CRC-32s of tensors.
 
-    `matches` lists the pairs of tensors to compare. Results are kept by the index in this list.
+    The tensors of one checkpoint are all-gathered in buckets, and each bucket is compared.
+    `matches` lists the pairs of tensors to compare. Results are kept by the index of the pair.
     """
 
     def __init__(

@@ -181,7 +181,11 @@ def _spread(part: Whole, size: int) -> Spread:
 
 
 def strided(part: Named) -> Iterator[Joined]:
-    """Yields each box (shard) of a tensor that has strides in its file, as a tensor of one box."""
+    """Yields the boxes (shards) of a tensor that are not row-major in their files.
+
+    All-gathers do not move these boxes: each is compared alone. So each is yielded as a `Joined`
+    that has only this box.
+    """
     if isinstance(part, Whole) and part.strides:
         box = BoxPart((0,) * len(part.shape), part.shape, part.extent, strides=part.strides)
         yield Joined(part.key, part.dtype, part.shape, (box,))

@@ -32,10 +32,11 @@ READ = 8 << 20  # bytes that one thread reads at a time
 
 
 class BlockMatch(Struct, frozen=True):
-    """A block of a tensor, and where the other checkpoint's elements for it are read to.
+    """A block of a gathered tensor, and the place for the same elements of the other checkpoint.
 
-    `match` is the pair of tensors, one of each checkpoint, and `place` its index in the list of all
-    pairs. The other checkpoint's elements are read into a buffer, from byte `at` on.
+    `match` is the pair of tensors to compare, one of each checkpoint. `place` is the index of this
+    pair in the list of all pairs. The other checkpoint's elements are read into a buffer, from byte
+    `at` on.
     """
 
     block: Block
@@ -89,9 +90,10 @@ class Readers:
         return [self._pool.submit(work, batch) for batch in batches]
 
     def elements(self, items: Sequence[BlockMatch], into: memoryview) -> list[Future[list[Seen]]]:
-        """Starts reading the other checkpoint's elements of every item; returns the futures.
+        """Starts reading the elements with which blocks are compared; returns the futures.
 
-        Each future returns the CRC-32s of the elements that it has read.
+        The elements are in the other checkpoint, and are read into `into`, at the place that each
+        `BlockMatch` states. A future returns the CRC-32s of the elements that it has read.
         """
         wanted = [
             (item, ReadRequest(item.other, first, min(first + step, stop), 0))
@@ -123,7 +125,7 @@ class Readers:
 
 
 Seen = tuple[BlockMatch, int, int, int]
-"""A block's match, a range of its tensor, and the CRC-32 of the other side's bytes in it."""
+"""A `BlockMatch`, a range [start, stop) of elements, and their CRC-32 in the other checkpoint."""
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

@@ -27,7 +27,11 @@ SECTIONS = {
     "steps": "",
     "against": "",
 }
-"""The sections in their order. A section is shown if it has the named key ("": if it exists)."""
+"""The sections of the page, in order, each with the key that decides whether it is shown.
+
+A section is shown if it has a value under this key that is not empty. For "", it is shown if the
+section itself is not empty.
+"""
 
 
 def render(document: Mapping[str, Any]) -> str:

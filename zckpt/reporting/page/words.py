@@ -119,9 +119,9 @@ def of_this(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def of_run(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The faults of older checkpoints that are not in the run's table.
+    """The faults and warnings about older checkpoints that the table of the run does not show.
 
-    For example, a missing checkpoint has no row in this table.
+    For example, the fault that a checkpoint is missing: this checkpoint has no row in the table.
     """
     run = document.get("run")
     names = {point["name"] for point in run["checkpoints"] if point.get("faults")} if run else {}
@@ -231,7 +231,7 @@ def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
     if wrong:
         return "bad", f"{wrong:,} fault{'s' * (wrong != 1)}"
     if faults:
-        return "odd", f"no fault, {len(faults):,} to look at"
+        return "odd", f"no fault, oddities to check: {len(faults):,}"
     if (equal := (document.get("against") or {}).get("equal")) is not None:  # diff, probe-diff
         return ("good", "no difference found") if equal else ("odd", "the two differ")
     if (document.get("line") or {}).get("checked") == "not read":

@@ -100,7 +100,7 @@ def test_a_name_that_no_pattern_fits() -> None:
 def test_a_view_that_is_no_axis() -> None:
     view = {"patterns": ["w"], "shape": (5, 3), "partition_dim": 0}
     info = stated_rules({"parameter_with_sub_params": [view]})
-    with pytest.raises(UnsupportedCheckpoint, match=r"cannot join .* its sub-parameters"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"cannot join .* does not fit the view"):
         info.explicit("w", [(4, 4), (4, 4)])
 
 

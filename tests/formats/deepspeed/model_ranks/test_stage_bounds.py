@@ -146,7 +146,7 @@ def test_what_a_rule_takes_for_granted() -> None:
     assert assumed(model, (0, 6), options_of({"pp": 1})) == []
     (line,) = texts(assumed(model, (0, 3, 6), options_of({"pp": 2, "pp_partition": "type:block"})))
     assert "are 0,3,6, if the program has 6 layers" in line
-    assert "type:block matches the layers 1, 3, 4" in line
+    assert "type:block names the class of the layers 1, 3, 4" in line
     (line,) = texts(assumed(model, (0, 3, 6), options_of({"pp": 2, "pp_partition": "uniform"})))
     assert "matches" not in line
 

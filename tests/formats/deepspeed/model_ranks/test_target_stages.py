@@ -109,7 +109,7 @@ def test_a_tied_layer_without_a_place() -> None:
     """All layers of its stages have names: only one stage, which has everything, needs none."""
     stages = [EMBED, "0", "1"], ["2"], [EMBED, "3"]
     with pytest.raises(
-        WrongOption, match="at a layer without names, but by --pp-bounds there is no"
+        WrongOption, match=r"at a layer without names\. By --pp-bounds, that layer is"
     ):
         cut(stages, range(4), (), pp_bounds=(0, 2, 4))
     whole, inferred = cut(stages, range(4), (), pp=1)

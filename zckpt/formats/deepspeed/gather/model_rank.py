@@ -57,9 +57,10 @@ FLATS = "fp32_groups_flat"
 
 
 class ModelRank:
-    """The opened files of one model rank; its `partitions` are what its data ranks all-gather.
+    """The opened files of one model rank, and the tensors in these files (`partitions`).
 
-    If `number` is None, the object has the files of all model ranks.
+    `number` is the model rank in the file names. None opens the files of all numbers as one model
+    rank: up to DeepSpeed 0.19.5, the numbers count the ranks that share a sequence (Ulysses).
     """
 
     def __init__(self, directory: str, number: int | None = 0) -> None:

@@ -65,10 +65,14 @@ class Cut(Struct, frozen=True):
     ) -> Cut:
         """The cut of a tensor along `axis`, with the ranks' parts in rank order.
 
-        `shapes` are the slices' shapes. A fused tensor (q, k and v, for example) has several
-        sub-parameters along the axis, and each one is cut over all ranks: `widths` has, for each
-        sub-parameter, the length of every rank's part. Each of these lengths counts blocks of
-        `unit` elements. The sequence of sub-parameters occurs `folds` times along the axis.
+        A fused tensor has several sub-parameters along the axis, such as q, k and v. Each
+        sub-parameter is cut over all ranks.
+
+            shapes    the shape of every rank's slice
+            widths    for each sub-parameter, the length of every rank's part along the axis; empty
+                      for a tensor that is not fused
+            unit      the number of elements that a length of 1 in `widths` stands for
+            folds     how often the sub-parameters are repeated along the axis: 2 for q, k, q, k
         """
         widths = widths or [[0 if shape is None else shape[axis] for shape in shapes]]
         first = next(shape for shape in shapes if shape is not None)
@@ -108,7 +112,8 @@ FIRST = {
 LAST = {"parameter_with_row_parallelism_patterns": "1", "vocabulary_parameter_patterns": "0"}
 """Keys of `universal_checkpoint_info`, each with the --tp-rules line of the same meaning.
 
-Those in FIRST take precedence over sub-parameters, those in LAST do not.
+A name may match several keys. Then FIRST decides before `parameter_with_sub_params` (the rules for
+fused tensors), and LAST decides after it.
 """
 
 
@@ -161,8 +166,8 @@ def _by_view(
             return Cut.along(shapes, dim, widths, outer // before, inner // behind)
     raise UnsupportedCheckpoint(
         "proof-unsupported",
-        f"--gather cannot join {name}: the view {sizes} of its sub-parameters does not fit its "
-        f"slice {list(present[0])}",
+        f"--gather cannot join {name}: its slices have the shape {list(present[0])}, which does "
+        f"not fit the view {sizes} that universal_checkpoint_info states for the full tensor",
         hint="verify without --gather",
         subject=name,
     )

@@ -238,8 +238,8 @@ class _Layers:
                     path = self.files[number].path
                     message = (
                         f"{path} has the shapes of the tied layer {key}, but other weights: zckpt "
-                        "assumes that these are frozen weights of another layer. If they belong to "
-                        "the tied layer, this file is of another save"
+                        "assumes that the file belongs to another layer, whose weights are frozen. "
+                        "If the file belongs to the tied layer, it is from another save"
                     )
                     yield warning("frozen-inferred", message, subject=key, file=path)
 

@@ -29,7 +29,7 @@ from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION
 from ..layer_names import LayerName, layers_with, of_tied, untied_layers, uses_of_files
 
 STAGES = (PP, PP_BOUNDS, PP_PARTITION)
-LAST = "the last bound is the number of all layers, functions included"
+LAST = "the last bound is the number of all layers, which include plain functions"
 
 
 def is_cut(pp: int, options: Options) -> bool:
@@ -64,7 +64,7 @@ def bounds_of(model: Manifest, pipeline: Pipeline, options: Options) -> tuple[in
         raise WrongOption(
             "option-invalid",
             f"--pp-partition {method}: {files}",
-            hint="the number after the colon counts all layers, functions included",
+            hint="the number after the colon counts all layers, which include plain functions",
         )
     if name == "uniform":
         return uniform(int(about or count), stages)
@@ -81,10 +81,13 @@ def assumed(model: Manifest, bounds: Sequence[int], options: Options) -> list[No
         return []
     message = (
         f"--pp-partition {method}: the stages' bounds are {_text(bounds)}, if the program has "
-        f"{bounds[-1]} layers, functions included"
+        f"{bounds[-1]} layers (which include plain functions)"
     )
     if alike := layers_alike(model) if method.startswith("type:") else []:
-        message += f", and if {method} matches the layers {ranges(alike)} (equal parameters)"
+        message += (
+            f", and if {method} names the class of the layers {ranges(alike)}, which have equal "
+            "parameters"
+        )
     return [warning("place-inferred", message, subject=PP_PARTITION.flag)]
 
 
@@ -130,8 +133,8 @@ def _unknown_bounds(says: str, example: str = "with --pp-bounds") -> WrongOption
     return WrongOption(
         "stages-do-not-fit",
         says,
-        hint="give the first layer of each stage and the number of all layers, functions included, "
-        f"{example}; your program prints the layers of each stage at its start",
+        hint="give the first layer of each stage and the number of all layers (which include plain "
+        f"functions), {example}; your program prints the layers of each stage at its start",
     )
 
 
@@ -174,8 +177,9 @@ def _weights(model: Manifest, pipeline: Pipeline, files: str) -> list[int]:
 def layers_alike(model: Manifest) -> list[int]:
     """The numbers of the layers that are assumed to be of one class.
 
-    Of all sets of layers with the same parameter names and shapes, the largest one is chosen. Empty
-    if another set has as many layers and as many parameters.
+    Layers with the same parameter names and shapes form a set. The set with the most layers is
+    chosen; between sets of equal size, the set whose layers have more parameters. The result is
+    empty if this does not decide either.
     """
     names = ((LayerName.of(name), own.shape) for name, own in model.parameters.items())
     kinds = by_key((n.number, (n.inner, shape)) for n, shape in names if n.number is not None)
@@ -205,11 +209,12 @@ def _by_class(model: Manifest, pipeline: Pipeline, stages: int, method: str) -> 
         if numbers and not first <= min(numbers) <= max(numbers) < stop:
             raise WrongOption(
                 "stages-do-not-fit",
-                f"{says}. If the class were that of the layers {ranges(alike)} (equal parameters), "
-                f"the stages of {model.root} would begin at layers {_text(before[:-1])}, but they "
-                "do not",
-                hint=f"if only the new run uses this rule, give --pp-bounds {_text(after)}; "
-                "your program prints the layers of each stage at its start",
+                f"{says}. zckpt assumes the class of the layers {ranges(alike)}, which have equal "
+                f"parameters. Then the stages of {model.root} would begin at layers "
+                f"{_text(before[:-1])}, but they do not",
+                hint="if the saved run was cut by another rule, and only the new run uses this "
+                f"--pp-partition, give --pp-bounds {_text(after)}; your program prints the layers "
+                "of each stage at its start",
             )
     return after
 
@@ -228,9 +233,10 @@ def uniform(layers: int, stages: int) -> tuple[int, ...]:
 def balanced(weights: Sequence[int], stages: int) -> tuple[int, ...]:
     """Bounds that give all stages about the same sum of `weights`, by DeepSpeed's rule.
 
-    `weights` has a number for each layer, such as its number of trained elements. The rule extends
-    the best partition of the first layers by one stage at a time, which does not always give the
-    best partition overall. If several partitions are equally good, the last one is used.
+    `weights` has a number for each layer, such as its number of trained elements. The rule adds one
+    stage at a time. For every number of first layers, it keeps only the best partition into the
+    stages so far, and continues from it. So the result is not always the best partition of all
+    layers. If several partitions are equally good, the last one is used.
     """
     count = len(weights)
     if count <= stages:

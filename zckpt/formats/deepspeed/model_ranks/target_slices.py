@@ -88,8 +88,9 @@ def slices_of(source: Manifest, tp: int) -> tuple[Table, list[Manifest], list[No
         raise MissingData(
             "cuts-unknown",
             f"nothing says how the parameters of {source.root} are cut over tensor ranks",
-            hint="give --like RUN, a run of these tensor ranks; or write it --to deepspeed first, "
-            "then `zckpt reshard --tp` with --tp-rules FILE, or a family such as --tp-rules llama",
+            hint="give --like RUN, a run with the tensor ranks that you want; or convert the "
+            "source --to deepspeed first, then run `zckpt reshard --tp N` with --tp-rules FILE, or "
+            "with a model family such as --tp-rules llama",
             file=source.root,
         )
     whole = sized(source, tp)
@@ -166,9 +167,10 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
     """The number of rows of each vocabulary parameter in the target: {"embed.weight": 50304}.
 
     Megatron rounds the used rows up to a multiple of `tp` times the argument
-    `make_vocab_size_divisible_by`. If the saved arguments lack this divisor, and the source has
-    more rows than its own tensor ranks need, the number of rows stays, provided that `tp` divides
-    it. Empty for AutoTP, which pads nothing.
+    `make_vocab_size_divisible_by`. If the saved arguments lack this argument, it counts as 1. The
+    source may then have more padding than its own tensor ranks need: if `tp` divides the source's
+    number of rows, that number stays. `--vocab-size` replaces the number of used rows. Without this
+    option, the result is empty for AutoTP, which pads nothing.
     """
     divisor = arguments(source.state.get("client_state")).get(DIVISOR)
     unit = divisor if isinstance(divisor, int) and divisor > 0 else None
@@ -178,7 +180,8 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
             "option-not-applicable",
             f"--vocab-size does not apply to {source.root}: no rule says which weights have the "
             "rows of a vocabulary",
-            hint="give a rule `vocab:N` for them with --tp-rules FILE",
+            hint="give these weights a rule `vocab:N` in --tp-rules FILE; N is the number of rows "
+            "that are not padding",
         )
     if given is None and facts and is_auto(source):
         return {}  # AutoTP pads nothing: the ranks' shares differ by one row

@@ -124,9 +124,9 @@ def _uses(
             if not free:
                 raise WrongOption(
                     "stages-do-not-fit",
-                    f"{root} has a stage that uses the tied layer {key} at a layer without "
-                    f"{'a file' if is_shown else 'names'}, but by --pp-bounds there is no such "
-                    f"layer between {span.start} and {span.stop - 1}",
+                    f"a stage of {root} uses the tied layer {key} at a layer without "
+                    f"{'a file' if is_shown else 'names'}. By --pp-bounds, that layer is one of "
+                    f"{span.start} to {span.stop - 1}, but none of these layers fits",
                     hint=LAST,
                 )
             if is_shown and len({_stage_of(at, bounds) for at in (*shown, *free)}) > 1:

@@ -61,7 +61,10 @@ from ..files import RankFiles
 from ..flats import flat_buffers
 from .auto_ep import ROUTER, with_slices
 
-UNKNOWN = "mixture-of-experts layers, and with only the file name of its ds_config"
+UNKNOWN = (
+    "mixture-of-experts layers whose experts no file assigns to ranks (of the ds_config, only the "
+    "file name was saved)"
+)
 ELEMENTS = 64  # compared elements of a parameter
 PARAMETERS = 8  # compared parameters of a flat buffer
 GATE = ".deepspeed_moe.gate.wg.weight"
@@ -118,8 +121,8 @@ def files_by_layer(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
     if surplus := [(n, e) for n, e in places if n >= len(counts) or e >= counts[n]]:
         raise InconsistentCheckpoint(
             "mixed-saves",
-            f"{paths[surplus[0]]} is one file too many: by layer, the model file lists "
-            f"{listed(counts)} experts",
+            f"{paths[surplus[0]]} is one file too many: the model file states the number of "
+            f"experts in each layer of experts: {listed(counts)}",
             hint="files of another save may be among them: keep only the files of one save",
         )
     opened = iter(open_files([paths[place] for place in places], files.parsed))
@@ -130,8 +133,8 @@ def files_by_layer(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
         if gate <= before:  # the engine numbers layers in the module's order
             raise InconsistentCheckpoint(
                 "swapped-files",
-                f"{layer.files[0].path} has an expert of {layer.name}, but {ranks.models[0].path} "
-                "has another layer of experts at this number",
+                f"{layer.files[0].path} has an expert of {layer.name}, but in "
+                f"{ranks.models[0].path} this file's layer number belongs to another layer",
                 hint=f"{SWAPPED}, or of another save; copy all files again",
                 file=layer.files[0].path,
                 subject=layer.name,
@@ -239,8 +242,9 @@ def with_tensors(
 ) -> EngineStates:
     """Adds the tensors in the experts' files to the module, directly after their layer's gate.
 
-    The model file lists the names of buffers, and the second names of tied weights. For experts it
-    lists only the names of rank 0's experts. Here the names of all other experts are added.
+    This function also completes two lists of the model file: the names of buffers, and the second
+    names of tied weights. Of experts, the model file lists only the names on rank 0. The names of
+    all other experts are added.
     """
     behind = {layer.gate: layer for layer in files}
     module: dict[str, Any] = {}
@@ -295,10 +299,9 @@ class Experts(Struct, frozen=True):
         if len(eps) > 1 or count not in (None, ranks.dp // ep) or not is_named:
             raise InconsistentCheckpoint(
                 "mixed-saves",
-                f"{ranks.directory.path}: flat group {group}, named "
-                f"{group_on_rank_0.get('name')!r}, is cut "
-                f"over {count} of {ranks.dp} ranks, which does not fit its parameters' "
-                f"expert-parallel size {listed(sorted(eps))}",
+                f"{ranks.directory.path}: param group {group} is named "
+                f"{group_on_rank_0.get('name')!r} and is cut over {count} of {ranks.dp} ranks, but "
+                f"its parameters have the expert-parallel size {listed(sorted(eps))}",
                 hint=MIXED,
                 file=ranks.directory.path,
             )
@@ -322,10 +325,10 @@ class Experts(Struct, frozen=True):
 
     @property
     def fit(self) -> bool:
-        """Whether the experts' masters round to their weights, if `places` is right.
+        """Whether the experts' masters round to the experts' weights: a test of `places`.
 
-        `places` states which rank has which experts. False means that ranks have other experts.
-        Only the first masters in each flat buffer of experts are compared.
+        `places` is an assumption about which rank has which experts. False means that the
+        assumption is wrong. Only the first masters in each flat buffer of experts are compared.
         """
         tensors, names = ManifestTensors(self.whole), list[str]()
         try:

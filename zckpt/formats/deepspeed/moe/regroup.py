@@ -86,7 +86,7 @@ def _check_sizes(layers: ExpertLayers, ep: int | None, given: int | None, before
         size = ep or layer.ep
         if layer.experts % size or dp % size:
             fitting = [n for n in range(1, dp + 1) if not (layer.experts % n or dp % n)]
-            other = "choose another" if given else "give --dp N, or choose another"
+            other = "choose another size" if given else "give --dp N, or choose another size"
             raise WrongOption(
                 "sizes-do-not-fit",
                 f"{counted(dp, 'rank')} cannot share the {layer.experts} experts of {layer.name} "
@@ -221,12 +221,13 @@ def _cuts(source: Manifest, names: Sequence[str]) -> Iterator[list[str]]:
 
 
 def with_named_layers(source: Manifest, unplaced: Sequence[str]) -> Manifest:
-    """Finds the layers of experts of a full model's state dict, and adds them to the manifest.
+    """Adds the layers of experts to the manifest of a full model's state dict.
 
-    Such a source has experts, numbered over all ranks, but does not state their layers; `unplaced`
-    are the names of the experts' tensors. The expert-parallel sizes come from the names of the
-    optimizer's groups (`ep_size_2`), which remain if zckpt made the state dict from a DeepSpeed
-    run.
+    A state dict does not list these layers. The layers and their numbers of experts come from the
+    names of the experts' tensors, in which experts are numbered over all ranks. The expert-parallel
+    sizes come from the names of the optimizer's param groups, such as `ep_size_2`. A state dict has
+    these group names if zckpt made it from a DeepSpeed run. `unplaced` are the names of experts'
+    tensors, for an error message.
 
     Raises InconsistentCheckpoint (experts are missing) and MissingData (the source is not a full
     model's state dict, or the optimizer has no groups of experts).

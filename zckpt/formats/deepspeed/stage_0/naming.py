@@ -137,7 +137,7 @@ def named(asked: Nameless) -> Named:
 
 
 def by_file(asked: Nameless) -> Named | None:
-    """The names that zckpt wrote into the file; None if the file has none."""
+    """The parameter names that zckpt wrote into the optimizer's file; None without such names."""
     if not asked.stated_names:
         return None
     members: Members = [[*own] for own in asked.stated_names]
@@ -266,8 +266,9 @@ def check_rounding(
         if (fitting_names or strict) and name not in fitting_names:
             raise WrongOption(
                 "names-do-not-fit",
-                f"--param-names gives the name {name} to a master in {master.file.path} that "
-                f"rounds to the weight {fitting_names[0] if fitting_names else 'of no parameter'}",
+                f"--param-names gives the name {name} to a master in {master.file.path}, but the "
+                "master rounds to the weight "
+                f"{fitting_names[0] if fitting_names else 'of no parameter'}",
                 hint="name the trained parameters in the optimizer's order, group by group",
             )
 
@@ -276,11 +277,13 @@ def check_rounding(
 
 
 def by_views(asked: Nameless) -> Named | None:
-    """Finds the names in flat masters by the module's 16-bit weights, as views of one buffer.
+    """Finds the names of the parameters in flat masters from views: the module's 16-bit weights.
 
-    FP16_Optimizer makes the weights of a group views of one buffer, and saves them as such. The
-    buffer's bytes equal the rounded flat master. None if masters are not flat. Raises MissingData
-    if the weights are no longer such views, because another program has saved the file again.
+    FP16_Optimizer makes the weights of a group views of one buffer, and saves them as views. The
+    buffer's bytes equal the rounded flat master, so the order of the views is the order of the
+    parameters in the master. None if masters are not flat, or if weights are in other files. Raises
+    MissingData if the weights are no longer views of one buffer, because another program has saved
+    the file again.
     """
     if not asked.is_flat or asked.is_apart:
         return None
@@ -295,8 +298,8 @@ def by_views(asked: Nameless) -> Named | None:
     shown = [label for own in of_flats for label in own if len(own) == len(members[label]) == 1]
     if len({*shown}) < len(asked.flats):
         raise asked.missing(
-            "the module's weights, which could show them, are no longer views of the groups' flat "
-            "buffers"
+            "the module's weights do not show the names: they are no longer views of the groups' "
+            "flat buffers"
         )
     return Named([members[label][0] for label in shown], [])
 
@@ -340,8 +343,9 @@ def by_bytes(asked: Nameless) -> Named | None:
 def cut(asked: Nameless, flat: TensorInFile) -> list[TensorInFile]:
     """Cuts a flat master into the masters of its parameters.
 
-    From the start of each parameter, the next elements must round to weights of exactly one shape.
-    Raises MissingData otherwise.
+    The parameters lie one after another. To find where the next one ends, the shapes of all weights
+    are tried: for exactly one shape, the next elements must round to a weight. Raises MissingData
+    otherwise.
     """
     weights = [*asked.weights.values()]
     shapes = dict.fromkeys(stored.tensor.shape for stored in weights)
@@ -353,7 +357,8 @@ def cut(asked: Nameless, flat: TensorInFile) -> list[TensorInFile]:
         fitting = [piece for piece, own in zip(near, rounded, strict=True) if own]
         if len(fitting) != 1:
             raise asked.missing(
-                "a piece of its masters rounds to no weight, or to weights of several shapes"
+                "a part of a flat master rounds to no weight of the module, or to weights of "
+                "several shapes"
             )
         pieces += fitting
         start += fitting[0].tensor.numel

@@ -67,12 +67,12 @@ class Number(Struct, frozen=True):
 
 
 def numbers_of(states: EngineStates) -> Groups:
-    """What the optimizer's state has under each number, group by group.
+    """What the optimizer's state has under each parameter number, as one list per param group.
 
-    A number without a state is a frozen parameter, because the engine gives every trained weight a
-    gradient, so torch's own optimizer has a state for it. If no number has a state, as with plain
-    SGD, nothing shows which parameters are frozen. Raises CorruptCheckpoint if the state is
-    damaged, and InconsistentCheckpoint if only some numbers have masters.
+    In torch's own optimizer, a number without a state is a frozen parameter: the engine gives every
+    trained weight a gradient, and the optimizer then has a state for the weight. If no number has a
+    state, as with plain SGD, nothing shows which parameters are frozen. Raises CorruptCheckpoint if
+    the state is damaged, and InconsistentCheckpoint if only some numbers have masters.
     """
     optimizer, base, file = states.first, states.bases[0], states.optimizers[0]
     kept, wrapper = base.get("state") or {}, wrapper_of(optimizer)

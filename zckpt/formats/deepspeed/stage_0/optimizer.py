@@ -320,10 +320,11 @@ def manifest_of_whole(whole: WholeOptimizer, step_policy: str | None) -> Manifes
 
 
 def with_members(manifest: Manifest, members: Members) -> Manifest:
-    """If the optimizer lists frozen parameters, records each group's parameters in the manifest.
+    """Records each group's parameters in the manifest, if the optimizer lists frozen parameters.
 
-    Only torch's own optimizer may list frozen parameters. `members` has each group's names, and
-    None for a frozen parameter. The record has each name's index in the module's list of names.
+    Only torch's own optimizer may list frozen parameters. `members` has the names of each group's
+    parameters, with None for a frozen parameter. The manifest gets these lists with an index for
+    each name: its place in the list of all weights, `state["module"]`.
     """
     if all(None not in own for own in members):
         return manifest

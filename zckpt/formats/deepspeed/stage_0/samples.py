@@ -46,10 +46,11 @@ class TensorInFile(Struct, frozen=True):
 def labels(
     weights: Sequence[TensorInFile], masters: Sequence[TensorInFile]
 ) -> tuple[list[Label], list[list[Label]]]:
-    """Labels for weights and masters: a master with a weight's label may be the weight's master.
+    """Gives labels to weights and masters: a master may belong to the weights with its label.
 
-    A label stands for a shape and for the bits of some elements. Returns one label for every
-    weight, and a list of labels for every master, with at most one label for each type of weights.
+    A label stands for a shape, a type and the bits of some elements. Returns one label for every
+    weight. Returns a list of labels for every master: a master is rounded to each type that weights
+    of its shape have, and for each type it gets at most one label.
     """
     typed = by_key(((w.tensor.shape, w.tensor.dtype), place) for place, w in enumerate(weights))
     shaped = by_key((m.tensor.shape, place) for place, m in enumerate(masters))

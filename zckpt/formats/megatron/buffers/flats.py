@@ -65,8 +65,8 @@ def slicing_of(name: str, shape: Sequence[int], pieces: Sequence[TensorPiece], t
     if len(axes) != 1 or len(pieces) not in (tp, 2 * tp):
         raise UnsupportedCheckpoint(
             "grid-unsupported",
-            f"{name} was saved in {len(pieces)} shards: zckpt expected 1, {tp} or {2 * tp} of "
-            f"{tp} tensor ranks",
+            f"{name} was saved in {len(pieces)} shards by {tp} tensor ranks: zckpt expected 1, "
+            f"{tp} or {2 * tp} shards",
             hint=WEIGHTS_ONLY,
             subject=name,
         )
@@ -256,11 +256,11 @@ class FlatItems:
 
 
 def buffers_of(file: TorchFile, value: Any) -> Iterator[tuple[int, Flat]]:
-    """Yields (number, flat buffer) for each buffer in `distrib_optim.pt` or a `param_state` object.
+    """Yields (number, flat buffer) for each flat buffer of one optimizer.
 
-    `value` is the dictionary that one of them has for an optimizer, and `file` the file of it.
-    Raises UnsupportedCheckpoint for files from before March 2024, and CorruptCheckpoint if a buffer
-    is not a 1-d float32 tensor.
+    `value` is the optimizer's dictionary, and `file` contains this dictionary: `distrib_optim.pt`,
+    or a file of torch_dist with a `param_state` object. Raises UnsupportedCheckpoint for files from
+    before March 2024, and CorruptCheckpoint if a buffer is not a 1-d float32 tensor.
     """
     if not isinstance(value, dict):
         raise CorruptCheckpoint(
@@ -359,21 +359,25 @@ def param_groups(file: TorchFile, value: Any) -> list[Any]:
 
 
 class FlatFragments:
-    """The flat shards saved under one key, sorted by the slice of a parameter that they belong to.
+    """The flat shards saved under one key, sorted by slice.
 
+    A slice is one of the equal parts into which tensor ranks cut a parameter. The sharding type
     `fully_sharded_model_space` was the default of Megatron-Core up to 0.13. It stores a weight and
     an optimizer state like this:
 
             decoder.layers.mlp.linear_fc2.weight                           (L, h, ffn), tp cuts ffn
             optimizer.state.fp32_param.decoder.layers.mlp.linear_fc2...    (L, 1, tp, h * ffn / tp)
 
-    The state's first axes count layers and experts, as the weight's do. Then, for each axis of the
-    parameter, there is an axis with the number of slices along it. The last axis has the elements
-    of one slice, flattened. Each data-parallel rank saves a range of these elements (megatron-core
-    0.13.1).
+    The axes of the state are:
 
-    A bucket of a flat buffer (`dp_reshardable`) is saved as one flat axis of elements. It counts as
-    a single slice, whose index is ().
+            L                  layers and experts, as in the weight
+            1, tp              the number of slices along each axis of the parameter, here h and ffn
+            h * ffn / tp       the elements of one slice, flattened
+
+    Each data-parallel rank saves a range of a slice's elements (megatron-core 0.13.1).
+
+    A bucket of a flat buffer (`dp_reshardable`) has only the last axis. Here it is treated as one
+    slice with the index ().
     """
 
     def __init__(self, table: ItemTable, files: ItemFiles, key: str, dtype: str = "") -> None:
@@ -427,7 +431,7 @@ class FlatFragments:
     def runs(self, place: tuple[int, ...]) -> Runs:
         """The file ranges with the elements of one slice, in element order.
 
-        `place` is the slice's index under the key: the numbers of its layer and expert, then its
+        `place` is the slice's index along all axes but the last: its layer and expert, then its
         number along each axis of the parameter. Raises InconsistentCheckpoint if shards overlap or
         leave gaps.
         """

@@ -77,7 +77,7 @@ def is_before(name: str) -> bool:
 def predicts(names: Iterable[str]) -> bool:
     """Whether a model with these parameter names has layers for multi-token prediction.
 
-    If so, the last pipeline stage has replicas of the parameters before the layers.
+    If so, the last pipeline stage has replicas of the embedding's parameters.
     """
     return any(map(PREDICTION.fullmatch, names))
 

@@ -34,7 +34,8 @@ ReadBytes = Callable[[Extent], bytes]
 class Local(Struct, frozen=True, eq=False):
     """A tensor rank's shard of a parameter: `numel` elements of type `dtype`.
 
-    `first` is the byte range of the weight's first elements in its file.
+    `first` is the byte range of the weight's first elements in its file (at most 64). These are
+    compared with masters, to find the parameter in a flat buffer.
     """
 
     name: str
@@ -86,10 +87,12 @@ def places(
 ) -> list[Places]:
     """Finds the ways in which parameters fill a buffer exactly, in the order of `locals_`.
 
-    Each way lists the position (bucket, element) of every parameter, or None for a parameter that
-    the buffer lacks. At most two ways are returned: two suffice to show that the bytes do not
-    decide. Only with `may_lack` may the buffer lack parameters. zckpt then rounds each master at
-    which a parameter may begin, and tries the parameters whose first weight equals it.
+    A way lists the position (bucket, element) of every parameter. At most two ways are returned:
+    two suffice to show that the bytes do not decide.
+
+    With `may_lack`, the buffer may lack parameters; these have the position None. Parameters are
+    then found by their first weight. zckpt rounds the master at each position where a parameter may
+    begin, and tries all parameters whose first weight has this value.
     """
     firsts = enumerate(locals_) if may_lack else ()
     by_first = by_key(

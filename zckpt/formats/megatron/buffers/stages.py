@@ -108,12 +108,17 @@ Ends = tuple[bool, bool]
 
 
 def require_one(ways: Sequence[object], flat: Flat, where: str) -> None:
-    """Raises UnsupportedCheckpoint unless exactly one way to fill a buffer was found."""
+    """Raises UnsupportedCheckpoint unless `ways` has exactly one item.
+
+    A way says where each parameter begins in the buffer `flat`. With several ways, zckpt cannot
+    know which one is true. `where` begins the error message.
+    """
     if not ways:
         raise UnsupportedCheckpoint(
             "layout-unknown",
             f"{where}: zckpt cannot tell which layers are in {flat.name} of "
-            f"{sum(flat.sizes)} elements: for no range of layers, the masters round to the weights",
+            f"{sum(flat.sizes)} elements: no range of layers has the weights to which the masters "
+            "round",
             hint=f"zckpt knows only the parameter order of a GPTModel; {WEIGHTS_ONLY}",
         )
     if len(ways) > 1:

@@ -1,4 +1,6 @@
-"""Joins `mp_rank_*` directories by Megatron-Core's own rule.
+"""Joins the shards of `mp_rank_*` directories into full tensors, for `verify --gather`.
+
+rule.py computes from Megatron-Core's layout where each parameter is.
 
 A state dict has the parameters in the module's order. Experts that are spread over ranks have a
 separate optimizer. All other flat buffers are in the folders of the first expert rank.

@@ -1,7 +1,8 @@
-"""Joins the shards of a torch_dist directory into full tensors by Megatron-Core's own rule.
+"""Joins the shards of a torch_dist directory into full tensors, for `verify --gather`.
 
 A key has either rectangular shards of a tensor (boxes: offsets and sizes within the full tensor),
-or flat buckets with the elements of many parameters.
+or flat buckets with the elements of many parameters. rule.py computes from Megatron-Core's layout
+where each parameter is.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ BUFFER = re.compile(
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
     """Every tensor of the model and of its optimizer, joined from the ranks' shards.
 
-    Raises UnsupportedCheckpoint for cases that the rule does not cover: frozen parameters in flat
+    Raises UnsupportedCheckpoint for cases for which rule.py has no rule: frozen parameters in flat
     buffers, modules that a GPTModel does not have, an optimizer whose states are stored by the
     parameters' numbers, and Megatron-FSDP.
     """

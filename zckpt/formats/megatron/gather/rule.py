@@ -76,7 +76,10 @@ Box = tuple[Shape, Shape]
 
 
 Slots = Mapping[str, Mapping[int, Runs]]
-"""Maps each slot to its buckets, by their numbers."""
+"""The file ranges (`Runs`) of a flat buffer, by optimizer state and by bucket number.
+
+States are named as in the files: `param` or `fp32_param` is the master.
+"""
 
 
 def refusal(path: str, what: str) -> UnsupportedCheckpoint:
@@ -177,9 +180,11 @@ def joined(ranks: Sequence[Filled], whole: Mapping[str, Shape], gated: bool) -> 
 
 
 def in_boxes(runs: Runs, size: int, boxes: Sequence[Box]) -> Iterator[BoxPart]:
-    """Yields the file ranges of the boxes (offsets, sizes) that make up a rank's shard.
+    """Yields the file ranges of a rank's shard, box after box.
 
-    `runs` has the elements of all boxes, one box after another; `size` is bytes per element.
+    A box is a rectangular part of the full tensor: (offsets, sizes). A shard has one box or several
+    `boxes`. `runs` are the file ranges of the shard's elements: all elements of the first box, then
+    of the second, and so on. `size` is bytes per element.
     """
     begin = 0
     for offsets, sizes in boxes:
@@ -229,7 +234,7 @@ def layers_of_chunks(
     sizes[0] -= bool(apart[0])
     sizes[-1] -= bool(apart[1])
     if sum(sizes) != layers or min(sizes) < 0:
-        raise refusal(path, "pipeline stages whose numbers of layers its arguments do not state")
+        raise refusal(path, "arguments that do not state the layers of each pipeline stage")
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
@@ -255,9 +260,9 @@ def order_of(
 ) -> tuple[Any, ...] | None:
     """The sort key of a parameter in the order of a GPTModel; None for an unknown module.
 
-    `names` has the names of all parameters as keys: they show which layers have a norm in a linear
-    module. `fused` is true for Transformer Engine's spec, whose linear modules include the norms
-    before them. `grouped` is true for its module of all experts (TEGroupedMLP).
+    `fused` is true for Transformer Engine's spec, in which a linear module includes the norm before
+    it. `names` has all parameters' names as keys, and shows which layers have this linear module.
+    `grouped` is true if a layer has one module for all experts (TEGroupedMLP).
     """
     module, _, kind = name.rpartition(".")
     last = kind == "bias"
