@@ -106,14 +106,13 @@ def _split(words: Mapping[str, Any], **more: Any) -> tuple[Reading, Running, Tar
 
 
 def _of_ranks(words: Mapping[str, Any], is_resharded: bool = True) -> dict[str, bool]:
-    """Two options for reading a source, which tell what `reshard` does with model-parallel ranks.
+    """Two options for reading a source, for its model-parallel ranks: both False for `convert`.
 
-    `ranks_apart`: each rank keeps its slices, because neither --tp nor --groups-from is given. So
-    the ranks' manifests are not joined. `with_slicings`: --tp asks for other slices, so the reader
-    must find out how tensor-parallel ranks slice parameters. Both are False for `convert`
-    (`is_resharded` is False).
+    `ranks_apart`: the ranks' manifests are not joined, because each rank keeps its slices.
+    `with_slicings`: the reader must find out how tensor-parallel ranks slice parameters.
     """
     tp = words.get("tp")
+    # the target has other slices than the source
     cuts = tp is not None and (tp > 1 or words.get("vocab_size") is not None)
     apart = tp is None and words.get("groups_from") is None  # groups are those of the whole model
     return {"ranks_apart": is_resharded and apart, "with_slicings": is_resharded and cuts}
@@ -129,29 +128,29 @@ def read(
     opens_items: bool = False,
     **source: Unpack[NamedKeywords],
 ) -> Manifest:
-    """The manifest of the checkpoint at `path`, whose format is recognized by content.
+    """Reads the manifest of the checkpoint at `path`: all but the elements of its tensors.
 
-    No tensor is read, except replicas in files without checksums, which are compared.
+    The format is recognized by content. Replicas in files without checksums are read, to compare
+    them.
 
         format          the format, if the path has checkpoints of several formats
-        tag             the checkpoint to read, if the path has several
-        root            the model to read, if there are several: "generator", or with its
-                        optimizer "generator=optimizer_g"
+        tag             the checkpoint, if the path has several
+        root            the model, if there are several: "generator", or with its optimizer
+                        "generator=optimizer_g"
         step_policy     the step to use if places disagree: "max", "min", a number, or "keep" (each
                         weight keeps its own step)
-        tp_rules        a family or a file: how tensor-parallel ranks slice parameters, if the
-                        checkpoint does not state it
+        follow_links    read files beside the checkpoint even through links out of its directory
+        tp_rules        how tensor-parallel ranks slice parameters, if the checkpoint does not state
+                        it: a model family or a file
         buffers         globs: buffers of which each rank stores its own values
         param_names     the names of the parameters, if the optimizer only numbers them
-        weights_only    only the weights are needed: zckpt may leave the optimizer unread, and then
-                        needs no names for its parameters
-        nameless        if an optimizer only numbers its parameters and no file has their names,
-                        read its states without names
+        weights_only    the optimizer may be left unread, and its parameters need no names
+        nameless        read the states of numbered parameters without names, if no file has the
+                        names
         by_checksums    do not compare replicas in files without checksums;
                         `manifest.notices.uncompared` is their number
-        opens_items     open every item (a saved slice of a tensor, or an object) of `.distcp`
-                        files, for callers that read their tensors; by default zckpt infers the byte
-                        layout of most items from similar ones
+        opens_items     for callers that read tensors of `.distcp` files: open every saved item;
+                        otherwise the byte layout of most items is inferred from similar ones
 
     Raises a ZckptError.
     """
@@ -177,17 +176,22 @@ def load(
     accept_weights: bool = False,
     **source: Unpack[NamedKeywords],
 ) -> Any:
-    """Loads one complete tensor of the checkpoint at `path`, by its name `parameter/slot`.
+    """Loads one tensor of the checkpoint at `path`, by its name: `fc1.weight/exp_avg`.
 
-    Returns a torch.Tensor on the CPU if torch is installed, else a numpy.ndarray. It has the type
-    in the checkpoint, and its own memory. `zckpt inspect --tensors '*'` lists the names, such as
-    `fc1.weight/exp_avg`. `source` are the arguments of `read`. Raises a ZckptError: WrongOption for
-    an unknown name, MissingExtra for bfloat16 and 8-bit floats without torch, CorruptCheckpoint if
-    the bytes do not have the CRC-32 that the file states.
+    Returns a torch.Tensor on the CPU, or without torch a numpy.ndarray. It has the type in the
+    checkpoint, and its own memory. `zckpt inspect --tensors '*'` lists the names.
 
-    As `convert`, it raises InconsistentCheckpoint if weights are not the rounded masters, unless
-    `accept_weights` is true, and if replicas of tensor-parallel ranks differ, unless `replicas` is
-    "rank0". This is checked at the first load of a checkpoint.
+        replicas          "rank0": replicas of tensor-parallel ranks may differ
+        accept_weights    weights may differ from the rounded masters
+        source            the arguments of `read`
+
+    The first load of a checkpoint compares its replicas, and its weights with the masters. Raises a
+    ZckptError:
+
+        WrongOption               an unknown name
+        MissingExtra              bfloat16 or an 8-bit float without torch
+        CorruptCheckpoint         the bytes do not have the CRC-32 that the file states
+        InconsistentCheckpoint    replicas differ, or weights are not the rounded masters
     """
     manifest = read_manifest(path, _reading(source, opens_items=True))
     entry = loading.entry_of(manifest, name)
@@ -214,30 +218,27 @@ def convert(
 ) -> Report:
     """Writes the checkpoint at `source` as a new directory `target`, in format `to`.
 
-    `words` are the options of `zckpt convert` for the target, such as dtype="bf16" or
-    weights_only=True, and these for reading and running:
+    `words` are the options of `zckpt convert`, such as dtype="bf16" or weights_only=True, and:
 
-        format, tag, root, step_policy, tp_rules, buffers    as for `read`
+        format, tag, root, step_policy, follow_links, tp_rules, buffers    as for `read`
         replicas        "rank0" or "mean": which replica to use if tensor-parallel ranks differ
-        masters_from_weights   drops masters of Megatron-Core that do not round to their weights;
+        masters_from_weights   drop masters of Megatron-Core that do not round to their weights;
                         the target's masters are made from the weights
         copying         a `zckpt.Copying`: the number of threads, and the memory
-        dry_run         reports what would be written, without writing
-        begin           is called once with the number of bytes to come, and returns a function.
-                        This is called after each write with the number of bytes just written
+        dry_run         report what would be written, and write nothing
+        begin           is called once with the number of bytes to process. The function that it
+                        returns is called with the bytes that were processed since its last call
         tell            is called with the warnings, before the first byte is written
-        resume          continues an interrupted run of the same source and options
-        read_back       False: uploaded files are not read again to compare them, on object stores
-                        that state no checksum of them
+        resume          continue an interrupted run of the same source and options
+        read_back       False: do not read uploads again to compare them, on object stores that
+                        state no checksum
         before_rename   is called just before the written files get the name `target`
         sharing         `zckpt.Part(k, n)` in the process that writes part k of n; the last process
                         completes `target`. Or a `zckpt.group()` of processes that torchrun started
 
-    Before it writes, `convert` compares the weights with the rounded masters. It raises
-    InconsistentCheckpoint if they differ. With the option `accept_weights` this is a warning,
-    because a program may have saved other weights than it trained, such as those of an EMA.
-
-    Raises a ZckptError; then `target` does not exist.
+    If weights are not the rounded masters, `convert` raises InconsistentCheckpoint before it
+    writes. With the option `accept_weights` this is a warning: a program may have saved other
+    weights than it trained, such as an EMA. Raises a ZckptError; then `target` does not exist.
     """
     reading, running, options = _split(words, masters_from_weights=masters_from_weights)
 
@@ -257,11 +258,14 @@ def reshard(
 ) -> Report:
     """Writes the checkpoint at `source` for the same engine with other sizes: dp=16, stage=3, ...
 
-    A universal source is written for the engine that its manifest names. With `checkpoints` ("all"
-    or "best-and-last"), `source` is a Trainer's output directory, and several of its checkpoints
-    are written. trainer_state.json contains the path of the Trainer's best checkpoint. `best_in` is
-    the directory in this path: the place where the best checkpoint will finally be. The other
-    arguments and the errors are as for `convert`.
+    A universal source is written for the engine that its manifest names.
+
+        checkpoints    "all" or "best-and-last": `source` is a Trainer's output directory, and these
+                       checkpoints of it are written
+        best_in        without `checkpoints`: the directory in which the Trainer's best checkpoint
+                       will finally be, for its path in trainer_state.json
+
+    The other arguments and the errors are as for `convert`.
     """
     more = _of_ranks(words)
     reading, running, options = _split(words, masters_from_weights=masters_from_weights, **more)
@@ -297,9 +301,8 @@ def try_out(
 def decided(source: Path, to: str, **words: Unpack[Conversion]) -> tuple[Decision, Reading]:
     """Finds out what a conversion to the format `to` would write, without writing.
 
-    Also returns the options for reading the source. This is for callers that load the result into
-    memory. They then call `check_beforehand`, which reads the tensors that `convert` checks before
-    it writes. Both functions raise the same errors as `convert`.
+    Also returns the options for reading the source. A caller that loads the result into memory must
+    call `check_beforehand` too, which checks tensors. Both functions raise the errors of `convert`.
     """
     reading, _, options = _split(words)
     manifest = read_source(source, reading, options)
@@ -324,16 +327,19 @@ def export(
 ) -> Report:
     """Writes a folder for `from_pretrained`: weights, configuration, tokenizer, nothing else.
 
-    `dtype` (fp32, bf16, fp16) is the type of the weights, by default the type that the model has,
-    not that of its fp32 masters. `config` is a config.json (for PEFT an adapter_config.json), or a
-    folder with this file and the tokenizer, for sources that have none. `max_shard_size` is in
-    bytes. `rename` and `family` are as for `verify`. `tie` are pairs of names: a tied weight's
-    second name, which the source lacks, and its name in the source. `words` are as for `convert`.
-    Raises MissingData if there is no configuration. The other errors are as for `convert`.
+        dtype             the type of the weights: fp32, bf16 or fp16; by default the type that the
+                          model has, not that of its fp32 masters
+        config            if the source has no configuration: a config.json (for PEFT an
+                          adapter_config.json), or a folder with this file and the tokenizer
+        max_shard_size    in bytes
+        rename, family    as for `verify`
+        tie               pairs of names: a tied weight's second name, which the source lacks, and
+                          its name in the source
+        words             as for `convert`
 
-    Some options of `convert` raise TypeError: `param_names`, `drop_state`, and `weights_only`,
-    which is always set. `model_config` and `max_file_size` do so too: their names here are `config`
-    and `max_shard_size`.
+    Raises MissingData without a configuration, and the errors of `convert`. These options of
+    `convert` raise TypeError: `param_names`, `drop_state`, `weights_only` (which is always set),
+    `model_config` (here `config`) and `max_file_size` (here `max_shard_size`).
     """
     fixed_words: Report = {"weights_only": True, "dtype": dtype, "max_file_size": max_shard_size}
     fixed_words |= {"model_config": None if config is None else os.fspath(config)}
@@ -351,9 +357,9 @@ def export(
 def mend_step(path: Path, *, older: Path | None = None, tag: str | None = None) -> Report | None:
     """What `mend` would restore of a checkpoint that cannot be opened, and the command for it.
 
-    `older` is an earlier checkpoint of the run that may be given as `--older`. In the result,
-    `makes_up` tells whether any restored value would differ from the lost one. The result is None
-    if `mend` would restore nothing.
+    None if `mend` would restore nothing. `older` is an earlier checkpoint, which the command may
+    use as `--older`. `makes_up` in the result tells whether restored values would differ from lost
+    ones.
     """
     from .mending.prospect import prospect
 
@@ -392,14 +398,13 @@ def mend(
 ) -> Report:
     """Writes a copy of the damaged checkpoint at `source`, with the original bytes restored.
 
-    A flipped bit is found by the checksum of a record (a range of bytes in a file, such as a
-    tensor). In a record of up to 256 KiB the bit is restored. In a larger record, damage of many
-    bits could be mistaken for one flipped bit. So the bit is restored only if other bytes confirm
-    it (a replica on another rank, the same tensor of the checkpoint `older`, a 16-bit weight beside
-    its master), or if `accept_chance` is true.
+    A flipped bit is found by the checksum of a record (a byte range of a file, such as a tensor).
+    In a record of more than 256 KiB it may be the wrong bit. There it is restored only if
+    `accept_chance` is true or other bytes confirm it: a replica, the same tensor of the checkpoint
+    `older`, or a 16-bit weight beside its master.
 
-    A lost file is written again if all other ranks, at least two, have the same bytes. If lost
-    files had masters and moments, and the weights are left, `rebuild` chooses what replaces them:
+    A lost file is restored if all other ranks, at least two, have the same bytes. `rebuild` chooses
+    what replaces lost masters and moments, if the weights are left, or a lost model file:
 
         masters         masters are made from the weights
         moments=zero    moments are zero
@@ -453,9 +458,8 @@ def verify(
 ) -> Report:
     """Checks the checkpoint at `path` for contradictions, or compares it with `against`.
 
-        gather          rebuild the tensors as the engine does, by all-gathering the ranks'
-                        partitions (needs torch); under torchrun every process gathers, and all
-                        ranks but 0 return a report without findings
+        gather          rebuild the tensors from the ranks' partitions as the engine does (needs
+                        torch); under torchrun, only rank 0's report has findings
         device          where `gather` runs, "cuda" or "cpu"; by default on a GPU if there is one
         tensors         a glob that selects tensors
         weights_only    compare only weights
@@ -466,8 +470,8 @@ def verify(
                         from Hugging Face to Megatron-Core, or back
         sharing         a `zckpt.group()`, whose processes share the reading; all return the report
 
-    `source` are the arguments of `read`. The report contains all findings: a ZckptError is raised
-    only if the checkpoint could not be read at all.
+    `source` are the arguments of `read`. Findings are in the report: a ZckptError means that the
+    checkpoint could not be read at all.
     """
     from .proving import prove
 
@@ -502,13 +506,15 @@ def diff(
     begin: Begin | None = None,
     **source: Unpack[NamedKeywords],
 ) -> Report:
-    """Differences between two checkpoints of any two formats: tensors, steps, groups, states.
+    """Compares two checkpoints of any two formats: tensors, steps, groups, states.
 
-    `tensors` is a glob: only matching tensors are compared, and also the equal ones are listed.
-    `weights_only` and `drop_state` are as for `verify`; `source` are the arguments of `read`.
-    `format`, `tag`, `follow_links`, `rename` and `family` apply to `a`. So does `step_policy`,
-    except "keep" (each weight keeps its own step), which applies to both. `root`, `tp_rules`,
-    `buffers` and `param_names` apply to both too.
+    tensors                     a glob: only these tensors are compared, and equal ones are
+                                listed too
+    weights_only, drop_state    as for `verify`
+    rename, family              as for `verify`, for the names of `a`
+    source                      the arguments of `read`: `format`, `tag`, `follow_links` and
+                                `step_policy` apply to `a`, all others to both; "keep" as
+                                `step_policy` applies to both
     """
     from .proof import verify as proof
 
@@ -538,12 +544,12 @@ def stats(
     begin: Begin | None = None,
     **source: Unpack[NamedKeywords],
 ) -> Report:
-    """Statistics of every tensor in a checkpoint, with warnings about suspicious numbers.
+    """Measures every tensor of a checkpoint, and warns about suspicious numbers.
 
-    Examples are NaN, infinities, weights that are all zero, and negative second moments.
-    `tensors` is a glob that selects tensors; `source` are the arguments of `read`. The statistics
-    are over the finite numbers of a tensor, in float64: min, max, mean, std (with n - 1, as
-    torch.std), norm (L2), counts, and a histogram of magnitudes.
+    Suspicious are, for example, NaN, infinities, weights that are all zero, and negative second
+    moments. `tensors` is a glob that selects tensors; `source` are the arguments of `read`. Over
+    the finite numbers, in float64: min, max, mean, std (with n - 1, as torch.std), norm (L2),
+    counts, and a histogram of magnitudes.
     """
     from .proof import health
 

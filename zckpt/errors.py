@@ -124,12 +124,11 @@ Kind = TypeVar("Kind", bound="ZckptError")
 class Notice(Struct, frozen=True, kw_only=True):
     """An error, a warning or a note of zckpt.
 
-    code      a stable name that tells what the user should do next; notices.py lists all
-    severity  "error", "warning" or "note"
-    message   what zckpt has found, only for people
-    subject   the parameter, the state or the rank that it is about, if any
-    file      the path that it is about, if any
-    hint      what to do, only for people
+    code     a stable name for programs; it tells what to do next. notices.py lists all
+    message  what zckpt has found, only for people
+    subject  the parameter, state or rank in question
+    file     the path in question
+    hint     what to do, only for people
     """
 
     code: str

@@ -13,19 +13,17 @@ from msgspec import Struct
 OPTION = (2, 2)
 FAULT = (3, 1)
 REFUSAL = (1, 1)
-"""Pairs of exit codes: of commands that only read (such as verify), and of commands that write.
+"""Exit codes as pairs: of commands that only read (such as verify), and of commands that write.
 
-OPTION: a wrong option. FAULT: the files are damaged or contradict themselves. REFUSAL: zckpt cannot
-do what was asked.
+OPTION: a wrong option. FAULT: damaged or contradictory files. REFUSAL: zckpt cannot do the task.
 """
 
 
 class Code(Struct, frozen=True):
     """One code: its exit codes, what it means, the usual cause, and what the user should do.
 
-    `exits` has a pair of exit codes for each kind of error that uses the code: the exit code of
-    commands that only read (such as verify), and that of commands that write. It is empty for a
-    code of warnings and notes only: they never change an exit code.
+    `exits` has a pair such as `FAULT` for each kind of error with this code. It is empty for
+    warnings and notes, which never change an exit code.
     """
 
     exits: tuple[tuple[int, int], ...]
@@ -416,8 +414,8 @@ TOPICS: dict[str, dict[str, Code]] = {
             (FAULT,),
             "The target stores one value for several parameters whose values differ.",
             "Parameters of one optimizer group have different steps or other numbers.",
-            "Choose a step with `--step-policy`, or a target that stores a value for each "
-            "parameter.",
+            "Choose a target that stores these numbers for each parameter. If steps differ, "
+            "`--step-policy` can choose one step.",
         ),
         "optimizer-missing": Code(
             (FAULT, REFUSAL),
@@ -934,7 +932,7 @@ TOPICS: dict[str, dict[str, Code]] = {
             (),
             "The position of a layer, a tensor or a checkpoint was inferred: its pipeline stage, "
             "its model, or its order in the run.",
-            "No file states the stage, the model or the order.",
+            "No file states this position.",
             "Check the inferred position, as the message says.",
         ),
         "root-inferred": Code(
@@ -993,7 +991,7 @@ TOPICS: dict[str, dict[str, Code]] = {
             (),
             "The moments in the target are zeros, or older than the weights.",
             "The moments of the source are lost.",
-            "Nothing. The next updates differ from those of an undamaged run.",
+            "You need not do anything, but the next updates differ from those of an undamaged run.",
         ),
         "name-changed": Code(
             (),
@@ -1032,7 +1030,7 @@ TOPICS: dict[str, dict[str, Code]] = {
             (),
             "Because of an option, an optimizer state of the source is not in the target.",
             "The option `--drop-state` names the state, or the run of `--groups-from` does not "
-            "train its parameter.",
+            "train the state's parameter.",
             "If the optimizer cannot begin without this state, convert again without "
             "`--drop-state` or `--groups-from`.",
         ),
@@ -1065,7 +1063,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         "said-by-source": Code(
             (),
             "A message without a code, which an older zckpt wrote into the checkpoint.",
-            "The zckpt that wrote the checkpoint's manifest was so old that it had no codes.",
+            "The checkpoint's manifest is from an old zckpt, whose messages had no codes.",
             "Read the message.",
         ),
     },

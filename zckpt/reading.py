@@ -57,39 +57,38 @@ from .training import steps
 
 
 def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> Manifest:
-    """Reads the manifest of the checkpoint at `path`, with its parameters renamed. Reads no tensor.
+    """Reads the manifest of the checkpoint at `path`, and renames its parameters.
 
-    The manifest's warnings name parameters that lack optimizer states. Raises SourceChanged if a
-    file of the checkpoint changes meanwhile. If a file is missing, and another folder nearby has a
-    file of that name, the error names this folder. `alone` is False if a second checkpoint is
-    read to compare the two: then --root may name a model of the second one.
+    Tensors are read only to compare them, such as replicas without checksums. `alone` is False if a
+    second checkpoint is read too: then --root may name a model of the second one. Raises
+    SourceChanged if a file changes meanwhile, or another ZckptError.
     """
     try:
         opens = reading.opens_items or (reading.for_target and not reading.by_checksums)
         with uncollected():
             return (_read_opened if opens else _read)(path, reading, alone)
     except (NotACheckpoint, IncompleteCheckpoint, CorruptCheckpoint) as error:
+        # a folder nearby may have the missing file
         if (hint := nearby.hint_of(error, os.fspath(path))) is None:
             raise
         raise error.again(hint=hint) from error
 
 
 def _read_opened(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manifest:
-    """Reads a manifest for a caller that reads all bytes, and opens every item of `.distcp` files.
+    """Reads a manifest for a caller that reads all bytes, and opens all items of `.distcp` files.
 
-    An item is a torch file inside a `.distcp` file. To save memory, the byte layout of most items
-    is first inferred from similar ones, and compared when the item is opened. If an item has
-    another layout, the checkpoint is read again without inferring. All processes that share a
-    conversion get the same result.
+    An item is a torch file inside a `.distcp` file.
     """
-    # masters are read immediately
+    # to save memory, the byte layout of most items is inferred from similar items; but masters are
+    # read immediately
     planned = replace(reading, opens_items=reading.masters_from_weights)
     manifest = _read(path, planned, alone)
     try:
         with sources.watching(reading.nameless) as watch:
+            # opens each item and compares its layout, in all processes that share a conversion
             for record in manifest.files.records:
                 _ = record.crc
-    except UnsupportedCheckpoint:
+    except UnsupportedCheckpoint:  # an item has another layout
         return _read(path, replace(reading, opens_items=True), alone)
     return manifest.replace(beside=(*manifest.files.beside, *(watch.beside or ())))
 
@@ -315,9 +314,8 @@ def read_both(
 ) -> tuple[Manifest, Manifest, list[Notice]]:
     """Reads two checkpoints to compare them; the second gets the parameter names of the first.
 
-    If only one of them has wrappers' prefixes in its names, such as `_orig_mod`, the prefixes are
-    removed from both. Returns both manifests, and notices about this. If the optimizers of both
-    number their parameters, and no file states the names, their states are compared without names.
+    Prefixes of wrappers (`_orig_mod`) that only one checkpoint has in its names are removed from
+    both. Returns both manifests, and notices about the removed prefixes.
     """
 
     def pair(reading: Reading) -> tuple[Manifest, Manifest, list[Notice]]:
@@ -331,6 +329,7 @@ def read_both(
     except MissingData:
         if reading.param_names is not None:
             raise
+        # both optimizers may only number their parameters: compares their states without names
         first, second, lines = pair(replace(reading, nameless=True))
         if first.groups is None and second.groups is None:
             return first, second, lines
@@ -368,11 +367,9 @@ def alike(first: Manifest, other: Manifest) -> tuple[Manifest, Manifest, list[No
 def _read_second(path: str | os.PathLike[str], first: Manifest, reading: Reading) -> Manifest:
     """Reads the checkpoint at `path`, to compare it with `first`.
 
-    Options that are about the files of `first` only, such as `--tag`, do not apply to it.
-    `--step-policy` applies only if it is `keep`. `--from gathered` applies if `path` is a
-    safetensors file: it says that the file is a complete model, even if its name looks like one
-    shard of several.
+    Options about the files of `first` only, such as `--tag`, do not apply.
     """
+    # then the file is a complete model, even if its name looks like one shard of several
     is_whole = reading.format == "gathered" and os.fspath(path).endswith(".safetensors")
     options = Reading(
         reading.format if is_whole else None,

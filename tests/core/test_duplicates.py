@@ -123,9 +123,9 @@ def test_a_state_of_another_parameter(state: str, tmp_path: Path) -> None:
 
 
 COPIES = {
-    "first.weight/param over second.weight/param": ".* and .* differ in other tensors",
-    "first.weight/param over first.weight/exp_avg": "are never equal",
-    "second.weight/exp_avg over first.weight/exp_avg_sq": "are never equal",
+    "first.weight/param over second.weight/param": "states of .* and .* in other files differ",
+    "first.weight/param over first.weight/exp_avg": "of a trained model always differ",
+    "second.weight/exp_avg over first.weight/exp_avg_sq": "of a trained model always differ",
 }
 
 

@@ -135,8 +135,8 @@ def test_a_state_of_two_parameters_whose_others_differ(tmp_path: Path) -> None:
     equal = [("w/exp_avg", SOME), ("v/exp_avg", SOME)]
     rest = [("w/exp_avg_sq", SOME[::-1]), ("v/exp_avg_sq", OTHER)]
     assert single(tmp_path, *equal, *rest) == [
-        "v.exp_avg holds the same bytes as w.exp_avg, but v and w differ in other tensors: "
-        f"{COPIED}"
+        "v.exp_avg holds the same bytes as w.exp_avg, but optimizer states of v and w in other "
+        f"files differ: {COPIED}"
     ]
     same = [("w/exp_avg_sq", OTHER), ("v/exp_avg_sq", OTHER)]
     assert single(tmp_path, *equal, *same) == []  # the same gradients
@@ -148,8 +148,8 @@ def test_a_state_of_two_parameters_whose_others_differ(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "reason"),
     [
-        ("w/exp_avg", "w/exp_avg_sq", "exp_avg_sq and exp_avg are never equal"),
-        ("w/param", "v/param", "v and w differ in other tensors"),
+        ("w/exp_avg", "w/exp_avg_sq", "exp_avg_sq and exp_avg of a trained model always differ"),
+        ("w/param", "v/param", "optimizer states of v and w in other files differ"),
     ],
 )
 def test_values_may_lie_in_any_record(first: str, second: str, reason: str, tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_the_functions_are_listed_and_explained() -> None:
     text = pydoc.render_doc(zckpt, renderer=pydoc.plaintext)
     for name in API:
         assert f"\n    {name}(" in text, name
-    assert "The manifest of the checkpoint at `path`" in text
+    assert "Reads the manifest of the checkpoint at `path`" in text
 
 
 def test_the_api_is_shown_without_torch(tmp_path: Path) -> None:

@@ -113,13 +113,11 @@ def verify(
 
     Without --against, verify checks that checksums match, every element is stored once, replicas
     are equal, weights are the rounded masters, steps agree, and each file belongs to the rank in
-    its name. A file of the same rank from another run can pass all these checks. Only --against
-    finds it.
+    its name. Only --against finds a file of the same rank from another run.
 
-    With --against, verify compares tensors bit for bit and everything else by value. A tensor or
-    value on one side only is a difference, but only a note if the other side's format cannot store
-    it. If the original is gone, give --against the FILE of an earlier --save-proof. Several PATHs
-    are each compared with --against, not with one another.
+    With --against, verify compares tensors bit for bit and everything else by value. What only one
+    side has is a difference, or a note if the other side's format cannot store it. Each of several
+    PATHs is compared with --against.
 
     Exit code 3: verify found a contradiction or a difference.
     """
@@ -241,11 +239,12 @@ def diff(a: str, b: str, wide: bool, asked: bool, as_json: bool, quiet: bool, **
 def stats(path: str, wide: bool, asked: bool, as_json: bool, quiet: bool, **words: Any) -> None:
     """Show statistics of every tensor, and warn about suspicious numbers.
 
-    The statistics are min, max, mean, std (with n - 1, as torch.std) and L2 norm over finite
-    numbers, in float64; counts of NaN, infinite, negative, zero and positive numbers; and a
-    histogram of magnitudes in powers of two. Warnings name second moments that are zero or
-    negative, constant weights, NaN, infinities, and step counts so large that adding 1 changes
-    nothing in their type, such as 256 in bf16.
+    The statistics are min, max, mean, std (with n - 1, as torch.std) and L2 norm of the finite
+    numbers, in float64. There are also counts of NaN, infinite, negative, zero and positive
+    numbers, and a histogram of magnitudes in powers of two.
+
+    Warnings name NaN, infinities, constant weights, second moments that are zero or negative, and
+    steps to which their type cannot add 1, such as 256 in bf16.
     """
     from .. import api
 
@@ -314,8 +313,11 @@ def probe_diff(
     """Show the first big difference between two recorded runs.
 
     RUN_A and RUN_B are folders that zckpt.probe or ONNX Runtime's StatisticsSubscriber wrote. The
-    report names the step, the module, forward or backward, and the likely cause. --noise measures
-    how much two runs of the same program differ. Without --noise, any difference counts as big.
+    report names the step, the module, forward or backward, and the likely cause.
+
+    A difference is big above the tolerance of its type. With --noise it must also be above four
+    times the noise between RUN_A and RUN_A2; if these are equal bit for bit, every difference is
+    big.
 
     Exit code 3: there is a big difference.
     """

@@ -110,10 +110,10 @@ def inspect(
 ) -> int:
     """Show what a checkpoint contains, without reading a tensor.
 
-    PATH is one of these: a DeepSpeed or Megatron directory; a torch.distributed.checkpoint (DCP)
-    directory; a directory of torch.save files (complete, or one per rank) or of ONNX Runtime's rank
-    files; a universal checkpoint; a single file; or the directory that Hugging Face Trainer,
-    Accelerate, Lightning or torchtitan writes around one of these.
+    PATH is a directory or a single file of DeepSpeed, Megatron, torch.distributed.checkpoint (DCP),
+    torch.save (complete, or one file per rank) or ONNX Runtime. It may also be a universal
+    checkpoint, or the directory that Hugging Face Trainer, Accelerate, Lightning or torchtitan
+    writes around a checkpoint.
     """
     from ..reading import read
 
@@ -341,10 +341,9 @@ for command in (mend, auto_resume, check, list_run, verify, diff, stats, pages.r
 def clean_up(url: str, dry_run: bool, as_json: bool) -> None:
     """Remove what a stopped run has left in an object store, without asking.
 
-    URL is the DST of the stopped run. zckpt removes the files that the run listed there in
-    zckpt-unfinished.json. Make sure first that the run no longer writes. A complete checkpoint is
-    never touched. Unfinished uploads of other programs are only listed, each with the command that
-    ends it.
+    URL is the DST of the stopped run. Make sure first that the run no longer writes. clean-up
+    removes the files that the run listed in zckpt-unfinished.json, but never a complete checkpoint.
+    Unfinished uploads of other programs are only listed, each with the command that ends it.
     """
     from ..remote.cleanup import clean_up
 

@@ -202,13 +202,16 @@ class Conversion(Document, kw_only=True):
 
 
 class Restored(Notice):
-    """A damaged record that `zckpt mend` found.
+    """A damaged record (a byte range with a checksum) that `zckpt mend` found.
 
-    A record is a byte range with a checksum: `record` has its offset and length, and `tensors` are
-    the tensors in it. If `state` is "lost", mend cannot restore the record. Otherwise mend restores
-    `bytes` bytes at `offset` of the file, and `by` names the evidence. If one `bit` of an `element`
-    was flipped, `before` and `after` are the element's values. `chance` is the probability that
-    damage of many bits looks like this.
+    record           the offset and length of the record
+    tensors          the tensors in the record
+    state            "lost" if mend cannot restore the record
+    offset, bytes    the first restored byte of the file, and the number of restored bytes
+    by               the evidence for the restored bytes
+    bit, element     the flipped bit, if only one was flipped, and its tensor's element
+    before, after    the values of this element
+    chance           the probability that damage of many bits looks like this
     """
 
     state: Literal["restored", "accepted", "needs-consent", "lost"]
@@ -235,15 +238,17 @@ class OfTensor(Struct):
 
 
 class LostPart(Notice):
-    """What lost files contained of some tensors, and whether it can be restored (`state`).
+    """What lost files contained of some tensors.
 
-    elsewhere  other files contain the same values, or values from which they follow
-    made-up    no file does, but `mend --rebuild` can put other values in their place
-    rebuilt    `mend --rebuild` has done so
-    gone       no file does, and no other values can take their place
-    restored   a lost file that can be restored exactly; it has no list of tensors
+    `state` tells whether it can be restored:
 
-    `tensors` is also empty if all tensors are meant, or a value that is no tensor.
+    elsewhere  other files have the values, or values from which they follow
+    made-up    no file has the values, but `mend --rebuild` can write other values
+    rebuilt    `mend --rebuild` has written other values
+    gone       no file has the values, and no other values can replace them
+    restored   mend can restore a lost file exactly
+
+    `tensors` is empty for "restored", if all tensors are meant, and for a value that is no tensor.
     """
 
     state: Literal["restored", "elsewhere", "rebuilt", "made-up", "gone"]
@@ -260,12 +265,14 @@ class Part(Struct):
 
 
 class Interrupted(Struct):
-    """The newest checkpoint of a run, if it is incomplete because its save was interrupted.
+    """The newest checkpoint of a run, if its save was interrupted.
 
-    `older` is the path of the newest complete checkpoint. `tensors` is the number of tensors that
-    the interrupted one should have, and `alike` the number of these that `older` has with the same
-    type and shape. `frozen` are the names of weights among these that training does not change.
-    `older` and the numbers are null if they are unknown.
+    older      the path of the newest complete checkpoint
+    tensors    the number of tensors that the interrupted checkpoint should have
+    alike      how many of these `older` has with the same type and shape
+    frozen     the weights counted in `alike` that training does not change
+
+    `older`, `tensors` and `alike` are null if they are unknown.
     """
 
     name: str
@@ -353,12 +360,15 @@ class Verify(Comparison, kw_only=True):
     instead: str | UnsetType | None = UNSET
     """If this checkpoint is not complete: the newest complete one of the same run."""
     mend: Json | UnsetType | None = UNSET
-    """What `zckpt mend` would restore of files that are lost or cannot be opened, and the command.
+    """What `zckpt mend` would restore of lost or unreadable files, and the command.
 
-    Null if there are no such files, or if `mend` cannot restore all of them without made-up values.
+    Null without such files, or if `mend` cannot restore all of them without made-up values.
     """
     rebuild: Json | UnsetType | None = UNSET
-    """The same, if `mend` must make up lost values (`--rebuild`); null in all other cases."""
+    """What `zckpt mend --rebuild` would restore with made-up values, and the command.
+
+    Null if `mend` needs no made-up values, or cannot restore the files even with them.
+    """
     held: Json | UnsetType = UNSET
     names_of_reader: list[str] | UnsetType = UNSET
 
@@ -473,14 +483,14 @@ class Listed(Struct):
 
     whole          no file that resuming needs is missing or damaged
     of_one_save    the files do not contradict each other
-    intact         all bytes were read, and none are damaged
+    intact         no byte is damaged; null if not all bytes were read
     loads          the engine loads it on the requested number of ranks
     sizes          the numbers of ranks that the files state
     saved          the time of the newest file
-    unread         damage in files that resuming does not read: `whole` may be true even so
+    unread         damage in files that resuming does not read
     weights_alone  it was saved without an optimizer, so no run can resume from it
 
-    The first four are null if unknown or not requested.
+    `whole`, `of_one_save`, `intact` and `loads` are null if unknown or not requested.
     """
 
     name: str
@@ -559,9 +569,14 @@ class Formats(Document, kw_only=True):
 class Progress(Document, kw_only=True):
     """A line of `--json --progress` on stderr; `command` names the command.
 
-    The first line has the `event` "begin". Times are in seconds, sizes in bytes. `about` names the
-    command and its paths, `doing` the current file or tensor. `total` is null until it is known.
-    `seconds_left` is null until bytes have been moved. A command may read the bytes several times.
+    event           "begin" in the first line
+    about           the command and its paths
+    seconds         the time since the command began
+    done, total     bytes; `total` is null until it is known
+    seconds_left    null until bytes have been moved
+    doing           the current file or tensor
+
+    A command may read the bytes several times: `done` begins at 0 each time.
     """
 
     event: Literal["begin", "progress"]

@@ -25,14 +25,13 @@ def write(
 ) -> Report | None:
     """Runs a conversion in all processes of a launch, such as torchrun's.
 
-    Rank 0 returns the report, the other ranks None. With `single` or a `part`, the process works
-    alone and returns a report. If no launcher has set an address at which the processes can
-    connect, each writes its own part. A launch that was restarted continues the conversion that it
-    began before. Raises MissingExtra if the processes need torch to connect and it is not
-    installed.
+    Rank 0 returns the report, all other ranks None. With `single` or a `part`, this process works
+    alone and returns a report. Raises MissingExtra if the processes need torch to connect and it is
+    not installed.
     """
     launch = None if part is not None else _others(single)
     if launch is not None and address() is None:
+        # the processes cannot connect: each writes its own part, and returns a report
         from ..api import Part
 
         part, launch = Part(launch.rank + 1, launch.size), None
@@ -47,6 +46,7 @@ def write(
         with Processes(launch) as processes:
             if processes.rank:
                 words |= {"begin": None, "tell": None}
+            # a launch that was restarted continues the conversion that it began before
             elif not (words["dry_run"] or resume) and processes.continues(target):
                 resume = words["begins_anew"] = True
             report = command(source, target, sharing=processes, resume=resume, **words)

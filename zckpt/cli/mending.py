@@ -72,18 +72,18 @@ def mend(
 
     mend reads all bytes, as verify does, and lists the damaged ones and their original values. It
     finds a flipped bit by the checksum of a record (a byte range in a file). Damage of many bits
-    can be mistaken for one flipped bit: in 1 of 2,000 cases for a record of 256 KiB. In a larger
-    record, other bytes must confirm the bit: a replica, the same tensor in --older, or a 16-bit
-    weight beside its master. Otherwise mend writes only with --accept-chance.
+    can look like one flipped bit: in 1 of 2,000 cases for a record of 256 KiB. In a larger record,
+    mend restores the bit only with --accept-chance, or if other bytes confirm it: a replica, the
+    same tensor in --older, or a 16-bit weight beside its master.
 
-    mend lists the contents of lost files, and says which of these values other files still have. It
-    rewrites a file that is the same on all other ranks, such as the model files of stage 3; frozen
-    weights in such a file come from --older. With --rebuild, mend makes up values that no file has.
-    For a lost optimizer file of stage 1 or 2, these are masters and moments, so the training losses
-    change. For a lost model file, these are counters and buffers; its weights are restored exactly.
+    mend lists what lost files contained, and what other files have of it. It rewrites a file that
+    is the same on all other ranks, such as the model files of stage 3. Frozen weights in such a
+    file come from --older. With --rebuild, mend makes up values that no file has. For an optimizer
+    file of stage 1 or 2, these are masters and moments, so training losses change. For a model
+    file, these are counters and buffers; its weights are exact.
 
-    DST has the files of SRC, and zckpt-mended.json, the list of what was restored. zckpt copies the
-    list into every checkpoint made from DST. SRC is never changed.
+    DST has the files of SRC, and zckpt-mended.json, the list of what was restored. Checkpoints made
+    from DST get this list too. SRC is never changed.
 
     Exit code 3: --dry-run found damage.
     """

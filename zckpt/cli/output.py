@@ -28,15 +28,15 @@ def set_up() -> None:
 def open_standard_files() -> None:
     """Opens /dev/null for each of stdin, stdout and stderr that is closed.
 
-    Otherwise the next file that zckpt opens, such as the target's, would get descriptor 0, 1 or 2,
-    and libraries print errors to descriptor 2. If a library (libffi 3.5) has already opened a file
-    with such a number, that file stays open, and zckpt prints nothing to it.
+    Otherwise another file, such as the target, could get descriptor 2, to which libraries print
+    errors.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    # a library (libffi 3.5) may have opened a file with number 1 or 2 before: print nothing to it
     sys.stdout = sys.stdout or nowhere()
     sys.stderr = sys.stderr or nowhere()
 

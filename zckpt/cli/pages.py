@@ -137,10 +137,12 @@ def report(
     """Show a checkpoint on one page: a file that a browser opens without a network.
 
     The page shows what the checkpoint is, statistics of layers, which file stores which elements,
-    masters against weights, steps, every fault, and what to do next. If PATH is a run with several
-    checkpoints, the page shows the run over time, with the losses that the trainer logged, and
-    below it the newest checkpoint. If a rank is lost or bytes are damaged, the page shows the rest.
-    --json prints the data of the page, and writes a page only with --output.
+    masters against weights, steps, every fault, and what to do next. If a rank is lost or bytes are
+    damaged, the page shows the rest.
+
+    If PATH is a run with several checkpoints, the page shows the run over time, with the losses
+    that the trainer logged, and below it the newest checkpoint. --json prints the data of the page,
+    and writes a page only with --output.
 
     Exit code 3: the page shows a fault.
     """

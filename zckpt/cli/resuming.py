@@ -94,9 +94,11 @@ def auto_resume(
 
     RUN is the directory in which a training saves. auto-resume takes its newest complete
     checkpoint. If the engine cannot load it on this number of ranks, auto-resume first writes a
-    resharded copy below RUN/.zckpt, once. The path is all that goes to stdout, and nothing if RUN
-    has no checkpoint. All processes of a launch print the path. The default of --dp comes from the
-    number of processes of the launch, or without a launcher from the checkpoint.
+    resharded copy below RUN/.zckpt, once. Only the path goes to stdout, and nothing if RUN has no
+    checkpoint.
+
+    All processes of a launch print the path. The default of --dp comes from the number of processes
+    of the launch, or without a launcher from the checkpoint.
     """
     from ..api import Copying
     from ..processes.launcher import launched
@@ -162,12 +164,12 @@ def check(
     """Tell whether an engine loads a checkpoint on N ranks, without reading a tensor.
 
     PATH is a checkpoint or a run. Of a run, check takes the newest checkpoint, or the one that
-    --tag names. If the engine cannot load it unchanged, the report lists the reasons. The report
-    names a command only if that command removes every reason.
+    --tag names. If the engine cannot load it unchanged, the report lists the reasons, and a command
+    if that removes every reason.
 
     Exit code 3: the engine cannot load it unchanged, or files are missing, damaged or from
-    different saves.
-    Exit code 1: check could not tell, for example because PATH holds no checkpoint.
+    different saves. Exit code 1: check could not tell, for example because PATH holds no
+    checkpoint.
     """
     from ..resume.check import check as ask
     from ..resume.fitting import Asked
@@ -228,10 +230,11 @@ def list_run(
     """List the checkpoints of a run and their state, the oldest first.
 
     A row tells, from the metadata, whether the checkpoint is complete and from one save. If not,
-    the reasons follow below the table, and a line if a file of it changed within the last minute,
-    because the save may still be running. With a size, such as --dp 16, a row tells whether
-    the engine loads the checkpoint on that many ranks. A damaged checkpoint does not hide the
-    others.
+    the reasons follow below the table. If a file of it changed within the last minute, another line
+    says that the save may still be running.
+
+    With a size, such as --dp 16, a row tells whether the engine loads the checkpoint on that many
+    ranks. A damaged checkpoint does not hide the others.
 
     Exit code 3: a checkpoint is incomplete or from different saves, or --intact found damage. Exit
     code 1: a checkpoint could not be read.

@@ -47,12 +47,11 @@ class Target(Protocol):
 class Assembler(Struct, frozen=True, eq=False):
     """Assembles chunks of target files, for one thread.
 
-    A pair is a tensor of the target and the tensor of the source that fills it. It is identified by
-    Python's `id`.
+    A pair is a tensor of the target and the tensor of the source that fills it.
 
-        numbers         the pairs whose target tensor gets a CRC-32: maps them to their indices in
-                        the list of all pairs
-        checking        the pairs whose bytes are hashed to compare them with the source's checksums
+        numbers         maps each pair whose target tensor gets a CRC-32 (its Python `id`) to its
+                        index
+        checking        the pairs (by `id`) whose bytes are compared with checksums of the source
         hashed_first    the indices of pairs whose elements are hashed before they are cast
     """
 

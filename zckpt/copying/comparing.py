@@ -26,21 +26,21 @@ from .journal import Passed, Region
 from .sharing import Portion
 
 DIFFERS = "differs"
-"""The kind of a journal key under which a difference of two tensors is recorded, not a CRC-32.
+"""The kind of a journal item that says by how much two tensors differ.
 
-The key also has the index of the match (the two tensors) and the first element that differs. In
-place of byte numbers and a CRC-32, the journal then has three numbers: how many elements differ,
-the bits of the largest distance as an integer, and how many NaNs there are.
+The item is ((DIFFERS, number of the pair of tensors, first element that differs), number of
+differing elements, bits of the largest distance as an integer, number of NaNs).
 """
 NO_NUMBERS = -1  # in place of a distance; as bits it is a NaN, which no distance is
 
 
 class ComparedPart(Struct, frozen=True):
-    """Elements [start, stop) of two tensors that are compared in one step.
+    """Elements [start, stop) of two tensors, which are compared in one step.
 
-    `row` has all pairs of tensors that one check compares. This pair is `match`, and `number` is
-    its index. The bytes of a row are divided into regions of some 256 MiB, which processes share.
-    `region` is the number of the first byte of the region with these elements.
+    row       all pairs of tensors that the same check compares, as one sequence of bytes
+    region    the first byte of the region (a byte range of the row) with these elements
+    number    the index of this pair in the row
+    match     this pair of tensors
     """
 
     row: Row
@@ -63,11 +63,11 @@ class _Region(Struct, eq=False):
 
 
 class Row:
-    """All tensors that `check` compares, as one sequence of bytes that is divided into regions.
+    """All tensors that `check` compares, as one sequence of bytes in regions of some 256 MiB.
 
-    The journal of a conversion lists finished regions: written ones of files, and compared ones of
-    rows. `name` is the row's name in the journal. It ends with a slash, as no file name does. A
-    region is compared in parts. For one part, three buffers take `memory` bytes together.
+    The journal lists finished regions, as it does for files. There `name` stands for the row; it
+    ends with a slash, as no file name does. `memory` is in bytes, for a thread's three buffers
+    together.
     """
 
     def __init__(self, name: str, check: FullCheck, memory: int) -> None:
@@ -139,8 +139,8 @@ class Row:
     def compared(self, part: ComparedPart, difference: Differing | None) -> Region | None:
         """Counts a part as compared, and keeps its difference until its region is finished.
 
-        A region is a byte range of the row. After the last part of a region, returns the region
-        with all differences found in it, for the journal.
+        After the last part of a region (byte range of the row), returns the region with all its
+        differences, to record it in the journal. After all other parts, returns None.
         """
         region = self._regions[part.region]
         if difference is not None:
@@ -169,7 +169,7 @@ def rows_of(checks: Sequence[FullCheck], memory: int) -> dict[str, Row]:
 
 
 def is_row(name: str) -> bool:
-    """Whether a name in a conversion's journal stands for a `Row` of tensors, not for a file."""
+    """Whether the journal uses `name` for tensors that are compared (a `Row`), not for a file."""
     return name.endswith("/")
 
 
@@ -192,10 +192,10 @@ def _noted(number: int, difference: Differing) -> Passed:
 
 
 def differing(passed: Sequence[Passed]) -> dict[int, Differing]:
-    """Parses the differences of tensors that the journal records for a region.
+    """Selects the differences of tensors from the journal's items about one region (byte range).
 
-    `passed` are the items of the region. The result maps the index of a match (two compared
-    tensors) to the difference. It is empty for a region of a file.
+    Maps the index of a match (two compared tensors) to the difference. The result is empty if the
+    region belongs to a file.
     """
     return {
         number: Differing(first, count, _distance(bits), nans)

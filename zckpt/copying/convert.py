@@ -40,10 +40,10 @@ ReadShells = Callable[[str], Manifest]
 Seal = Callable[[Folder, Manifest, CopyOutcome], None]
 """Completes the files of a directory after the copy, such as by writing checksums into them.
 
-The arguments are the directory, the manifest that `ReadShells` returned, and the copy's outcome.
+The arguments are the directory, the manifest of its files, and the copy's outcome.
 """
 HasDigests = Callable[[Manifest], bool]
-"""Decides whether the CRC-32 of each tensor is needed, from what `ReadShells` returned."""
+"""Decides from the target's manifest whether the CRC-32 of each tensor is needed."""
 
 
 def files_of(layout: Layout) -> dict[str, int]:
@@ -81,18 +81,16 @@ def convert(
     """Writes `source` as the target directory of `staging`, with the files of `layout`.
 
         size           the bytes of all these files
-        read_shells    reads the manifest of the new files in a directory, before they have data
+        read_shells    reads the manifest of the new files, which have no tensor data yet
         seal           writes checksums into the files after the copy
-        begin          called with the number of bytes to process; returns the function that is
-                       called with each number of processed bytes
+        begin          gets the number of bytes to process; returns a function that gets the number
+                       of bytes processed since its last call
         checks         tensors to compare meanwhile
-        has_digests    called with the result of `read_shells`; says whether to compute a CRC-32 of
-                       each tensor
+        has_digests    decides whether to compute a CRC-32 of each tensor
 
-    The result is None if another part of the run will complete the target. If an error is raised,
-    there is no target. Raises NotEnoughSpace, CorruptCheckpoint if the source's bytes do not have
-    the checksums that its files state, SourceChanged if one of its files changed since it was read,
-    MissingData, OSError, and the errors of `checks` and of `Staging`.
+    Returns None if another part of the run will complete the target. After an error there is no
+    target. Raises NotEnoughSpace, CorruptCheckpoint if a checksum of the source is wrong,
+    SourceChanged, MissingData, OSError, and the errors of `checks` and of `Staging`.
     """
     with (
         naming_full_disk(staging.target, size, staging.partial),

@@ -45,11 +45,7 @@ from .sharing import Portion, Sharing
 SLICES = 512 << 10
 UNSYNCED = 64  # small files that are kept open until they are synced together
 CHECKED = "checked"
-"""The kind of a CRC-32 that is compared with a checksum in a file of the source.
-
-It covers bytes of a record, the byte range of that checksum. The kinds of CRC-32s for tensors and
-for target files are in `assembling` and `filling`.
-"""
+"""The kind of a CRC-32 of bytes of a source record (a byte range with a checksum in the file)."""
 
 Task = tuple[TargetFile, Chunk] | ComparedPart
 
@@ -364,13 +360,13 @@ def counted(pairs: Sequence[Pair], checker: RecordChecker) -> set[int]:
     """Selects the pairs whose bytes are hashed to compare them with the source's checksums.
 
     A pair is a tensor of the target and the tensor of the source that fills it. Returns the pairs'
-    Python `id`s. A source tensor is hashed only once, even if it fills several target tensors.
-    Pairs whose target tensor is cut along an inner axis are not selected, because their fragments
-    are not consecutive bytes of the tensor. If a source tensor has only such pairs, `checker` reads
-    and hashes it at the end.
+    Python `id`s. A source tensor without a selected pair is read and hashed by `checker` at the
+    end.
     """
-    # by the identity of a tensor's fragments, since model ranks may have tensors of equal names
+    # by the identity of a tensor's fragments, since model ranks may have tensors of equal names;
+    # a source tensor is hashed only once, even if it fills several target tensors
     first: dict[int, int] = {}
+    # fragments of these target tensors are not consecutive bytes of the tensor
     cut = scattered(pairs)
     for number, pair in enumerate(pairs):
         if number not in cut:
@@ -422,16 +418,14 @@ def copy(
 ) -> CopyOutcome | None:
     """Fills the target's files in `root`, which have their final sizes, from the source.
 
-        beside         files that are copied unchanged; the outcome has no CRC-32s of them
-        checks         tensors to compare meanwhile
-        has_digests    whether to compute a CRC-32 of each tensor; if not, the outcome has only
-                       those of tensors whose CRC-32 the source states
-        journal        lists regions that an earlier run has written; they are skipped
+        journal        regions that it lists are skipped: an earlier run has written them
         sharing        may assign some regions to other processes
+        beside         files that are copied unchanged
+        checks         tensors to compare meanwhile
+        has_digests    whether to compute a CRC-32 of each tensor, even if the source states none
 
-    The result is None if another process, or another part, will complete the target. Raises
-    CorruptCheckpoint if bytes of the source do not have the CRC-32 that its files state, OSError (a
-    full disk), and the errors of `checks`.
+    Returns None if another process, or another part, will complete the target. Raises
+    CorruptCheckpoint if a checksum of the source is wrong, OSError, and the errors of `checks`.
     """
     chunk = chunk_size(source.dp, copying.jobs, copying.memory)
     jobs = copying.jobs

@@ -36,11 +36,11 @@ SYNC_EVERY = 1.0  # seconds between two syncs of the journal
 ENDING = 5.0  # seconds that a process of an earlier run may need to end
 
 Key = tuple[str, int, int]
-"""What a CRC-32 belongs to: a kind and two numbers.
+"""What a CRC-32 belongs to: its kind, an index, and a place.
 
-The first number is the index of a tensor, of a target file, or of a record in the source. The
-second number is the index of a record in the target file, and 0 for all other kinds. A record is a
-byte range with a checksum. `comparing.DIFFERS` uses the numbers in another way.
+The index is that of a tensor, of a target file, or of a record (byte range with a checksum) in the
+source. For a record in the target, the index is that of its file, and the place is the record's
+index in the file. In all other cases the place is 0.
 """
 Passed = tuple[Key, int, int, int]
 """The CRC-32 of a part of a tensor, file or record: (key, first byte, end, CRC-32)."""
@@ -49,10 +49,10 @@ Passed = tuple[Key, int, int, int]
 class Identity(Struct, frozen=True):
     """What identifies a conversion, so that no other one continues its unfinished target.
 
-    source     maps the name of each source file to its size and mtime (ns), and "records" to the
-               CRC-32 of all checksums that these files state
+    source     maps each source file to its size and mtime (ns), and "records" to the CRC-32 of all
+               checksums that these files state
     options    the user's options, by flag
-    files      maps the name of each target file to its size
+    files      maps each target file to its size
     version    the version of zckpt
     """
 
@@ -113,12 +113,10 @@ class Journal:
 
         regions    what an earlier run has written, by file
         is_new     whether there was no earlier run
-        chunk      how many bytes a run copies in one step; that of the earlier run, because its
-                   regions depend on it
+        chunk      how many bytes a run copies in one step; an earlier run's value is kept
 
-    If several processes shared the earlier run, their journals are copied into this one and
-    removed. Raises TargetExists if another run has locked the journal, or if the earlier run has
-    another identity. In both cases this run leaves no file in the folder.
+    Raises TargetExists if another run has locked the journal, or if the earlier run has another
+    identity.
     """
 
     def __init__(self, folder: Folder, identity: Identity, chunk: int) -> None:
@@ -138,7 +136,7 @@ class Journal:
         except BaseException:
             try:
                 with suppress(OSError, TargetExists):
-                    self._take_back()
+                    self._take_back()  # a run that fails leaves no file in the folder
             finally:
                 self.close()
             raise
@@ -150,6 +148,7 @@ class Journal:
             raise in_use(self.folder.path)
         length = self._read(self._file)
         os.ftruncate(self._file, length)
+        # several processes shared the earlier run: their journals are copied into this one
         other_journals = [(name, self._opened(name)) for name in self._names()]
         for _, file in other_journals:
             if not locked_in_time(file, ENDING):
@@ -205,7 +204,7 @@ class Journal:
             is_new, self.is_new = self.is_new, False
             document = self._compared(lines[0])
             if is_new:
-                self.chunk = document["chunk"]
+                self.chunk = document["chunk"]  # the earlier run's regions depend on it
         for region in regions_in(lines):
             self.regions.setdefault(region.file, []).append(region)
 
@@ -340,14 +339,13 @@ def set_mark(
 ) -> bool:
     """Marks `folder`, which will become the directory `target`, as written by this run.
 
-    By the mark, a later run of the same conversion recognizes that the target is complete. The mark
-    is `identity.mark()` as JSON in an extended attribute. If the filesystem or Python has none
-    (macOS), `set_mark_file` writes the mark to a hidden file beside the target, in the directory
-    `above`. If `beside` is False, no such file is written, and the function returns False instead.
+    A later run of the same conversion recognizes a complete target by the mark: an extended
+    attribute, or else a hidden file in the directory `above`. Returns False, without a mark, if
+    only the file is possible and `beside` is False.
     """
     try:
         os.setxattr(folder.file, MARK, _text(identity.mark()))
-    except (AttributeError, OSError):
+    except (AttributeError, OSError):  # the filesystem, or Python on macOS, has no attributes
         if beside:
             set_mark_file(above, target, identity)
         return beside

@@ -22,12 +22,13 @@ from ..errors import WrongOption
 from .journal import Identity, Journal, Region
 from .journals import PartJournal
 
+# a network filesystem may show the journal late: a process waits until the values match, and finds
+# the unfinished target's directory by the third one
 Begun = tuple[int, int] | tuple[int, int, str]
-"""What rank 0 tells the other processes when they join: the length and CRC-32 of its journal.
+"""What rank 0 tells the processes that join: the length and the CRC-32 of its journal.
 
-A network filesystem may show the journal late, so each process waits until these values match. On
-a filesystem without locks, the third value is the name of rank 0's process, such as
-`node7-4711-9f2c8a1b`: it is a part of the name of the unfinished target's directory.
+On a filesystem without locks, the third value is the name of rank 0's process, such as
+`node7-4711-9f2c8a1b`.
 """
 
 
@@ -50,9 +51,9 @@ class Portion(Struct, frozen=True):
 class Sharing:
     """Decides which portions (byte ranges) of a target this process writes; here it writes all.
 
-    Processes that communicate call `agree_on`. Then rank 0 calls `begin`, while the other ranks
-    call `begun`. Then all call `mine`, `regions_of_others` and `end`. Rank 0 creates and completes
-    the target's files. A process that shares nothing, or shares by --part K/N, has the rank 0 too.
+    Processes that communicate call, in this order: `agree_on`; `begin` in rank 0, `begun` in all
+    other ranks; `mine`; `regions_of_others`; `end`. Rank 0 creates and completes the target's
+    files. A process that does not communicate has the rank 0 too.
     """
 
     rank = 0

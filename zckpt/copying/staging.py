@@ -43,26 +43,16 @@ class Staging:
 
         identity         the run: its source, options and target files
         chunk            the number of bytes that a thread copies in one step
-        resume           continue `<target>.partial` of an earlier run with the same identity; its
-                         complete regions are in `journal.regions`
-        sharing          which other processes write this target; their files are never removed
-        before_rename    called just before the last check for another run's target
-        above            the directory that contains the target, if it is inside of another
-                         unfinished target
-        begins_anew      on a filesystem without locks: `resume` starts from the beginning
+        resume           continue `<target>.partial` of an earlier run with this identity
+        before_rename    called just before the target gets its name
+        sharing          which other processes write this target
+        above            the folder for the target, if this folder is unfinished too
+        begins_anew      on a filesystem without locks, `resume` starts from the beginning
         warnings         failures after the rename, and unfinished targets of other runs
 
-    If `postpone` is called in the block, the files are kept, and another process completes the
-    target.
-
-    On a filesystem without locks, `partial` is a directory of this run alone, and no other run can
-    continue it. So WrongOption is raised for a part (--part K/N), and for `resume` without
-    `begins_anew`.
-
-    Raises TargetExists if the target exists already, and without `resume` also if
-    `<target>.partial` exists. With `resume`, raises TargetExists if another run is writing there,
-    if the earlier run had another identity, or if files there were not written by zckpt. Raises
-    Interrupted for a KeyboardInterrupt after some work; the written files are then kept.
+    Raises TargetExists if the target exists, or if `<target>.partial` exists and this run may not
+    continue it. Raises WrongOption for `resume` or --part without locks. Raises Interrupted for a
+    KeyboardInterrupt after some work; the written files are then kept.
     """
 
     def __init__(
@@ -178,10 +168,10 @@ class Staging:
     def _prepare(self, stack: ExitStack) -> None:
         """Prepares the folder of the target's files before the first file is written.
 
-        Without the journal of an earlier run, files in the folder are removed. If a file that the
-        journal lists was lost, its regions are forgotten. The folder is synced first: so even after
-        a power loss it never contains files without the journal.
+        If there is no journal of an earlier run, files in the folder are removed. If a file that
+        the journal lists was lost, its regions are forgotten.
         """
+        # first, so that even after a power loss the folder has no files without the journal
         self.folder.sync(self.partial)
         if self.journal.is_new and not self.sharing.part:
             self.folder.remove(self.path)
@@ -353,13 +343,13 @@ class Staging:
         """Whether an interrupted run keeps `<target>.partial`, so that it can be continued.
 
         It is kept if the run has worked for more than WORTH_KEEPING seconds, continues an earlier
-        run, or shares the target with other processes. It is never kept on a filesystem without
-        locks, or if the run has no identity by which a later run could recognize it.
+        run, or shares the target with other processes.
         """
-        if not self.has_locks:
+        if not self.has_locks:  # no other run can continue it
             return False
         worked = time.monotonic() - self._started
         continues = not self.journal.is_new or not self.sharing.is_alone
+        # a run without an identity cannot be recognized later
         return bool(self.identity.files) and (continues or worked > WORTH_KEEPING)
 
     def _remove(self) -> None:

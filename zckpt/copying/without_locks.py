@@ -31,11 +31,11 @@ OWN = re.compile(rf"(?s)(.+)\.({WRITER.pattern})\.partial", re.ASCII)
 
 
 class Process(Struct, frozen=True):
-    """A process of this or another machine, recorded so that others can see whether it still runs.
+    """A process of any machine, recorded so that other runs can see whether it still runs.
 
         boot         identifies one start of the machine
         namespace    the namespace of process numbers
-        started      tells the process from an earlier one with the same number
+        started      when the process began, in clock ticks
 
     All three are empty where the system does not state them.
     """
@@ -172,17 +172,15 @@ class Left(Struct, frozen=True):
 def clear(above: Folder, name: str) -> Left:
     """Removes unfinished targets in the directory `above` whose processes have ended.
 
-    It is for a filesystem without locks, and removes only targets of this machine's processes. The
-    result also lists targets that could not be removed, and targets of other machines. It also
-    lists the directory `<name>.partial`: only runs with locks use this name, so this run cannot see
-    whether one is still writing there. A target that a living process of this machine writes is not
-    listed.
+    It is for a filesystem without locks. Only targets of this machine's processes are removed. The
+    result also lists those that stay: of other machines, not removable, or named `<name>.partial`.
+    A target that a process of this machine still writes is not listed.
     """
     left = Left([], [])
     with suppress(PermissionError):  # a directory may be writable and not listable
         for item in above.names():
             path = os.path.join(above.path, item)
-            if item == f"{name}.partial":
+            if item == f"{name}.partial":  # of runs with locks, which may still be writing there
                 left.staying.append(path)
             elif match := OWN.fullmatch(item):
                 process = _noted(above, path)

@@ -1,8 +1,9 @@
-"""Finds the hyper-parameters for a program's groups, by parameter and not by the group's number.
+"""Finds a checkpoint's hyper-parameters for the param groups of a running program's optimizer.
 
-A program's groups may have another order than the source's, or be parts of these. So a group of the
-program gets its value from the source's groups that contain its parameters. These groups must have
-the same value. The members of the program's groups do not change.
+The program's groups may have another order than the checkpoint's, or be parts of these. So a group
+of the program gets its value from the checkpoint's groups that contain its parameters, and not from
+the group of its number. These groups must have the same value. The members of the program's groups
+do not change.
 """
 
 from __future__ import annotations
@@ -108,15 +109,14 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
     def _companions(self, meaning: KeyMeaning) -> Sequence[str]:
         """The source's names of all parameters in one of the program's parameter groups.
 
-        The group is given by the `meaning` of any of its hyper-parameters. A numbered group lists
-        its parameters as `params`. A flattened state dict has no groups; there, the program's
-        optimizer tells the group. If it is not given, parameters with equal hyper-parameters count
-        as one group. (torch takes the values of a group from its first parameter. That may be
-        frozen, and no file states the group of a frozen parameter.)
+        `meaning` is that of any hyper-parameter of the group. In a flattened state dict without the
+        program's optimizer, parameters with equal hyper-parameters count as one group.
         """
-        if not meaning.name:
+        if not meaning.name:  # a numbered group
             listed = self.state.get(f"{meaning.front}params")
             return self._source_names(listed if isinstance(listed, (list, tuple)) else ())
+        # torch takes a group's values from the group's first parameter. That may be frozen, and no
+        # file states the group of a frozen parameter
         for group in map(self._source_names, self.members):
             if meaning.name in group:
                 return group

@@ -34,13 +34,13 @@ class KeyMeaning(Struct, frozen=True):
     """What a key of a program's state dict stands for in the source.
 
     kind   "weight", "state", "group" (a hyper-parameter) or "extra" (an extra state)
-    name   the source's name of the parameter, buffer or extra state; "" if the key has the number
-           of a param group instead, such as "optim.param_groups.0.lr"
+    name   the source's name of the parameter, buffer or extra state; "" for a numbered group
     slot   the optimizer state or the hyper-parameter, such as "exp_avg" or "lr"; else ""
-    front  the part of the key before the parameter's name; for a key with the number of a group,
-           the part up to the number ("optim.param_groups.0."); for weights and extra states ""
-    rule   the change of prefix that turned the program's name into the source's name: for example,
-           "module." was removed
+    front  the key up to the parameter's name, or up to the dot after the group's number; "" for
+           weights and extra states
+    rule   how the prefix was changed: for example, "module." was removed
+
+    For "optim.param_groups.0.lr", `front` is "optim.param_groups.0.".
     """
 
     kind: str
@@ -54,10 +54,11 @@ class KeyNames(Struct, eq=False, dict=True):
     """Finds out what the keys of a program's state dict mean, from the names in a checkpoint.
 
     numbers  the names of the program's parameters in the order in which its optimizer numbers them
-    words    the stored keys up to their first dot: "app" for the stored "app.model.fc.weight". A
-             program's key that begins with "app." must then begin with the whole stored prefix,
-             "app.model."
-    weights  maps stored keys of weights to the weights' names
+    words    the first words of the checkpoint's keys: "app" of "app.model.fc.weight"
+    weights  maps the checkpoint's keys of weights to the weights' names
+
+    A program's key with one of these `words` must begin with the checkpoint's complete prefix, such
+    as "app.model.".
     """
 
     manifest: Manifest

@@ -44,16 +44,15 @@ class Lookup(Struct, eq=False, dict=True):
         return {key: each for key, each in self.meanings.items() if isinstance(each, KeyMeaning)}
 
     def _match_rules(self) -> None:
-        """Requires that one prefix rule fits the names of all weights, and one those of all states.
+        """Requires one prefix rule for the names of all weights, and one for those of all states.
 
-        If several rules were allowed, a second copy of the weights (such as an average) would get
-        the model's values. Raises MissingData if the names need different rules. But if the program
-        also asks for keys exactly as the source stores them, keys that need another rule count as
-        missing.
+        Raises MissingData if some names need another prefix removed or added. If the program also
+        asks for keys exactly as the source stores them, these names count as missing instead.
         """
         names = self.source.names if self.by_name else None
         if names is None:
             return
+        # by a second rule, another copy of the weights (an average) would get the model's values
         for kind, rule_of_source in names.rules.items():
             rules = by_key(
                 ((meaning.front, meaning.rule), key)

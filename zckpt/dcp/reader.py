@@ -27,21 +27,22 @@ class StorageReader(storage.StorageReader):
     """Loads the checkpoint at `path`, of any format, into the state dict of any torch program.
 
     `format`, `tag`, `root`, `step_policy`, `param_names`, `tp_rules` and `buffers` are as for
-    `zckpt.read`, `replicas` and `accept_weights` as for `zckpt.load`. `rename` are pairs (regex,
-    replacement) as in `--rename`. If the state dict is from `optimizer.state_dict()`, which numbers
-    the parameters, give `model` and `optimizer`: they tell the names, and the groups of frozen
-    parameters.
+    `zckpt.read`, `replicas` and `accept_weights` as for `zckpt.load`.
 
-    If the source has the same key as the state dict, the value is loaded unchanged. Other keys are
-    looked up by name. A float32 weight gets the fp32 master, if there is one. Other weights get the
-    module's value, or the rounded master. A param group of the program keeps its parameters. It
-    gets the hyper-parameters that its parameters have in the source, where the group may have
-    another number. Hyper-parameters that the source lacks are not changed.
+        rename              pairs (regex, replacement), as for `--rename`
+        model, optimizer    give both if the state dict is from `optimizer.state_dict()`, which
+                            numbers the parameters: they tell the names, and the groups of frozen
+                            parameters
 
-    Raises a ZckptError. The constructor raises it for the path. Loading raises it, inside torch's
-    CheckpointException, in three cases: the source lacks a key, a value is an object whose pickle
-    zckpt would have to run, or `convert` refuses the checkpoint. Then no tensor was loaded on any
-    rank.
+    If the source is a directory of torch.distributed.checkpoint with the same key, its value is
+    loaded unchanged. Other keys are looked up by name. A float32 weight gets the fp32 master, if
+    there is one. Other weights get the module's value, or the rounded master. A param group of the
+    program keeps its parameters, and gets the hyper-parameters that these parameters have in the
+    source. Hyper-parameters that the source lacks stay unchanged.
+
+    Raises a ZckptError. The constructor raises it for the path. Loading raises it inside torch's
+    CheckpointException, before a tensor is loaded on any rank: if the source lacks a key, if a
+    value is an object whose pickle zckpt would have to run, or if `convert` refuses the checkpoint.
     """
 
     def __init__(

@@ -63,10 +63,9 @@ Meaning = StoredTensor | StoredValue | KeyMeaning
 class Listing(Struct):
     """The keys that a checkpoint lists, in the order in which a program would save them.
 
-    items    the tensor or value under each key
-    paths    each key's path in the state dict
-    weights  maps every key of a weight to its name in the manifest
-    assumed  warnings about hyper-parameters that are defaults, because the source has none
+    paths      each key's path in the state dict
+    weights    maps a weight's key to its name in the manifest
+    assumed    warnings about defaults for hyper-parameters that the source lacks
     """
 
     items: dict[str, StoredTensor | StoredValue]

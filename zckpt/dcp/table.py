@@ -73,17 +73,15 @@ class KeyTable(dict[str, Any]):
             return default
 
     def keys(self) -> KeysView[str]:  # type: ignore[override]  # of any dictionary
-        """The listed keys; during a load, only those that torch before 2.4 would have saved.
+        """The listed keys; during a load, only keys under which torch before 2.4 saved a container.
 
-        torch 2.3 saved a dictionary without tensors under one key; later versions save each item of
-        the dictionary under a separate key. torch's DefaultLoadPlanner concludes that torch 2.3
-        wrote the checkpoint, if the program does not ask for all keys that the planner sees here.
-        This may be wrong: a rank without a shard of an FSDP1 weight does not ask for the weight's
-        key (torch 2.13). So during a load, the planner sees only keys whose value is a dictionary,
-        or a list that contains a dictionary or a tensor.
+        A container is a dictionary, or a list that contains a dictionary or a tensor.
         """
         if not self.is_loading:
             return super().keys()
+        # DefaultLoadPlanner takes a checkpoint for one of torch 2.3, which saved a dictionary
+        # without tensors under one key, if the program does not ask for every key that it sees
+        # here. A rank without a shard of an FSDP1 weight does not ask for its key (torch 2.13).
         return dict.fromkeys(key for key in self if self._is_container(key)).keys()
 
     def _is_container(self, key: str) -> bool:

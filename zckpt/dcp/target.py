@@ -176,12 +176,10 @@ class LoadTarget:
         return bool(self._groups.sources(meaning))
 
     def _hyper_parameter(self, key: str, name: str) -> list[Any]:
-        """The value of a hyper-parameter for a program's key, in a list; empty if none is set.
+        """The value for a hyper-parameter's key, in a list; empty to leave the program's value.
 
-        It is the value that the source's groups have for the parameters of the program's group. If
-        the source has no such value and the program's value is only a placeholder, it is the value
-        stored under the key. The members of a group (`params`) are never taken from the source's
-        groups.
+        It is the value that the parameters of the program's group have in the source. If the source
+        has none, a placeholder in the program gets the value stored under `key`.
         """
         groups, stored = self._groups, self.source.listing.items.get(key)
         assert groups is not None

@@ -31,25 +31,24 @@ def load_checkpoint(
 ) -> tuple[str | None, Any]:
     """Loads a checkpoint into a DeepSpeed engine with any number of ranks.
 
-    It writes no copy to disk, except with `fallback="copy"`. The arguments and the result are those
-    of `engine.load_checkpoint`: the path, and the client state. The engine then holds what it would
-    load from the directory that `zckpt.reshard` writes for its number of ranks, its stage and its
-    ds_config. `source` is a path or URL of a checkpoint in any format, saved by any number of
-    ranks. All ranks must call this function.
+    All ranks must call this function. The arguments and the result (the path, and the client state)
+    are those of `engine.load_checkpoint`. The engine then holds what it would load from a directory
+    that `zckpt.reshard` writes for its number of ranks, its stage and its ds_config.
 
-        verify      "records" checks the checksums that the files state; "files" only checks that
-                    no file is missing
-        fallback    "copy": for an engine or a version of DeepSpeed that would raise WrongOption
-                    (see below), zckpt writes a resharded copy as `zckpt.auto_resume` does, and the
-                    engine's own loader loads the copy
+        source      a path or URL of a checkpoint in any format, saved by any number of ranks
+        verify      "records" checks the checksums that the files state; "files" only checks that no
+                    file is missing
+        fallback    None: no copy is written to disk. "copy": for an engine or a version of
+                    DeepSpeed that would raise WrongOption (see below), zckpt writes a resharded
+                    copy as `zckpt.auto_resume` does, and the engine's own loader loads the copy
         scratch     a directory for this copy, as for `zckpt.auto_resume`
         words       `accept_weights`, `drop_state`, `step_policy`, `param_names`, `rename` and
                     others: as for `zckpt.reshard`, or `zckpt.convert` to deepspeed
 
     Raises the same ZckptError as `reshard`, in all ranks, before the engine is changed. Raises
-    WrongOption for a version of DeepSpeed that was not tested, and for engines with tensor,
-    pipeline, expert or sequence parallelism. Raises CorruptCheckpoint for damage; if the engine has
-    been changed already, the hint says so.
+    WrongOption for a version of DeepSpeed that was not tested, and for engines that need a copy,
+    such as those with tensor, pipeline, expert or sequence parallelism. Raises CorruptCheckpoint
+    for damage; if the engine has been changed already, the hint says so.
     """
     if verify not in ("records", "files"):
         raise WrongOption("option-invalid", f"verify {verify!r} is neither 'records' nor 'files'")

@@ -71,7 +71,11 @@ def summary(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
 
 
 def _unopened(count: int | None) -> str:
-    return f"{count:,}: similar items show their layout; `zckpt verify` opens all" if count else ""
+    return (
+        f"{count:,}: assumed to be laid out like opened items; `zckpt verify` opens all"
+        if count
+        else ""
+    )
 
 
 def summary_in_a_line(report: dict[str, Any], quiet: bool) -> None:

@@ -198,13 +198,11 @@ def progress(
 ) -> Iterator[Callable[[int], Callable[[int], None]] | None]:
     """Shows progress on stderr: a bar on a terminal, otherwise a line per minute.
 
-    command, about  the command, and the paths that it works on
-    hidden          show nothing
-    as_json         show nothing unless `asked`; then lines are JSON documents
-    asked           (by --progress) print lines on a terminal too, and the first one immediately
+        as_json    lines are JSON documents, and are shown only if `asked`
+        asked      (by --progress) lines on a terminal too, and the first one immediately
 
-    Yields None if nothing is shown. Otherwise yields a function to call with the total number of
-    bytes, which returns a function to call after each step with the number of bytes done.
+    Yields None if nothing is shown; otherwise a function that gets the total number of bytes, and
+    returns a function to call with each number of new bytes.
     """
     if hidden or sys.stderr is None or (as_json and not asked):
         yield None

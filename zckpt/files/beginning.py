@@ -28,11 +28,11 @@ PUT, INTEGER = rb"(?:q.|r.{4}|\x94)?", rb"(?:K(.)|M(.{2})|J(.{4}))"  # opcodes: 
 
 
 def number_in(path: str, keys: Collection[str], pair: tuple[str, str] | None = None) -> int | None:
-    """The first integer in the saved dictionary whose key is one of `keys`; None if there is none.
+    """The first integer in a saved dictionary under one of `keys`; None if there is none.
 
-    Some programs always write another key right after the wanted one. Then `pair` has the wanted
-    key and this other key. The bytes of both keys are searched for, and nothing else is parsed,
-    however many tensors precede them. None also for a file that cannot be parsed. Raises OSError.
+    `pair` is the wanted key, and a key that the program always writes right after it: the bytes of
+    both are searched for before anything is parsed. None also for a file that cannot be parsed.
+    Raises OSError.
     """
     sign = pair and re.compile(_text(pair[0]) + INTEGER + _text(pair[1]), re.DOTALL)
     try:

@@ -117,11 +117,9 @@ def check_seal(text: bytes) -> None:
 def read_table(folder: str, is_laid: bool = False) -> ItemTable:
     """Reads the metadata of a folder: one `.metadata`, or those of all ranks combined.
 
-    With `is_laid`, zckpt has just written the folder without its tensor data: the metadata is
-    trusted, and its parts are not compared. Raises CorruptCheckpoint (values of wrong types, parts
-    that contradict each other), IncompleteCheckpoint (the metadata of the folder or of a rank is
-    missing; an item has no location), UnsupportedCheckpoint (items that are compressed or
-    encrypted; more metadata than there is memory for).
+    `is_laid` means that zckpt has just written the folder: its metadata is trusted. Raises as
+    `need_agreement`, IncompleteCheckpoint also for missing metadata, and UnsupportedCheckpoint
+    (compressed or encrypted items, more metadata than memory).
     """
     with os.scandir(folder) as entries:
         files = sorted(entry.path for entry in entries if entry.name.endswith(METADATA))
@@ -441,11 +439,10 @@ def attributes(record: Any) -> dict[str, Any]:
 def need_agreement(table: ItemTable, name: str) -> None:
     """Raises an error about the file `name` if parts of its table contradict each other.
 
-    CorruptCheckpoint         an item has no path in the state dict, a location is stated for an
-                              item that is not described, or a box (chunk) has another number
-                              of axes than its tensor
+    CorruptCheckpoint         an item has no path or no description, or a box (chunk) has another
+                              number of axes than its tensor
     IncompleteCheckpoint      an item has no location
-    InconsistentCheckpoint    a box lies outside of its tensor, or items share bytes of a file
+    InconsistentCheckpoint    a box lies outside of its tensor, or items share bytes
     """
     if table.paths:  # a path without an item is no error: torch before 2.4 wrote some
         pathless = [key for key in table.items if key not in table.paths]

@@ -54,15 +54,13 @@ NUMBER = re.compile(r"\d+")
 class ItemFiles:
     """The item files (`.distcp`) of a folder; each is opened when one of its items is needed.
 
-    A file has thousands of items, and opening it takes a millisecond on some network filesystems.
-    So files stay open while this object lives (`keeps_open`), but at most a quarter of the
-    process's limit of open files. `sizes` has the size of every opened file, by path. `records` are
-    the zip members of all items that were read as files of torch.save.
+    An item is one stored value. If its data offset is computed from similar items, it is "planned".
 
-    plans      True to compute the data offsets of items from similar ones, as the top of this
-               module explains; such a planned item is opened only when its CRC-32 is needed
-    is_laid    True if zckpt has just written the files, without tensor data; then a planned item is
-               never opened
+    sizes         the bytes of each opened file, by path
+    records       the byte ranges of the data of items that were read or planned
+    keeps_open    True to keep files open, up to a quarter of the process's limit
+    plans         True to plan items, and to open them only when their CRC-32 is needed
+    is_laid       True if zckpt has just written the files: planned items are never opened
     """
 
     def __init__(self, keeps_open: bool = True, plans: bool = False, is_laid: bool = False) -> None:
@@ -75,6 +73,7 @@ class ItemFiles:
         self._parsed = Parsed()
         self._tensors: dict[tuple[str, int], dict[str, SavedTensor]] = {}
         self._open: dict[str, tuple[int, Fingerprint]] = {}
+        # opening takes a millisecond on some network filesystems; a file has thousands of items
         self._most_open = getrlimit(RLIMIT_NOFILE)[0] // 4 if keeps_open else 0
         finalize(self, _close, self._open)
 
@@ -137,11 +136,10 @@ class ItemFiles:
     def planned(
         self, location: ItemLocation, key: str, dtype: str, sizes: tuple[int, ...]
     ) -> Record | None:
-        """The `Record` (bytes and CRC-32) of the data of a tensor or box, without opening its item.
+        """The byte range and CRC-32 of the data of a tensor or chunk, without opening its item.
 
-        A box is a chunk of a tensor. The elements are row-major. None if the item must be opened:
-        it is the first item of its file, or no similar item has shown yet where the data begin.
-        Similar items have the same dtype, and keys that differ only in numbers.
+        None if the item must be opened, such as the first one of a file or of a kind. Items of one
+        kind have the same dtype, and keys that differ only in numbers.
         """
         if not self.plans or location.shared or location.file not in self.sizes:
             return None
@@ -186,11 +184,10 @@ class ItemFiles:
     def tensor_file(
         self, location: ItemLocation, key: str, dtype: str, sizes: tuple[int, ...]
     ) -> TorchFile:
-        """Opens the item of a tensor or box, and learns where similar items have their data.
+        """Opens the item of a tensor or chunk, and learns where similar items have their data.
 
-        An item is one stored value in an item file. Similar items have the same dtype, and keys
-        that differ only in numbers. The opened item may hold another value than the expected
-        tensor. Raises as `torch_file`.
+        Similar items have the same dtype, and keys that differ only in numbers. The caller must
+        check that the item holds the expected tensor. Raises as `torch_file`.
         """
         file = self.torch_file(location)
         if self.forms.note(file, key, dtype, sizes, location):
@@ -207,12 +204,12 @@ class ItemFiles:
     def reopened(
         self, location: ItemLocation, dtype: str, sizes: tuple[int, ...], data: Extent
     ) -> TorchFile | int:
-        """Opens a planned item, whose data offset was computed from similar items.
+        """Opens a planned item; returns the CRC-32 that it states for its data, or the parsed item.
 
-        Returns the parsed item, so that the caller can check the offset. But if the item differs
-        from an earlier item only in data, checksums and ids, the offset is right. Then the item is
-        not parsed, and only the CRC-32 that it states for its data is returned.
+        `data` is the computed byte range. The CRC-32 is returned only if the range is certainly
+        right. With the parsed item, the caller must check the range.
         """
+        # an item that differs from an earlier one only in data, checksums and ids is not parsed
         outline = self.outlines.get((dtype, sizes, location.length))
         if outline is not None and outline.data == data.offset - location.offset:
             with self._opened(location.file) as number:
@@ -324,18 +321,17 @@ def kind_of(key: str) -> str:
 
 
 class _Forms:
-    """Computes where the data of items lie, as learned from the items that were opened.
+    """Computes where the data of items begin, as learned from the items that were opened.
 
-    Items of one kind have the same dtype, and keys that differ only in numbers: the same weight in
-    all layers. The data offsets of a kind are computed only if all opened items of it are row-major
-    tensors with separate storages. The first byte of the data follows from an item's length. torch
-    and zckpt align data to 64 bytes, and put equal numbers of bytes after data whose ends are
-    aligned alike: only the pickle before the data has a variable length.
+    Items of one kind have the same dtype, and keys that differ only in numbers. For a kind, this is
+    possible only if all opened items are row-major tensors, each with a separate storage.
     """
 
     def __init__(self) -> None:
         # by kind and dtype: whether these items are planned
         self._kinds: dict[tuple[str, str], bool] = {}
+        # by the bytes beside the data, and the alignment of their end: where the data begin. Only
+        # the pickle before the data varies in length (torch and zckpt align data to 64 bytes)
         self._places: dict[tuple[int, int], int | None] = {}
 
     def place(self, key: str, dtype: str, length: int, item_length: int) -> int | None:
@@ -376,12 +372,14 @@ class _Forms:
 
 
 class _Outline(Struct, frozen=True):
-    """All bytes of an item, except its data and what differs in each save: checksums and ids.
+    """All bytes of an item, except its data, its checksums and its random id.
 
-    If another item has the same bytes, its data lie at the same offset, and their CRC-32 at
-    `crc_at`. `data` and `behind` are where the data begin and end. `head` and `tail` are the bytes
-    before and after the data, with zeros in the `gaps`. `identity` is where the item's random id
-    begins and ends, and where this id's CRC-32 is; None in files of zckpt.
+    An item with the same bytes has its data at the same place. Numbers are offsets in the item.
+
+    data, behind  begin and end of the data
+    head, tail    the bytes before and after the data, with zeros in the `gaps`
+    crc_at        place of the data's CRC-32
+    identity      begin and end of the id, and place of its CRC-32; None in files of zckpt
     """
 
     data: int
@@ -496,9 +494,7 @@ class _Planned(Struct, eq=False):
 class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
     """The boxes (chunks) of a tensor, each with the byte range of its data.
 
-    The byte range was computed without opening the item that stores the box. Three numbers are kept
-    for each box: its index in `boxes`, the index of its location (file and offset of the item), and
-    the byte of the item at which the data begin. All else is made when it is read.
+    The ranges were computed without opening the items. Boxes and ranges are made when read.
     """
 
     def __init__(
@@ -514,6 +510,7 @@ class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
     ) -> None:
         self.files, self.places = files, places
         self.key, self.dtype, self._boxes = key, dtype, boxes
+        # of each box: its index in `boxes`, its row in `places`, the item's first byte of data
         self._numbers, self._rows, self._begins = numbers, rows, begins
         self._crcs = array("q")  # CRC-32s of items that were opened; empty until the first one is
 

@@ -144,10 +144,10 @@ class InfoRow(Struct, frozen=True, gc=False):
 
 
 class Run(Struct, frozen=True, eq=False):
-    """Rows [start, stop) of the columns in `Rows`, in place of objects of the pickle.
+    """Rows `start` to `stop` (exclusive) of the columns in `Rows`.
 
-    In a tensor's list of chunks, each row stands for one chunk. In the dictionary of locations, a
-    `Run` is a key, and each row stands for one item and its location.
+    A row replaces an object of the pickle. In a tensor's list of chunks, it stands for a chunk. In
+    the dictionary of locations, where the `Run` is a key, it stands for an item with its location.
     """
 
     start: int
@@ -155,19 +155,16 @@ class Run(Struct, frozen=True, eq=False):
 
 
 class Rows:
-    """Stores the chunks and locations of one pickle as columns of numbers.
+    """The chunks and locations of one pickle, as columns with one number per chunk or location.
 
-    The columns are arrays with one number per chunk (box), or one number per location:
+    `match` recognizes them in the pickle. `shapes` has all offsets and sizes, `names` all keys and
+    file names; columns have indices in these two lists.
 
-        box_offsets, box_sizes      of a chunk: indices in the list `shapes`, which has tuples of
-                                    offsets or sizes
-        place_keys, place_files     of a location: indices in the list `names`, which has all
-                                    different keys and file names
-        place_offsets               of a location: the index of its chunk's offsets in `shapes`, or
-                                    -1 without offsets
-        offsets, lengths            of a location: bytes in the file
-
-    `match` recognizes chunks and locations by patterns (forms).
+        box_offsets, box_sizes     of a chunk (box): indices in `shapes`
+        place_keys, place_files    of a location: indices in `names`
+        place_offsets              of a location: its chunk's offsets, an index in `shapes`; -1 if
+                                   it has none
+        offsets, lengths           of a location: its bytes in the file
     """
 
     def __init__(self, text: bytes) -> None:
@@ -202,15 +199,14 @@ class Rows:
         self._place_words: tuple[bytes, ...] = ()
 
     def match(self, cls: str, data: Any, position: int, memo: dict[int, Any]) -> Any:
-        """Recognizes the object that the pickle `data` builds from `position` on.
+        """Recognizes the object that the pickle `data` builds from `position` on; else None.
 
             cls     the name of the object's class, which the pickle has just named
             memo    the unpickler's values by memo number
 
         Returns a list of values for the unpickler's stack, and the position at which the object
-        ends. The list has one value: the object, or in its place an `IndexRow`, `InfoRow` or `Run`.
-        If the object is an index and its location follows, the list has an `IndexRow` and an
-        `InfoRow`. None if the class has no pattern (form), or the bytes do not match the pattern.
+        ends. A chunk becomes a `Run`, an item's key an `IndexRow`, a location an `InfoRow`. The
+        list has two values if a key and its location are recognized together.
         """
         form = self._forms.get(cls)
         return None if form is None else form(data, position, memo)
@@ -244,15 +240,14 @@ class Rows:
     # -- columns
 
     def boxes(self, run: Run) -> Iterator[tuple[int, int]]:
-        """Yields two indices in `shapes` for each box (chunk) of `run`: its offsets, its sizes."""
+        """Yields the offsets and sizes of each chunk in the rows `run`, as indices in `shapes`."""
         rows = slice(run.start, run.stop)
         yield from zip(self.box_offsets[rows], self.box_sizes[rows], strict=True)
 
     def places(self, run: Run) -> Iterator[tuple[str, int, str, int, int]]:
-        """Yields five values for each location of `run`.
+        """Yields the key, offsets, file, first byte and length of each item in the rows `run`.
 
-        These are the item's key, the index in `shapes` of its chunk's offsets (-1 without offsets),
-        the file's name, the item's first byte in the file, and the item's length in bytes.
+        The offsets are those of the item's chunk, as an index in `shapes`; -1 without offsets.
         """
         names = self.names
         for row in range(run.start, run.stop):
@@ -270,10 +265,10 @@ class Rows:
             target.append(item)
 
     def set_items(self, target: dict[Any, Any], flat: list[Any]) -> list[Any]:
-        """Stores the locations among a dictionary's new items as rows; returns all other items.
+        """Stores the locations in `flat` as rows; returns all other keys and values in `flat`.
 
-        `flat` has the new keys and values in turn. The dictionary `target` gets one key for all
-        stored locations: the `Run` of their rows.
+        `flat` has new keys and values of the dictionary `target` in turn. For all stored locations,
+        `target` gets one key: the `Run` of their rows.
         """
         start, number_of = len(self.offsets), self._number_of
         rest: list[Any] = []
@@ -346,13 +341,12 @@ class Rows:
         return None
 
     def build(self, value: Foreign, state: Any, position: int) -> None:
-        """Notes that the instruction BUILD, which ends at `position`, gives a state to an object.
+        """Notes that the pickle gives the state `state` to the object `value`.
 
-        `value` is the object, and `state` its new state. An object that describes a tensor may be
-        kept for all tensors whose descriptions have the same bytes. Such an object belongs to
-        several keys, so its state must not change: Unusual is raised if `value` has a state
+        `position` is the end of the instruction BUILD. Raises Unusual if `value` has a state
         already.
         """
+        # the object may be kept for all tensors whose descriptions have the same bytes
         if value.state is not None:
             raise Unusual
         if position == self._begun[0] and _is_fixed(state):

@@ -91,10 +91,8 @@ def item_file(name: str, items: Sequence[ItemShell]) -> tuple[Shell, list[SavedI
 def seal_items(root: Folder, table: ItemTable, crcs: Mapping[str, Mapping[int, int]]) -> None:
     """Writes the CRC-32 of every record (zip member) into its item, which is a small zip.
 
-    `root` contains the folder of `table`. `crcs` maps the path of a file, and then the offset of
-    the record's data, to the CRC-32. Few items are parsed, because zckpt has just laid out all of
-    them: items of the same length, with data at the same offsets, have their CRC-32 fields at the
-    same offsets too.
+    `root` contains the folder of `table`. `crcs` maps the path of a file, and then the offset of a
+    record's data, to the CRC-32. zckpt must have laid out all items.
     """
     places: dict[tuple[int, ...], list[int]] = {}
     for path, items in table.by_file():
@@ -106,7 +104,7 @@ def seal_items(root: Folder, table: ItemTable, crcs: Mapping[str, Mapping[int, i
                 first = bisect_left(starts, offset)
                 data = starts[first : bisect_left(starts, offset + length, first)]
                 form = length, *(start - offset for start in data)
-                if form not in places:
+                if form not in places:  # items of one form have these fields at equal offsets
                     extent = Extent(path, offset, length)
                     places[form] = [place - offset for place in _places(file, extent, data)]
                 twice = [crc_of[start] for start in data for _ in range(2)]

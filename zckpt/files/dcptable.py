@@ -167,7 +167,8 @@ class Places(Mapping[ItemKey, ItemLocation]):
     def of(cls, locations: Mapping[ItemKey, ItemLocation]) -> Places:
         """Makes a `Places` from a dictionary that maps items to their locations.
 
-        An item is a key with the offsets of one box (chunk), or with None for a value.
+        An item of a tensor is (key, offsets of one chunk); an item of any other value is (key,
+        None).
         """
         entered = EnteredPlaces(Shapes())
         for (key, offsets), location in locations.items():
@@ -233,7 +234,8 @@ class EnteredPlaces:
     def enter(self, key: str, offsets: int, path: str, offset: int, length: int) -> None:
         """Adds an item's location: `length` bytes of the file `path`, from byte `offset` on.
 
-        `offsets` is the index in `shapes.values` of the box's offsets, or -1 for a value.
+        If the item is a chunk of a tensor, `offsets` is the index in `shapes.values` of the chunk's
+        offsets; for any other value it is -1.
         """
         self._of_keys.append(self._keys.setdefault(key, len(self._keys)))
         self._of_offsets.append(offsets)
@@ -267,13 +269,12 @@ class EnteredPlaces:
 class ItemTable(Struct, frozen=True):
     """The metadata of one folder: its items (tensors and other values) and their locations.
 
-    files       the metadata files themselves
-    others      the fields that describe no item: `planner_data`, `version`, `storage_meta`, and
-                fields that a writer has added
-    paths       maps an item's key to its path: the keys that lead to the item in the program's
-                state dict. In the order of the saved state; empty if the writer kept no paths
-    copies      further locations of items that several ranks saved
-    unsaved     the keys in `paths` for which no rank saved an item
+    files    the metadata files themselves
+    others   fields that describe no item: `planner_data`, `version`, `storage_meta`, and others
+    paths    for each key, the keys that lead to it in the program's state dict, in the order of the
+             saved state; empty if the writer kept no paths
+    copies   further locations of items that several ranks saved
+    unsaved  the keys in `paths` for which no rank saved an item
     """
 
     folder: str

@@ -47,9 +47,9 @@ class FileBlock(Struct, frozen=True):
 class Blocks(Struct, eq=False, dict=True):
     """Collects the blocks of an HDF5 file of the old kind, and checks that they share no bytes.
 
-    A block is a range of bytes with one owner, such as a header or the data of a dataset. The old
-    kind has version 0 of the superblock, as h5py writes it by default, and no checksums. For newer
-    files, groups and datasets are ignored. Methods raise CorruptCheckpoint and OSError.
+    A block is a byte range with one owner, such as a header or a dataset's data. The old kind has
+    superblock version 0, h5py's default, and no checksums. In newer files, groups and datasets are
+    ignored. Methods raise CorruptCheckpoint and OSError.
     """
 
     path: str

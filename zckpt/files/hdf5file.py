@@ -153,18 +153,16 @@ def _contents(
 
 
 class _Bounds:
-    """Limits the total bytes of all datasets to the file's size, and the number of texts read.
+    """Limits the bytes of all datasets and texts to the file's size, and the steps to find texts.
 
-    In a valid file, datasets do not overlap. In a hostile file, datasets that share their bytes
-    could have any total size, and so could texts. To find a text in a heap, zckpt passes over all
-    texts before it; the number of these steps is limited too.
+    In a hostile file, datasets that share their bytes could have any total size.
     """
 
     def __init__(self, path: str, file_size: int) -> None:
         self.path = path
         self.file_size = file_size
         self.bytes = file_size
-        self.steps = MAX_STEPS
+        self.steps = MAX_STEPS  # the search for a text passes over all texts before it
 
     def take(self, name: str, length: int) -> None:
         """Counts a dataset's bytes; raises CorruptCheckpoint if all exceed the file's size."""

@@ -49,11 +49,11 @@ class Repeated(Struct, frozen=True, eq=False):
 
 
 class Record(Struct, frozen=True, eq=False):
-    """An object of a class with many objects; it is written faster than a `Foreign`.
+    """An object of a class with many objects; it is written faster than a `Foreign` (any object).
 
-    The pickle has the same bytes as for `Foreign.instance` with these attributes. `form` is the
-    class and the names of the attributes, and `values` are the attributes' values. All objects of a
-    class must use the same tuple object as their `form`, because forms are recognized by identity.
+    A `Foreign` gives the same bytes. `form` is the class and the names of its attributes, and
+    `values` are the attributes' values. All objects of a class must have the same tuple object as
+    `form`.
     """
 
     form: tuple[Global, tuple[str, ...]]
@@ -108,7 +108,7 @@ class _Writer(Struct, eq=False):
         reused.
         """
         function, names = value.form
-        form_opcodes = self.forms.get(id(value.form))
+        form_opcodes = self.forms.get(id(value.form))  # forms are recognized by identity
         if form_opcodes is None:
             self.foreign(Foreign(function, (), dict(zip(names, value.values, strict=True)), "new"))
             first, *other_names = (self.memo[name] for name in names)

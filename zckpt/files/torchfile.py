@@ -102,10 +102,10 @@ def _read(path: str, length: int, offset: int) -> bytes:
 class TorchFile:
     """One file of torch.save: `value` is the saved value; `extent` and `read` locate the bytes.
 
-    If several such files follow each other in the file at `path`, `within` is the byte range of
-    this one. `file` is the descriptor of the file at `path` if it is open. Raises CorruptCheckpoint
-    (truncated, flipped bits in the pickle, overlapping members) and UnsupportedCheckpoint
-    (big-endian, compressed, torch < 0.1.10).
+    `within` is its byte range if the file at `path` holds several, and `file` the descriptor if
+    that file is open. Raises CorruptCheckpoint (truncated, damaged pickle, overlapping members),
+    UnsupportedCheckpoint (big-endian, compressed, torch < 0.1.10) and NotACheckpoint (a pickle that
+    torch.save did not write).
     """
 
     def __init__(
@@ -150,9 +150,8 @@ class TorchFile:
     ) -> TorchFile:
         """Makes a TorchFile for one row-major tensor in `record`, without opening the file.
 
-        This is for a file that cannot be parsed, because it is lost. It is also for most items of
-        torch.distributed.checkpoint, which need no parsing: zckpt has parsed a few similar items,
-        and computes from them where the item's data begin. `pread` reads the tensor's bytes.
+        It is for lost files, and for items of torch.distributed.checkpoint whose byte range is
+        computed from similar items. `pread` reads the tensor's bytes.
         """
         file, extent = cls.__new__(cls), record.extent
         file.pread = pread
@@ -262,9 +261,9 @@ class TorchFile:
     def kept(self, value: Any, path: str, entries: dict[Key, Entry]) -> Any:
         """Copies a value, with a name in place of each tensor; adds the tensors to `entries`.
 
-        A tensor's name is its path in the saved dictionary, such as `client_state.rng`; `path` is
-        the path of `value`. In `entries`, the key of a tensor is this name and the word `state`. A
-        0-d tensor is replaced by its number.
+        `path` is the value's path in the saved dictionary. A tensor's name is its own path, such as
+        `client_state.rng`, and its key in `entries` is (name, "state"). A 0-d tensor becomes its
+        number.
         """
         if isinstance(value, Tensor):
             if not value.shape and value.dtype != "C64":
@@ -480,11 +479,8 @@ def _is_legacy(head: bytes) -> bool:
 def peek(path: str) -> Any:
     """The saved value of a file whose format is not known yet; raises as `TorchFile` does.
 
-    Several formats may try a file before one of them reads it. So the value of the last parsed
-    pickle is kept. The next call reads the pickle's bytes again, and uses the kept value if they
-    are the same. Finally the reader's TorchFile takes the value out of the cache, so the cache
-    needs no memory during a copy. A file of torch before 1.6 is parsed every time, since only a
-    parser finds the end of its pickle.
+    The last parsed pickle is kept until a TorchFile with the same pickle takes it, because several
+    formats may try a file. Files of torch before 1.6 are parsed every time.
     """
     parsed = Parsed()
     value = TorchFile(path, parsed).value

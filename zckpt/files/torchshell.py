@@ -83,9 +83,7 @@ def shell(name: str, value: Any, storages: Storages) -> Shell:
 class Contents:
     """The contents of a file, or of several files that differ only in their names and tensors.
 
-    torch.save names the folder in a zip after the file, whose name identifies the rank. If the
-    names of several files have the same length, all bytes keep their places: then the zip is laid
-    out once for all of these files.
+    Files whose names have the same length are laid out once.
     """
 
     def __init__(self, value: Any, storages: Storages) -> None:
@@ -100,6 +98,7 @@ class Contents:
             ),
             _known("version", b"3\n"),
         ]
+        # by the length of the folder's name in the zip: torch.save names it after the file
         self._zips: dict[int, _Zip] = {}
 
     def shell(self, name: str) -> Shell:
@@ -256,8 +255,7 @@ def seal_whole(
     """Writes the CRC-32s of members into a file that is one zip from its first byte to its last.
 
     `path` is a file in the folder `root`. `crcs` maps the offset of a member's data to its CRC-32.
-    `directories` keeps parsed zip directories, because other ranks' files often have equal ones
-    (see `read_directory`).
+    `directories` is a cache for files of several ranks (see `read_directory`).
     """
     with root.opened(path, os.O_RDWR) as file:
         state_checksums(file, Extent(path, 0, os.fstat(file).st_size), crcs, directories)

@@ -146,9 +146,9 @@ def _from_type(function: Any, cls: Any, arguments: Any, state: Any) -> Any:
 
 
 def class_of(value: Any) -> str:
-    """The class name of a tensor subclass, if `value` is a call by which torch rebuilds one.
+    """The class name of a tensor subclass; "" for any other value.
 
-    "" for any other value.
+    `value` was read from a pickle, in which a tensor subclass is a call that rebuilds it.
     """
     if not isinstance(value, Foreign) or value.name != REBUILD or len(value.arguments) != 4:
         return ""

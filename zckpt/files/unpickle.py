@@ -120,15 +120,13 @@ class Unpickler:
 
     table         maps the names of allowed functions to code that builds their values
     persistent    converts a persistent id (torch: a storage) to a value
-    collects      if it is a type, values of this type that the table's functions build are also
-                  put into `collected`
-    rows          for `.metadata`: stores its chunks and locations as numbers in place of objects
-                  (see dcprows.py). Unusual is raised for a pickle for which this does not work;
-                  the caller then reads it without `rows`
+    collects      a type; built values of this type are also put into `collected`
+    rows          for `.metadata`: stores chunks and locations as numbers (see dcprows.py). If
+                  Unusual is raised, read the pickle again without `rows`
     is_trusted    zckpt has just written the pickle: `require_tree` does not check its value
 
-    Raises CorruptCheckpoint if the pickle is not well-formed, or needs more work than any valid
-    pickle of its length.
+    Raises CorruptCheckpoint for a malformed pickle, and for more work than any valid one of this
+    length needs.
     """
 
     def __init__(

@@ -81,10 +81,10 @@ class _Known(Struct, frozen=True, eq=False):
 
 
 Directories = dict[tuple[int, int, int], _Known]
-"""A cache of parsed directories with at least MANY members.
+"""A cache of parsed zip directories with at least MANY members.
 
-The key is the directory's offset in the zip, its number of members, and the length of the folder's
-name. These are equal in directories that differ only in the folder's name.
+A key is the directory's offset in the zip, its number of members, and the length of the folder's
+name.
 """
 
 
@@ -93,15 +93,15 @@ def read_directory(
 ) -> dict[str, ZipMember]:
     """Reads the directory at the end of a zip: the members that are not empty, by name.
 
-    With ZeRO-3, the directories of all ranks' files are equal, except for the folder's name in
-    them. If `directories` has such a directory, this one is not parsed. Raises CorruptCheckpoint,
-    and UnsupportedCheckpoint for members that are not STORED.
+    `directories` is a cache: a directory that differs from a cached one only in the folder's name
+    is not parsed. Raises CorruptCheckpoint; UnsupportedCheckpoint for members that are compressed
+    or encrypted, or a directory that is too large.
     """
     zip_ = _Zip(file, within)
     directories = {} if directories is None else directories
     folder = zip_.folder if zip_.count >= MANY else b""
     key = (zip_.start, zip_.count, len(folder))
-    if key in directories:
+    if key in directories:  # with ZeRO-3, all ranks' files differ only in the folder's name
         members = _members_as(directories[key], zip_)
         if members is not None:
             return members
@@ -110,6 +110,7 @@ def read_directory(
     has_crcs = any(entry.crc for entry in entries if entry.length)
     members_with_offsets: list[tuple[_Entry, int]] = []
     places: list[tuple[int, int]] = []
+    # in a store, every read is a request
     followed = zip_.followed(entries) if byte_sources.of(file) else {}
     for entry in entries:
         stop = entry.stop
@@ -258,10 +259,9 @@ class _Zip(Struct, eq=False, dict=True):
     def followed(self, entries: Sequence[_Entry]) -> dict[_Entry, int]:
         """Computes where members' data begin from the next member, without reading local headers.
 
-        In a store, every read is a request. torch aligns data to 64 bytes, and puts a descriptor of
-        16 or 24 bytes after the data; zckpt puts none. If none of these three lengths gives an
-        aligned offset for a member, the member is left out, and its local header must be read.
+        Members for which no rule gives an aligned offset are left out: their headers must be read.
         """
+        # torch puts a descriptor of 16 or 24 bytes after the data, zckpt puts none
         ordered = sorted(entries, key=lambda entry: entry.header)
         nexts = [*(entry.header for entry in ordered[1:]), self.start]
         return {

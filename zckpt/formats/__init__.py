@@ -205,9 +205,8 @@ def _optimizer_updates(path: str) -> float | None:
 class LocatedCheckpoint(Struct, frozen=True):
     """The one checkpoint that was found at the path that the user gave.
 
-    format      its format
     path        the folder or file to read
-    inside      "" or, if the user gave a numbered folder such as step3, its subfolder to read
+    inside      the subfolder that is read of a numbered folder such as step3; "" for any other path
     left_out    other subfolders of the numbered folder with checkpoints, excluded by `--root`
     """
 
@@ -231,9 +230,9 @@ def find(
 ) -> LocatedCheckpoint:
     """Finds the one checkpoint at `path` by the content of its files.
 
-    `name` restricts the search to the format of this name. `tag` chooses one checkpoint of a run,
-    and `root` one subfolder of a numbered folder such as step3. Raises NotACheckpoint, with
-    checkpoints nearby as a hint. Raises AmbiguousCheckpoint, which lists the candidates.
+    `name` allows one format only. `tag` chooses one checkpoint of a run, and `root` one subfolder
+    of a numbered folder such as step3. Raises NotACheckpoint, with checkpoints nearby as a hint,
+    and AmbiguousCheckpoint, which lists the candidates.
     """
     if sources.status(path) is None and not os.path.islink(path):
         message, hint = paths.elsewhere(path) or (f"{path} does not exist", _describe_parent(path))
@@ -311,9 +310,8 @@ def _format_of_tag(path: str, tag: str | None, formats: Iterable[Format]) -> For
 def _detect_weak(path: str, name: str | None) -> dict[Format, list[str]]:
     """Finds weights without an optimizer, or single files with all state dicts, in a folder.
 
-    Returns {format: tags} for the first format that finds any. Folders of other formats contain
-    such files too, so this function is called only if no format detects a checkpoint. Returns {} if
-    nothing is found, or if a folder inside is a checkpoint itself.
+    Returns {format: tags} for the first format that finds any; {} if there is none, or if a folder
+    inside is a checkpoint itself. Only for a folder in which no format detects a checkpoint.
     """
     for item in [named(name)] if name else FORMATS:
         if (tags := item.detect_weak(path)) and not _checkpoints_directly_in(path):
@@ -365,12 +363,11 @@ def _folders_by_level(
 def inside_numbered(path: str, name: str | None = None) -> list[str]:
     """Finds the checkpoints in a numbered folder: ["actor"] for verl's global_step_3/actor.
 
-    Returns the relative paths of the checkpoints on the first level of subfolders that has any. If
-    a level has no complete checkpoint, folders with weights alone count, provided that a file
-    elsewhere in `path` has `optim` in its name. `name` restricts the search to the format of this
-    name. Returns [] if the name of `path` does not end with a number (a folder that zckpt wrote may
-    have any name), or if `path` is a checkpoint itself.
+    Returns the relative paths on the first level of subfolders that has any. Weights alone count
+    only if the level has nothing else, and a file elsewhere is named like an optimizer's. [] if
+    `path` is not numbered, or is a checkpoint itself.
     """
+    # a folder that zckpt wrote (`is_marked`) may have any name
     if not (numbered.is_numbered(path) or is_marked(path)) or _detects(path):
         return []
     among = [named(name)] if name else FORMATS

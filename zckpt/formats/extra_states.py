@@ -19,10 +19,10 @@ from ..core.checkpoint.states import NO_PARAMETER, REASONS
 NO_NAMES = "it is no dictionary, from which zckpt could read the parameter's states by their names"
 
 Keep = Callable[[Any, str, dict[Key, Entry]], Any]
-"""A function that converts a value for the manifest: `Keep(value, path, tensors)`.
+"""A function `Keep(value, path, tensors)` that converts a value for the manifest.
 
-Objects become records of their class and state. Tensors become entries under the path, which the
-function adds to `tensors`.
+Objects become records of their class and state. Tensors become entries below `path` in the
+dictionary `tensors`.
 """
 
 
@@ -39,20 +39,18 @@ class ExtraState(Struct, frozen=True):
 
 
 def sorted_out(extra_states: Iterable[ExtraState], keep: Keep) -> list[StateRow]:
-    """Decides for each value whether conversions keep it, or zckpt only compares it.
+    """Makes a `StateRow`, a row of the manifest's table, for each value.
 
-    A conversion keeps a value that is plain (`is_plain`), if its key is a text that no other kept
-    value has. zckpt only compares all other values. A key that is not a text, for example, may be
-    the number of a parameter.
-
-    Returns a `StateRow` for every value: a row of the manifest's table. `keep(value, path,
-    tensors)` converts a value that is only compared into the row's value, and adds the value's
-    tensors to `tensors`.
+    A conversion keeps a plain value (`is_plain`) that belongs to no parameter, if its key is a text
+    and no other kept value has this key. zckpt only compares all other values, which `keep`
+    converts.
     """
     forms = {reason: form for form, reason in REASONS.items()}
     rows: dict[Any, StateRow] = {}
     for item in extra_states:
+        # only a value that belongs to no parameter has one of these reasons
         form = forms.get(item.reason)
+        # a key that is not a text may be the number of a parameter
         is_named = type(item.key) is str and form is not None and (form, item.key) not in rows
         if form is not None and is_named and is_plain(item.value):
             rows[form, item.key] = StateRow(item.key, form, value=item.value)

@@ -50,9 +50,9 @@ def nowhere(_path: str) -> None:
 class Format(Struct, frozen=True, eq=False):
     """Describes one checkpoint format: how zckpt recognizes it, and what its files can store.
 
-    name      the value for `--from` and `--to`; the format's folder has this name, with _ for -
+    name      the value for `--from` and `--to`; with _ for -, also the name of its folder
     about     its line in `zckpt formats`
-    family    formats of one family use the same parameter names, so `convert` keeps the names
+    family    formats of one family use the same parameter names
     """
 
     name: str
@@ -61,60 +61,54 @@ class Format(Struct, frozen=True, eq=False):
     detect: Callable[[str], list[str]] = nothing
     """Returns the tags of the checkpoints at a path; [] if the path has none of this format.
 
-    If a file names the current checkpoint, only its tag is returned. A checkpoint of a format
-    without tags has the tag "". Users can name a format as a source only if it has this function.
+    A tag names a checkpoint in a run's folder; it is "" in formats without tags. If a file of the
+    run names the current checkpoint, only its tag is returned.
     """
     tags: Callable[[str], list[str]] = nothing
     """Returns the tags of all checkpoints of a run in one folder, in numeric order."""
     pointer: Callable[[str], str | None] | None = None
     """Returns the tag that a file of the run names: the tag of the last finished save."""
     to_load: Callable[[str, str], str] | None = None
-    """Returns what the user must do to load a tag that is not the current one.
+    """Returns what the user must do to load a tag of a run; "" if the tag is the current one.
 
-    "" for the current one. None if the program's loader accepts a tag's folder directly.
+    The arguments are the run's folder and the tag. None if the program loads any tag's folder.
     """
     detect_weak: Callable[[str], list[str]] = nothing
     """As `detect`, for files that other formats have too (weights alone).
 
     Called only if no format is detected.
     """
+    # reads only a small file, or the beginning of a pickle: many checkpoints may be sorted
     counter: Callable[[str], int | None] = nowhere
     """Returns the training program's step counter at the time of the save; None if not stated.
 
-    The path is one tag's folder, or a file. The counter sorts checkpoints by age, so it is read
-    only from a small file or from the beginning of a pickle.
+    The path is one tag's folder, or a file. The counter sorts checkpoints by age.
     """
     updates: Callable[[str], float | None] = nowhere
-    """Returns the number of the optimizer's updates, from the steps in the file at a path.
+    """Returns the number of the optimizer's updates, from the steps stored at a path.
 
-    None if no step is stored, or if the complete file would have to be read.
+    None if no step is stored, or if a complete file would have to be read.
     """
     options: tuple[Option[Any], ...] | None = None
     """Options of its writer, in the order of `--help`; None if zckpt does not write the format."""
     reasons: Mapping[str, str] | None = None
     """Why an option does not apply to the format, by the option's name."""
     numbers: bool = False
-    """Whether an optimizer in these files may number its parameters instead of naming them.
-
-    Then `read` uses `Reading.param_names`.
-    """
+    """Whether optimizers may number their parameters; `read` then uses `Reading.param_names`."""
     reports_unused_rules: bool = False
     """Whether `read` itself warns about unused `Reading.tp_rules`; otherwise its caller warns."""
+    # a word of core/comparison/masters.py
     compares: str | None = None
-    """Which elements of masters are compared with the weights before a conversion.
+    """Which elements of fp32 masters a conversion compares with weights: "beginnings" or "all".
 
-    One of the words in core/comparison/masters.py. None if checksums show that the tensors are of
-    one save.
+    None if checksums show that all tensors are of one save.
     """
     fits_any_dp: bool = False
     """Whether runs of any data-parallel size can resume from the files that zckpt writes."""
     loads_by_place: bool = False
     """Whether programs find optimizer states by a parameter's place in its group, not by name."""
     keeps_estimates: bool = False
-    """Whether a target can keep the hyper-parameters that each rank has estimated itself.
-
-    An example is Prodigy's learning rate. Estimates apply only to the same number of ranks.
-    """
+    """Whether a target can store hyper-parameters that each rank estimates, as Prodigy does."""
     overrides_groups: bool = False
     """Whether `--group-defaults` replace the source's values, unless `--like` gives groups."""
     keeps_steps: bool = False
@@ -122,37 +116,34 @@ class Format(Struct, frozen=True, eq=False):
     is_neutral: bool = False
     """Whether the format belongs to no engine.
 
-    Then names, ties and the best checkpoint are left for the next conversion to decide.
+    The next conversion then decides about names, tied weights and the best checkpoint.
     """
     is_plain: bool = False
-    """Whether programs load files of this format into a model without wrappers.
+    """Whether programs load the files into a model without wrappers, such as torch.compile.
 
-    Wrappers such as torch.compile insert words into parameter names (`_orig_mod`). If True, a
-    conversion to this format removes these words, unless the source has this format too.
+    A conversion then removes the wrappers' words (`_orig_mod`) from parameter names, unless the
+    source has this format too.
     """
     is_resumed: bool = True
     """Whether a trainer resumes from its files; False for inference only."""
     roles: tuple[Role, ...] = ()
-    """What the format's files are for: roles such as `optimizer`, with patterns of file names.
+    """The kinds of files, such as `optimizer`, each with a pattern of file names.
 
-    A role may have axes, such as `dp`. Then every rank writes a file of this role, and the file's
-    name has the rank's number on each axis.
+    If a role has axes, such as `dp`, every rank writes a file, with the rank's numbers in its name.
     """
     objects: frozenset[str] | None = None
     """Classes and functions that the engine's own pickles name; None if a target has no pickle."""
     keeps_shapes: bool = False
     """Whether a target can store every optimizer state that has its parameter's shape.
 
-    If True, the limit that `states` names is only about states of other shapes.
+    The limit in the field `states` is then only about states of other shapes.
     """
     states: str = ""
-    """The optimizer states that a target can store, as a text for errors; "" if it can store all.
-
-    The text may also name an option with which a target can store the other states.
-    """
+    """Which optimizer states a target can store, as a text for errors; "" if all of them."""
 
     @property
     def reads(self) -> bool:
+        # then users can name the format as a source: --from
         return self.detect is not nothing
 
     @property
@@ -188,8 +179,7 @@ class Format(Struct, frozen=True, eq=False):
 Beginning = Literal["bare", "zeros", "group"]
 """The state that a target needs for a parameter that was never updated.
 
-"bare": no state. "zeros": zeros at step 0, for loaders that require a state of each parameter.
-"group": zeros at the group's step, for a group that has only one step.
+"bare": no state. "zeros": zeros at step 0. "group": zeros at the one step of the group.
 """
 
 
@@ -203,16 +193,14 @@ class Functions(Struct, frozen=True, eq=False):
     read: Callable[[str, Reading], Manifest]
     """Reads the checkpoint at a path with the user's options; raises a ZckptError.
 
-    A format that zckpt only writes needs this function too. A writer first makes shells (files
-    without their tensors' bytes), and this function reads the shells back.
+    Every format has this function: a conversion reads its target back before it copies tensors.
     """
     lay_out: Callable[[Manifest, Options], Layout] | None = None
     """Returns the files of the target, still without tensors; raises errors before any write."""
     lay_out_like: Callable[[Manifest, Manifest, Options], Layout] | None = None
-    """As `lay_out`, for a source of another engine.
+    """As `lay_out`, for a source of another engine and a run of the target's engine (`--like`).
 
-    The second manifest is of the run that `--like` names. That run was saved by the target's
-    engine, and has facts that the source does not have.
+    The second manifest is of this run. It has facts that the source does not have.
     """
     has_models: Callable[[Manifest, Options], bool] | None = None
     """Whether a target can store several models, each with a number."""
@@ -221,19 +209,17 @@ class Functions(Struct, frozen=True, eq=False):
     seal: Callable[[Folder, Manifest, CopyOutcome], None] | None = None
     """Writes the checksums after all tensors are in place."""
     partitions: Callable[[str, str | None], list[Partition]] | None = None
-    """Returns the tensors that the engine's own all-gather would make of the ranks' files.
+    """Returns the full tensors that the engine's own all-gather would make, for `verify --gather`.
 
-    None if the files have full tensors. The first argument is `Manifest.root`. The second one is a
-    model family or a file that states how tensor ranks cut parameters, for a format whose files may
-    not state it.
+    The arguments are `Manifest.root` and the value of `--tp-rules`, which says how tensor ranks cut
+    parameters. None if the files have full tensors.
     """
     check: Callable[[Manifest], list[Notice]] | None = None
     """Compares some bytes before a conversion writes any; returns warnings or raises."""
     copies: Callable[[Manifest, str | None], Sequence[FullCheck]] | None = None
     """Returns the comparisons of ranks' replicas whose files state no checksums.
 
-    The second argument is the value of `--replicas`, which chooses among differing replicas of
-    tensor ranks.
+    The second argument is `--replicas`: which of differing replicas to use, "rank0" or "mean".
     """
     check_slices: Callable[[Manifest], None] | None = None
     """Raises if the bytes show that the rules for the cuts of tensor ranks are wrong.
@@ -243,44 +229,38 @@ class Functions(Struct, frozen=True, eq=False):
     averaged: Callable[[Manifest], Manifest] | None = None
     """Returns the manifest in which the replicas on tensor ranks are replaced by their mean."""
     rebuilt: Callable[[Manifest, str], Manifest] | None = None
-    """Returns the manifest without the fp32 masters that do not round to their weights.
+    """Returns the manifest without fp32 masters that do not round to their weights.
 
-    The moments of these masters are dropped too. Warnings in the result name the parameters. The
-    second argument says which elements of a master are compared with the weight: "beginnings" or
-    "all".
+    Their moments are dropped too, and warnings name the parameters. The second argument says which
+    elements are compared: "beginnings" or "all".
     """
     way_out: Callable[[Manifest], str] | None = None
     """Returns the hint for masters that do not round to their weights."""
     obstacles: Callable[[Manifest, Options], list[Notice]] | None = None
-    """Returns one phrase for each reason why a run with these options cannot load the files.
+    """Returns one notice for each reason why a run with these options cannot load the files.
 
-    None if a run of any size loads them. It may raise what a writer with these options would raise.
+    May raise the errors of `lay_out`. None if a run of any size loads the files.
     """
     unlike: Callable[[Manifest, Manifest, Options], list[Notice]] | None = None
-    """Returns differences between a target with these options and a program's own checkpoint.
+    """Returns differences between a target with these options and the next program's checkpoint.
 
-    Names, shapes and groups are compared elsewhere.
+    The second manifest is of this checkpoint. Names, shapes and groups are compared elsewhere.
     """
     missing: Callable[[Manifest, Options], list[Notice]] | None = None
-    """Returns a notice for each value that a run with these options needs and cannot get.
-
-    The source lacks the value, and no conversion can make it.
-    """
+    """Returns a notice for each value that a run needs, and that no conversion can make."""
     groups: Callable[[Manifest, Options], Manifest] | None = None
     """Returns the source with the param groups that the target's optimizer expects."""
     with_mended: Callable[[str, Sequence[Mended]], tuple[str, bytes]] | None = None
-    """Returns the name and new contents of the checkpoint's file that lists mended places.
+    """Returns the name and the new contents of the file that lists mended places.
 
-    None for formats without such a list in their files: then it is a separate file. The path is
-    `Manifest.root`.
+    The path is `Manifest.root`. None if the format needs a separate file for this list.
     """
     continued: Callable[[Manifest, Manifest], tuple[Manifest, list[MadeValue], bool]] | None = None
     """Restores the values of a lost model file, from the model file of an older save of the run.
 
-    The first manifest describes the save that lost the file. It was read with the older save's
-    model file instead. The second manifest describes the older save. Returns the first manifest
-    with restored values, the list of these values, and whether optimizer files confirm the order of
-    parameters in flat buffers. None for a format whose lost model files zckpt does not restore.
+    The first manifest is of the damaged save, read with the older model file; the second is of the
+    older save. The last result tells whether optimizer files confirm the order of parameters in
+    flat buffers.
     """
     begins: Callable[[Manifest, Options], Beginning] | None = None
     """Returns the initial state (a `Beginning`) that targets need for newly trained parameters."""

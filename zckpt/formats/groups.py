@@ -34,11 +34,9 @@ NOT_DECAYED = re.compile(r".*(?:bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.))",
 def of_trained(manifest: Manifest, options: Options) -> Manifest:
     """Reduces the parameter groups to the parameters that DeepSpeed trains.
 
-    Parameters that match --frozen or --buffers leave the groups. Groups without a trainable
-    parameter are dropped, and so are their items in schedulers' lists, such as `base_lrs`. If the
-    scheduler's state is only among the program's own values, it is copied to `lr_scheduler`, where
-    DeepSpeed keeps it. Raises WrongOption for a pattern that
-    matches nothing, and for a --frozen pattern that matches a trained parameter.
+    Drops parameters that match --frozen or --buffers, then groups without a trainable parameter.
+    Raises WrongOption for a pattern that matches nothing, and for a --frozen pattern that matches a
+    trained parameter.
     """
     if manifest.ranks:  # the run has dropped empty groups
         return manifest
@@ -146,10 +144,9 @@ def with_trainers_groups(manifest: Manifest, _options: Options) -> Manifest:
 def in_torch(manifest: Manifest, options: Options) -> Beginning:
     """Chooses the state that a torch program needs for parameters that were never updated.
 
-    torch's state dict helpers require a state of each parameter (2.13). "zeros": the moments are
-    zeros, the step is 0. "group": the moments are zeros, and the parameter has no step of its own,
-    because the optimizer keeps one step per group, as Apex's FusedAdam does.
+    It is "group" if the optimizer keeps one step per group, as Apex's FusedAdam does; else "zeros".
     """
+    # torch's state dict helpers require a state of each parameter (2.13)
     return "group" if torch_place(manifest, options[OPTIMIZER]).where == "group" else "zeros"
 
 

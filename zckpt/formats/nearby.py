@@ -89,9 +89,8 @@ def _folders(path: str) -> list[str]:
 def _folders_of_two_nodes(lost: str) -> tuple[str, str] | None:
     """Finds the file `lost` in another node's folder; returns this node's folder and the other.
 
-    The folders' names may differ only in numbers (node0, node1), or in the Trainer's `tmp-`. If the
-    other folder also has every other file of this node, it may belong to another run, and does not
-    count. None if there is no such folder.
+    The folders' names may differ only in numbers (node0, node1), or in the Trainer's `tmp-`. None
+    if there is no such folder.
     """
     inside, own_folder = os.path.basename(lost), os.path.dirname(os.path.abspath(lost))
     for _ in range(DEPTH):
@@ -103,6 +102,7 @@ def _folders_of_two_nodes(lost: str) -> tuple[str, str] | None:
         for other in _folders(os.path.dirname(own_folder)):
             is_like = other != own_folder and _are_alike(name, os.path.basename(other))
             has_it = is_like and sources.is_file(os.path.join(other, inside))
+            # a folder that also has all files of this node may belong to another run
             if has_it and _has_further_files(own_folder, other, inside):
                 return own_folder, other
     return None

@@ -43,10 +43,9 @@ class Standing(Struct, frozen=True):
 def oldest_first(paths: Iterable[str], counted: Number, updates: Number) -> list[Standing]:
     """Sorts checkpoints by age, the oldest first.
 
-    A checkpoint's number decides: `counted(path)`, else the number in its name, else
-    `updates(path)`. `counted` reads the counter that the training program stored in a checkpoint,
-    and `updates` the number of updates of its optimizer. Both return None if it is not stored. A
-    checkpoint without a number is placed by the times of its files.
+    The first known number counts: `counted(path)` (the program's counter), the number in the name,
+    `updates(path)` (the optimizer's updates). Both functions return None for an unknown number. A
+    checkpoint without any number is placed by the times of its files.
     """
     numbers: dict[str, float] = {}
     timed: list[str] = []

@@ -10,16 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 COMMON = ("common", "objects")
-"""The parts of the manifest's state `megatron` that were read from files.
-
-The other parts, such as `keys` and `program`, tell the writer how to write the files again.
-"""
+"""The parts of the manifest's state `megatron` that come from files; zckpt adds the other parts."""
+# the groups in `optimizer` are also in the manifest; a writer makes its own `content_metadata`
 TAKEN = frozenset({"optimizer", "content_metadata"})
-"""Keys of Megatron-Core's common state that a report does not list as left out.
-
-No target loses their content. The groups in `optimizer` are also in the manifest. A writer makes
-its own `content_metadata`, which states the form of the optimizer's state.
-"""
+"""Keys of Megatron-Core's common state that no report lists: no target loses their content."""
 
 
 def own_names(key: str, value: Any) -> list[str]:

@@ -17,13 +17,14 @@ def require_all(
     hint: str = "",
     roles: Sequence[Role] = (),
 ) -> None:
-    """Raises an error unless each of the ranks 0 to `world` - 1 has a file.
+    """Raises IncompleteCheckpoint unless each of the ranks 0 to `world` - 1 has a file.
 
-    `paths` maps ranks to files. IncompleteCheckpoint is raised for missing files, and names them if
-    one of `roles` (the format's patterns of file names) matches. InconsistentCheckpoint is raised
-    for a file of a rank beyond `world`, and CorruptCheckpoint if `world` is impossibly large. An
-    error names the folder `where`. `reason` says how zckpt knows the number of ranks, such as
-    "model_rank_0.pt is the file of one of 4 ranks".
+    paths     maps ranks to files in the folder `where`
+    reason    how zckpt knows `world`: "model_rank_0.pt is the file of one of 4 ranks"
+    roles     the format's patterns of file names; they give the names of missing files
+
+    Raises InconsistentCheckpoint for a file of a higher rank, and CorruptCheckpoint if `world` is
+    impossibly large.
     """
     some, last = paths[min(paths)], max(paths)
     if last >= world:
@@ -47,9 +48,8 @@ def require_all(
 def gaps_along(axis: str, roles: Sequence[Role], paths: Mapping[int, str], count: int) -> list[Row]:
     """Lists the missing files of the ranks along one axis, such as "tp": a table row for each.
 
-    `count` is the number of ranks on the axis; `paths` has the existing files by rank. `roles` are
-    the format's patterns of file names. The pattern that matches an existing file's name also gives
-    the names of missing files.
+    `paths` has the existing files by rank; there are `count` ranks. One of the patterns in `roles`
+    must match the existing files. It gives the missing files their names.
     """
     some = paths[min(paths)]
     role_of_file = parse_name(roles, some)
@@ -63,10 +63,10 @@ def gaps_along(axis: str, roles: Sequence[Role], paths: Mapping[int, str], count
 def refuse_other_writers(where: str, writers: Sequence[object]) -> None:
     """Raises InconsistentCheckpoint if the files of model ranks seem to be swapped.
 
-    Megatron saves the writing rank's global number in each file. `writers` has these numbers in the
-    order of the files' names; None for a file without one. They increase if no files are swapped.
-    If all numbers are equal, a converter wrote the files, and nothing is refused.
+    `writers` has the rank that Megatron saved in each file, in the order of the files' names; None
+    for an unknown rank. The ranks must increase. Nothing is refused if one is None or occurs twice.
     """
+    # a converter writes the same rank into all files
     known_writers = [writer for writer in writers if isinstance(writer, int)]
     if len(set(known_writers)) == len(writers) and known_writers != sorted(known_writers):
         raise InconsistentCheckpoint(

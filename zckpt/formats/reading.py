@@ -51,38 +51,29 @@ class Reading(Struct, frozen=True):
 
     A format's `read` uses these options, as far as they apply to the format:
         tag             one of several checkpoints at the path
-        root            one of several models, as NAME or NAME=OPTIMIZER
-        step_policy     which step to use, if ranks or weights have different steps
-        buffers         globs: tensors of the model whose values differ from rank to rank
-        param_names     the names of an optimizer's numbered parameters, in its order
-        weights_only    the optimizer's state may be left unread, and its parameters need no names
-        tp_rules        a model family or a file that states how tensor ranks cut parameters
-        ranks_apart     the tensors of tensor and pipeline ranks are not joined: the manifest has
-                        each rank's slices, for a target with the same ranks
-        with_slicings   the reader finds out how tensor ranks cut parameters, even if the checkpoint
-                        has only one tensor rank, because the target may have more
-        inspected       the checkpoint is only shown: if a file may be one rank's slice, this file
-                        alone is read
-        nameless        if an optimizer numbers its parameters and no file has their names, its
-                        state is kept as the program's own state
-        by_checksums    replicas on ranks are compared only by stated checksums: no tensor is read
-        opens_items     every item of torch.distributed.checkpoint is opened, even where zckpt
-                        can infer its byte layout from other items
-        laid            zckpt has just laid out the files, so they cannot be hostile
+        root            one of several models: NAME or NAME=OPTIMIZER
+        step_policy     the step to use if ranks or weights differ
+        buffers         globs of model tensors that differ between ranks
+        param_names     names of an optimizer's numbered parameters, in its order
+        weights_only    the optimizer's state may be left unread
+        tp_rules        a model family or a file: how tensor ranks cut parameters
+        ranks_apart     slices of tensor and pipeline ranks are not joined
+        with_slicings   the reader finds out how tensor ranks cut parameters, even for one rank
+        inspected       a file that may be one rank's slice is read alone
+        nameless        optimizer states without names are kept uninterpreted
+        by_checksums    replicas are compared only by checksums: no tensor is read
+        opens_items     every item of torch.distributed.checkpoint is opened
+        laid            zckpt has just laid out these files
 
     `zckpt.reading.read` applies these options to any format:
-        format          the checkpoint's format, if the path has checkpoints of several formats
+        format          the format, if the path has checkpoints of several
         rename          pairs of a regular expression and its replacement
         family          the value of `--family`
-        replicas        the replica of a tensor to use, if those of tensor ranks differ
-        for_target      the checkpoint is the source of a conversion. If reading does not use
-                        `buffers`, no warning says so, because the target may use them
-        follow_links    files beside the checkpoint may be read through links that lead out of its
-                        directory
-        masters_from_weights    fp32 masters that do not match their weights are dropped, with their
-                        moments, and a target gets the weights as masters; all masters are read
-        is_shared       several processes convert the checkpoint: while they read it, they compare
-                        only the first elements of masters, and the rest while they copy it
+        replicas        the value to use if replicas of tensor ranks differ
+        for_target      the checkpoint is the source of a conversion
+        follow_links    links may lead out of the checkpoint's directory
+        masters_from_weights    fp32 masters that do not match their weights are dropped
+        is_shared       several processes convert the checkpoint together
     """
 
     format: str | None = None
@@ -95,18 +86,18 @@ class Reading(Struct, frozen=True):
     root: str | None = None
     tp_rules: str | None = None
     replicas: str | None = None
-    ranks_apart: bool = False
-    with_slicings: bool = False
+    ranks_apart: bool = False  # for a target with the same ranks
+    with_slicings: bool = False  # a target may have more tensor ranks than the checkpoint
     inspected: bool = False
     nameless: bool = False
     by_checksums: bool = False
-    opens_items: bool = False
-    laid: bool = False
+    opens_items: bool = False  # else zckpt may infer an item's byte layout from other items
+    laid: bool = False  # so they cannot be hostile
     buffers: tuple[str, ...] = ()
-    for_target: bool = False
+    for_target: bool = False  # no warning about unused `buffers`: the target may use them
     follow_links: bool = False
-    masters_from_weights: bool = False
-    is_shared: bool = False
+    masters_from_weights: bool = False  # reads all masters; their moments are dropped too
+    is_shared: bool = False  # only the first elements of masters are compared while reading
 
     def __post_init__(self) -> None:
         if self.replicas not in (None, *REPLICAS):

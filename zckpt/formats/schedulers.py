@@ -31,17 +31,12 @@ KEYS = ("lr_scheduler", "scheduler", "sched")
 """Keys under which programs keep a scheduler's state in their own state."""
 OF_TORCH = "last_epoch"
 """The key of the counter in every scheduler of torch."""
+# not Accelerate's scheduler.bin: Accelerate loads that file itself, and its counter is no number of
+# updates, because Accelerate steps the scheduler once for each process
 OF_TRAINER = SCHEDULERS[0]
-"""The Trainer's scheduler file.
-
-Accelerate's file, `scheduler.bin`, is not used. Accelerate loads that file itself, and its counter
-is no number of updates: Accelerate steps the scheduler once for each process.
-"""
+"""The Trainer's file with the state of its scheduler."""
 LISTED = "lr_schedulers"
-"""The key of Lightning's list of schedulers in the program's own state.
-
-`with_programs` leaves the list there, because Lightning loads its schedulers from it.
-"""
+"""The key of Lightning's list of schedulers in the program's own state."""
 DEPTH = 3
 """How many levels of nested dictionaries are searched in a program's own state."""
 
@@ -49,10 +44,10 @@ DEPTH = 3
 def with_programs(manifest: Manifest) -> Manifest:
     """Copies the state of the program's own scheduler to `lr_scheduler`, where engines keep theirs.
 
-    Nothing is changed if the engine has a scheduler, or if the program does not have exactly one. A
-    DeepSpeed run stays unchanged, and so does Lightning's state, because Lightning keeps its
-    schedulers itself.
+    Nothing is changed if the engine has a scheduler, or if the program does not have exactly one.
+    Manifests of DeepSpeed and Lightning stay unchanged too.
     """
+    # Lightning loads its schedulers from its own list
     is_kept = isinstance(manifest.run.engine, FlatBufferEngine) or lightning.is_in(manifest)
     if is_kept or manifest.state.get("lr_scheduler") is not None:
         return manifest

@@ -24,9 +24,9 @@ Group = dict[str, Any]
 class Template:
     """An existing run (`--like RUN`) filled with a source's weights, states, steps and groups.
 
-    Run and source must have the same parameters with the same shapes. The run may have more rows of
-    a vocabulary if these are only padding: `rows` has the number of rows without padding, by the
-    weight's name. `spelled` gives names a common form if two engines spell them differently.
+    Run and source must have the same parameters with the same shapes. Only a vocabulary may have
+    more rows in the run, as padding: `rows` has the number of rows without padding, by the weight's
+    name. `spelled` turns a name of the source into the run's spelling.
     """
 
     way_to_groups = "give a run whose groups have the same parameters as the source's groups"
@@ -107,10 +107,7 @@ class Template:
         return self.rows[name] <= shape[0] < wanted[0]
 
     def entries(self) -> dict[Key, Entry]:
-        """The source's weights and states under the parameter names of the `--like` run.
-
-        Tensors in the program's own state are left out.
-        """
+        """The source's tensors of model and optimizer, with the names of the `--like` run."""
         names = by_key((owner, name) for name, owner in self.owners.items())
         renamed = [
             replace(entry, parameter=name)
@@ -179,10 +176,9 @@ class Template:
     def own_groups(self, keys: Callable[[int], Iterable[str]]) -> dict[int, tuple[str, Group]]:
         """Finds, for each group of the run, the source's group with the same parameters.
 
-        Returns {number of the run's group: (name of its first parameter, source's group)}. The
-        parameters may be in several groups of the source if these have equal hyper-parameters.
-        `keys(number)` returns the names of the hyper-parameters to compare, for the run's group of
-        this number. Raises InconsistentCheckpoint if these values differ.
+        Returns {number of the run's group: (name of its first parameter, source's group)}.
+        `keys(number)` names the hyper-parameters to compare. Raises InconsistentCheckpoint if the
+        source has different values of these for parameters of one group.
         """
         groups = given_groups(self.source, self.options)
         chosen: dict[int, tuple[str, Group]] = {}

@@ -46,14 +46,12 @@ def weights_or_raise(
 ) -> Manifest:
     """Reads only the weights, after reading the optimizer failed with `error`.
 
-    The manifest's `lost` states that the optimizer was not read. Raises `error` if the command
-    needs more than weights, or if the weights cannot be read either.
+    The manifest's `lost` states what was not read. Raises `error` if the command needs more than
+    weights, or if the weights cannot be read either.
 
-        read_weights    reads the weights without the optimizer's files
-        has_masters     whether the engine rounded the weights from masters. If 16-bit weights were
-                        read, `lost` then says that the masters were lost or not read
-        is_all          returns true if every file of the optimizer is lost. Every command then gets
-                        the weights, and a command that needs the optimizer raises an error later
+        read_weights    reads without the optimizer's files
+        has_masters     whether the engine rounds 16-bit weights from masters
+        is_all          whether the whole optimizer is lost; then every command gets weights
     """
     try:
         manifest = read_weights(replace(reading, weights_only=True))
@@ -61,6 +59,7 @@ def weights_or_raise(
         _raise(error)
     tag = f" --tag {quote(reading.tag)}" if reading.tag else ""
     way = f"`zckpt convert {quote(path)} DST --weights-only{tag}` writes the weights: all are there"
+    # if all of the optimizer is lost, a command that needs it raises an error later
     if not (reading.weights_only or is_all(manifest)):
         raise error.with_way(way) from error
     how = "not read" if isinstance(error, UnsupportedCheckpoint) else "lost"

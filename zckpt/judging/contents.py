@@ -18,11 +18,7 @@ from ..errors import Notice, WrongOption
 from ..formats.format import Format
 
 OTHER_TIME = "files-of-other-time"
-"""The code of the warning that ranks' files were written long before or after other files.
-
-A reader adds this warning to the manifest. `check_to_load` also gives it to the program that loads
-tensors, as a Python warning.
-"""
+"""The code of the warning that ranks' files were written long before or after other files."""
 
 
 def full_checks(
@@ -30,14 +26,15 @@ def full_checks(
 ) -> list[FullCheck]:
     """Lists the comparisons that must succeed before a tensor is returned or written.
 
-    Replicas of ranks are compared with each other. `replicas` ("rank0" or "mean") says which value
-    is used if replicas differ. All elements of masters are compared with their weights if the
-    format's `compares` is ALL; for BEGINNINGS, `check_tensors` compares only the first elements.
-    Masters are not compared if the engine changes weights without changing their masters. With
-    `accept_weights`, masters that do not round to their weights are only a warning. `hint` replaces
-    the format's hint for such masters.
+    They compare ranks' replicas with each other, and fp32 masters with their weights.
+
+        replicas          the value to use if replicas differ: "rank0", "mean" or None (an error)
+        accept_weights    masters that do not round to their weights are only a warning
+        hint              replaces the format's hint for such masters
     """
     format, checks = formats.named(manifest.format), list[FullCheck]()
+    # for BEGINNINGS, `check_tensors` compares the first elements. Masters are not compared if the
+    # engine changes weights without changing their masters (`weights_differ`)
     if format.compares == masters.ALL and not manifest.run.weights_differ:
         hint = hint or _hint(manifest, format)
         checks.append(masters.Rounding(manifest, hint, accept_weights))
@@ -59,12 +56,9 @@ def check_tensors(
 ) -> list[Notice]:
     """Runs the checks that read tensors, before a tensor is loaded or written; returns warnings.
 
-    The checks find files that are copies of other files, masters that do not round to their
-    weights, replicas of ranks that differ, and tensors that a rule joins as slices, although every
-    rank has the full tensor. `shared` lists comparisons that a conversion makes while it copies: of
-    their tensors, only the first elements are compared here. Raises InconsistentCheckpoint if a
-    check fails, and CorruptCheckpoint if damage is the cause. `full_checks` explains the other
-    arguments.
+    `shared` lists comparisons that a conversion makes while it copies: here they only compare first
+    elements. `full_checks` explains the other arguments. Raises InconsistentCheckpoint if a check
+    fails, and CorruptCheckpoint if damage is the cause.
     """
     format = formats.named(manifest.format)
     functions, lines = format.functions, list[Notice]()
@@ -100,6 +94,7 @@ def check_to_load(manifest: Manifest, replicas: str | None, accept_weights: bool
         return
     with sources.unchanged(manifest.files.fingerprints):
         lines = check_tensors(manifest, replicas, accept_weights)
+    # the manifest has this warning, which a program that loads tensors would not see
     timed = (line for line in manifest.notices.warnings if line.code == OTHER_TIME)
     for line in (*timed, *lines):
         warnings.warn(line.message, stacklevel=3)

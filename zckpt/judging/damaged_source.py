@@ -61,11 +61,10 @@ SMALL = 4096  # bytes; a file up to this size is copied into the folder of links
 class Found(Struct, eq=False, dict=True):
     """What could be read of a damaged checkpoint at `path`, and what is wrong with it (`faults`).
 
-    lost        maps each lost file, by its path in the manifest, to "missing" or "unreadable"
-    borrowed    maps a lost file to the file of an older checkpoint that is read in its place
-    shadow      the temporary folder of links, in which other files replace lost ones; None if no
-                file is lost
-    stated      if files state different steps: each place that stores a step, with the step
+    lost        {path of a lost file in the manifest: "missing" or "unreadable"}
+    borrowed    {path of a lost file: an older checkpoint's file, which is read instead}
+    shadow      a temporary folder of links, in which other files replace lost ones
+    stated      if files state different steps: (place, step) for each
     """
 
     path: str
@@ -74,7 +73,7 @@ class Found(Struct, eq=False, dict=True):
     lost: dict[str, str] = field(default_factory=dict)
     borrowed: dict[str, str] = field(default_factory=dict)
     stated: tuple[tuple[str, float | int], ...] = ()
-    shadow: str | None = None
+    shadow: str | None = None  # None if no file is lost
     tag: str | None = None
 
     @property
@@ -105,7 +104,7 @@ class Found(Struct, eq=False, dict=True):
 
     @property
     def root(self) -> str:
-        """The folder or file of the checkpoint, even if it was read through links in `shadow`."""
+        """The real folder or file of the checkpoint, even if a folder of links was read instead."""
         if self.manifest is not None:
             return self.real(self.manifest.root)
         return os.path.join(self.path, self.tag) if self.tag else self.path
@@ -129,10 +128,9 @@ def what_is_there(
 ) -> Iterator[Found]:
     """Reads as much as possible of a damaged checkpoint; its problems are listed in `faults`.
 
-    `source` are arguments of `read`, as in `zckpt.read`. If no other rank's file can replace a lost
-    one, `older` is called with the lost path. It returns the path of a file of an older checkpoint
-    that replaces it, or None. Raises the ZckptError for a path that is no checkpoint, or holds
-    several.
+    `source` are arguments of `read`, as in `zckpt.read`. `older(path)` is called for a lost file
+    that no other rank's file can replace: it returns an older checkpoint's file, or None. Raises
+    only errors that are not damage, such as NotACheckpoint, AmbiguousCheckpoint or WrongOption.
     """
     found, source, weights_only = Found(path, tag=source.get("tag")), dict(source), False
     with TemporaryDirectory(prefix="zckpt-") as temporary:

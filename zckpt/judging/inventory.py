@@ -43,10 +43,9 @@ STATES: Mapping[str, State] = {
 def inventory(manifest: Manifest, required: Mapping[str, needs.Need]) -> list[Row]:
     """Lists the files of a checkpoint: first the engine's files, then the files beside them.
 
-    `required` maps roles, such as `scheduler`, to the files that the program needs. Files beside
-    the engine's are read: small ones completely, large ones at both ends. Links out of the folder
-    are not followed. A needed file that is missing is listed too, unless the checkpoint has only
-    weights.
+    `required` maps roles, such as `scheduler`, to files that the program needs. A missing one is
+    listed too, unless the checkpoint has only weights. Files beside the engine's are opened, to
+    find damage.
     """
     rows = [*of_engine(manifest), *_beside(manifest, required)]
     there, folder = {row.role for row in rows}, folder_of(manifest)

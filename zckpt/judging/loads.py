@@ -65,10 +65,10 @@ def batch_changes(
 def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:
     """Compares a checkpoint's names, shapes and param groups with those of a run (`other`).
 
-    Types are not compared, because loaders cast tensors. Different groups are a problem if the
-    loader matches parameters by their position in the groups (`by_place`); they are only a warning
-    if it matches them by name.
+    Different groups are a problem if the loader matches parameters by their position in the groups
+    (`by_place`), and only a warning otherwise.
     """
+    # types are not compared, because loaders cast tensors
     own_shapes, wanted = _shapes(manifest), _shapes(other)
     own_names, in_model = (
         {*side, *m.owners} for side, m in ((own_shapes, manifest), (wanted, other))
@@ -114,9 +114,8 @@ def engine_differences(
 ) -> list[Notice]:
     """Lists settings of the engine, such as the ZeRO stage, that differ in the run `other`.
 
-    Only settings that change the content of files are compared. A scheduler's state that only the
-    run has is listed too. The list is empty in three cases: `words` have a ds_config, which states
-    the settings; the checkpoints do not both have the format `to`; `to` is not DeepSpeed.
+    Only settings that change files count, and a scheduler that only the run has. The list is empty
+    if `words` have a ds_config, or if `to` or a checkpoint's format is not DeepSpeed.
     """
     find = formats.named(to).functions.unlike
     if find is None or not to == manifest.format == other.run.origin.format:

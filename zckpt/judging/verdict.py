@@ -73,11 +73,11 @@ class Verdict(Struct, frozen=True):
     """The problems of a checkpoint, by kind. `manifest` is None if it could not be read.
 
     missing, damaged    files that a program needs to resume
-    of_one_save         contradictions between files, which may come from different saves
-    unread              damaged files that no program reads to resume
+    of_one_save         contradictions between files, perhaps of different saves
+    unread              damaged files that no program needs to resume
     alone               the checkpoint has weights, but no optimizer
-    doubts              signs that prove nothing, such as another number in a folder's name
-    links               files that are symbolic links out of the folder, and their targets
+    doubts              signs without proof, such as another number in a folder's name
+    links               files that are links out of the folder
     rows                all files with their purpose and state
     """
 

@@ -24,8 +24,8 @@ class Agreement:
     """Combines the checksums of the bytes of `source` that all ranks have read.
 
     checker       computes the checksums of this rank's bytes
-    pairs         a tensor of the source, and the tensor of the target that it fills
-    checking      the Python `id`s of the pairs whose bytes this rank hashes
+    pairs         a source tensor and the target tensor that it fills
+    checking      Python `id`s of the pairs whose bytes this rank hashes
     is_sparing    True to compare no checksums
     """
 
@@ -46,10 +46,10 @@ class Agreement:
         """Raises Told in all ranks if one of them failed, or if bytes do not have their checksum.
 
         error      this rank's failure, or None
-        is_last    whether this was the last file. Then the rest of each record (a byte range with
-                   a checksum) that ranks have read in part is read, to check its checksum
-        is_all     whether the engine has read the files of both the model and the optimizer. If
-                   this was the last file, then tensors that no rank has hashed are read too
+        is_last    whether this was the last file; then records that ranks have read in part are
+                   read to the end (a record is a byte range with a checksum)
+        is_all     whether the engine has read both model and optimizer; then, after the last
+                   file, tensors that no rank has hashed are read too
         """
         values = self._ranks.gathered([sent(error), [*self.checker.parts()]])
         self._ranks.told(partial(self._judge, values, is_last, is_all))

@@ -29,9 +29,9 @@ from ..errors import UnsupportedCheckpoint
 class FilledFile(io.RawIOBase):
     """A file of torch.save whose tensor data is read from the source checkpoint when it is needed.
 
-    path       its shell: a file with headers, and holes where tensor data goes
-    records    maps the offset of each storage in the file to its length in bytes
-    failure    the first error while the source was read; torch.load raises another error for it
+    path       the shell: a file with headers, and holes for tensor data
+    records    {offset of a storage in the file: its length in bytes}
+    failure    the first error of reading the source, which torch.load hides
     """
 
     def __init__(

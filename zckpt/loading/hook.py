@@ -25,8 +25,7 @@ class Source(Struct, frozen=True):
 
     path, tag    the real checkpoint
     words        keyword arguments for `zckpt.reshard`
-    target       the tag of the empty files. A program may pass this tag or none; for any other tag,
-                 DeepSpeed's own method is called
+    target       the tag of the empty files
     """
 
     path: str
@@ -72,6 +71,7 @@ def _replace() -> None:
         source = _served.get(os.path.realpath(directory))
         if source is None:
             refuse_names(directory)
+        # a program may pass the tag of the empty files, or none
         if source is None or given.get("tag") not in (None, source.target):
             return original(*arguments, **words)
         about = given.pop("self"), source.path, source.tag

@@ -68,9 +68,9 @@ def load(
 ) -> tuple[str | None, Any]:
     """Loads the checkpoint at `source` into an engine, as `zckpt.deepspeed.load_checkpoint`.
 
-    `given` are arguments of the engine's own loader, and `words` are arguments of `zckpt.reshard`.
-    If `is_sparing` is True, checksums are not compared. Returns what the engine's loader returns.
-    Raises the errors that `zckpt.deepspeed.load_checkpoint` documents, in all ranks.
+    `given` are arguments of the engine's own loader, whose result is returned. `words` are
+    arguments of `zckpt.reshard`. With `is_sparing`, no checksums are compared. Raises the errors of
+    `zckpt.deepspeed.load_checkpoint`, in all ranks.
     """
     given = ARGUMENTS | given
     refuse_engine(engine, source, given["load_optimizer_states"])
@@ -136,10 +136,7 @@ class Files(Struct, frozen=True, eq=False):
     pairs: list[plan.Pair]
     pieces_of: Callable[[str], list[plan.TargetPiece]]
     records: dict[str, dict[int, int]]
-    """Maps each file's path to its storages: {offset in the file: length in bytes}.
-
-    A read of exactly these bytes is filled from the source.
-    """
+    """For each file's path, the storages that the source fills: {offset in the file: bytes}."""
 
     @classmethod
     def of(cls, source: Manifest, shells: Manifest, layout: Layout) -> Files:

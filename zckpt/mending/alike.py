@@ -35,14 +35,13 @@ class Alike(Struct, frozen=True):
 
     name        the path of the lost file below the checkpoint
     other       the path of the file to copy
-    renaming    changes of bytes in the copy: torch.save has put the file's name into the zip, so
-                the name of `other` is replaced by that of the lost file
+    renaming    changes that put the lost file's name into the copy
     ranks       the number of other ranks, which all have the same file
     """
 
     name: str
     other: str
-    renaming: tuple[Correction, ...]
+    renaming: tuple[Correction, ...]  # torch.save puts a file's name into the zip
     ranks: int
 
     def write(self, path: str) -> None:
@@ -153,10 +152,10 @@ def _has_parts(found: Found, path: str) -> bool:
 def _renaming(other: str, lost: str) -> Iterator[Correction]:
     """Yields the changes that replace the file's name inside the zip `other` by that of `lost`.
 
-    torch.save prefixes the names of all members with the file's name without its ending. Raises
-    BadZipFile if `other` is no zip. Raises ValueError if its members have another prefix, or if the
-    two names differ in length.
+    Raises BadZipFile if `other` is no zip. Raises ValueError if the members' names do not begin
+    with the file's name, or if the two names differ in length.
     """
+    # torch.save prefixes the names of all members with the file's name without its ending
     before, after = (
         f"{os.path.splitext(os.path.basename(path))[0]}/".encode() for path in (other, lost)
     )

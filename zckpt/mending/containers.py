@@ -53,11 +53,9 @@ def members_of(path: str) -> Iterator[ZipMember]:
 
 
 def stated_twice(damage: Damage) -> Correction | None:
-    """Repairs the CRC-32 in a zip's directory, if one bit of it was flipped; None otherwise.
+    """Corrects the CRC-32 in a zip's directory, if one bit of it was flipped; None otherwise.
 
-    A zip states a member's CRC-32 twice: in the directory, and in the local header or behind the
-    member's data. If the data have the second CRC-32, and the one in the directory differs from it
-    in one bit, that bit was flipped.
+    The zip states the CRC-32 a second time beside the data, and the data must have this second one.
     """
     extent, stated_crc = damage.record.extent, damage.record.crc
     assert stated_crc is not None
@@ -72,6 +70,7 @@ def stated_twice(damage: Damage) -> Correction | None:
             number = file.fileno()
             head = sources.pread(number, 30, member.header)
             behind = sources.pread(number, 8, extent.offset + extent.length)
+        # the second CRC-32 is in the local header, or behind the data
         second = struct.unpack_from("<I", head, 14)[0]
         if behind[:4] == DESCRIPTOR:
             second = struct.unpack_from("<I", behind, 4)[0]

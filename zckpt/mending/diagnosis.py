@@ -59,10 +59,9 @@ REFUSED = (
 class Diagnosis(Struct, frozen=True):
     """What is damaged in a checkpoint.
 
-    places      one for each damaged record (byte range such as a zip member), with its corrections
-    judged      the verdict on the checkpoint as it is after these corrections
-    error       why it cannot be read even then; None if it can
-    manifest    what was read; None if there is an error
+    places      the damaged records (byte ranges such as zip members), with corrections
+    judged      the verdict on the corrected checkpoint; None if it cannot be read
+    error       why it cannot be read even when it is corrected, or None
     """
 
     places: Sequence[Place] = ()
@@ -89,10 +88,9 @@ def diagnose(
 ) -> Diagnosis:
     """Reads all bytes of the checkpoint at `path`, and returns what is damaged in it.
 
-    `older` is an earlier checkpoint of the same run, whose bytes may confirm a correction. If the
-    reader raises an error that damage may cause (`REFUSED`, such as CorruptCheckpoint), the result
-    contains this error; every other error is raised. An UnsupportedCheckpoint is raised too, unless
-    damage explains it.
+    `older` is an earlier checkpoint of the same run, whose bytes may confirm a correction. An error
+    that damage may cause (`REFUSED`) is in the result; other errors are raised.
+    UnsupportedCheckpoint is raised unless damage was found.
     """
     with ExitStack() as stack:
         opened = what_opens(path, reading, stack)
@@ -118,9 +116,8 @@ def diagnose(
 def what_opens(path: str, reading: Reading, stack: ExitStack) -> Diagnosis:
     """Reads the checkpoint at `path`, and repairs, in memory, files that cannot be opened.
 
-    These files are read as if they had been corrected until `stack` is closed. No tensor is read,
-    except in these files. If the reader raises an error that damage may cause (`REFUSED`, such as
-    CorruptCheckpoint), the result contains this error; every other error is raised.
+    The repairs end when `stack` is closed. Tensors are read only in the repaired files. An error
+    that damage may cause (`REFUSED`) is in the result; other errors are raised.
     """
     early: list[Place] = []
     while True:
@@ -169,9 +166,8 @@ def _in_file(path: str) -> list[Place]:
 def structure_of(path: str, limit: int = LIMIT) -> list[Place]:
     """Finds the damage in a file's headers, or in a file that states a checksum of itself.
 
-    The list is empty if there is no damage, or if the file has no headers and no such checksum. The
-    file's tensors are read only if one checksum covers the whole file. A damaged manifest.json is
-    parsed again with one bit flipped after another, until `limit` bytes have been parsed.
+    Tensors are read only if one checksum covers the whole file. `limit` is the most bytes that are
+    parsed to find a flipped bit of manifest.json.
     """
     structure = [*map(_of_structure, flipped_in(path))]
     if (stated := place_in(path, limit)) is not None:
@@ -186,10 +182,7 @@ def _of_structure(correction: Correction) -> Place:
 
 
 TWICE = "the same fact elsewhere in the zip"
-"""What confirms that a bit of a zip's headers was flipped, in the words of the report.
-
-A zip states each fact about a member twice.
-"""
+"""What confirms that a bit of a zip's headers was flipped, in the words of the report."""
 
 
 def _in_container(damage: Damage, contents: Contents = ()) -> Place:
@@ -227,9 +220,8 @@ def _of_records(
 ) -> Iterator[Place]:
     """Yields the damaged records (byte ranges with a stated CRC-32), with their original bytes.
 
-    A universal checkpoint states a checksum for each tensor and one for each file. A tensor is the
-    smaller record, so it is examined first. Only if the file's checksum is still wrong after that,
-    the file has further damage.
+    In a universal checkpoint, tensors and files are records. Damaged tensors come first. Their
+    files follow only if these have further damage.
     """
     tensors = [*_of_tensors(manifest, outcome, witnesses)]
     yield from tensors

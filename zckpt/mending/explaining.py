@@ -41,14 +41,13 @@ BLOCK = 1 << 20  # bytes that are looked at at once
 class Place(Struct, frozen=True):
     """One damaged record (a byte range with a stated checksum), and how to restore its bytes.
 
-    corrections    the changes that restore the original bytes; empty if the record is lost
-    by             the evidence for the corrections: "checksum"; "witness" (other bytes confirm
-                   them); "chance" (damage of many bits may look like one flipped bit, so the user
-                   must accept the correction); None if the record is lost
-    chance         the probability that damage of many bits looks like one flipped bit
-    why            why the record is lost, or why the user must accept the corrections
-    bits           each single bit that explains the CRC-32, as (byte in the record, bit)
-    burst          the offset in the file of a block of one repeated value
+    corrections    changes that restore the bytes; empty if the record is lost
+    by             evidence: "checksum", "witness" (other bytes), "chance" (the user must accept
+                   the corrections) or None (the record is lost)
+    chance         probability that damage of many bits looks like one flipped bit
+    why            why the record is lost, or the user must accept the corrections
+    bits           single bits that explain the CRC-32: (byte in the record, bit)
+    burst          offset in the file of a block of one repeated value
     """
 
     damage: Damage
@@ -146,7 +145,7 @@ class Place(Struct, frozen=True):
                 "" if restored.bit is None else f"; {restored.witness} confirms the correction"
             )
             return note("mended", f"{found}{confirmed}", **about)
-        found += f" (damage of many bits looks like one flipped bit in {one_in(self.chance)})"
+        found += f" (damage of many bits would look the same in {one_in(self.chance)})"
         if self.by == "checksum":
             return note("mended", found, **about)
         return warning("mended", f"{found}; {self.why}", hint=CHANCE, **about)

@@ -56,19 +56,17 @@ OF_ORDER = (
     "order as in the older file"
 )
 WORDS = {"param": "weights", "master": "masters"}
-"""The words that messages use for tensors of a slot (what a tensor is for its parameter).
-
-For other slots, messages use the slot's own name, such as `exp_avg`.
-"""
+"""The words of messages for slots; any other slot is called by its name, such as `exp_avg`."""
 
 
 class Loss(Struct, frozen=True):
     """The elements of one tensor that were in lost files.
 
-    `count` is the number of these elements, and `files` are the lost files. `state` is "elsewhere"
-    (other files have the elements), "made-up" (training could continue with other values in their
-    place) or "gone". `why` is the reason for the report. `other` is a tensor with the same
-    elements, or else None.
+    files    the lost files
+    count    the number of these elements
+    state    "elsewhere", "made-up" or "gone"; the module explains these
+    why      the reason, for the report
+    other    a tensor that can replace the elements, or None
     """
 
     entry: Entry
@@ -76,19 +74,17 @@ class Loss(Struct, frozen=True):
     count: int
     state: State
     why: str
-    other: Entry | None = None  # that has the same elements
+    other: Entry | None = None  # if the state is "made-up", its values may differ
 
 
 class Losses(Struct, frozen=True):
     """What a checkpoint has lost with its missing or unreadable files.
 
     faults      report lines that say which files are lost
-    lines       report lines about the contents of these files. A line has a message, a `state` (see
-                `Loss`), and for each tensor the number of lost elements and of all elements
-    lost        one `Loss` for each tensor with lost elements; most `lines` are made from these
-    manifest    describes the files that still exist; None if these cannot be read
-    remade      what the lost files contain, as zckpt-mended.json lists it; empty if not all of
-                them can be written again
+    lines       report lines about their contents, each with a `state` (see `Loss`)
+    lost        one `Loss` for each tensor with lost elements
+    manifest    describes the files that still exist; None if unreadable
+    remade      the restored contents, for zckpt-mended.json; empty unless all can be restored
     """
 
     manifest: Manifest | None = None
@@ -142,24 +138,19 @@ class Losses(Struct, frozen=True):
         return {each.entry.key for each in self.lost if each.state == "made-up"}
 
     def made_up(self, remade: Sequence[Mended]) -> Losses:
-        """Returns a copy for a checkpoint whose lost files were all written again.
+        """Returns a copy for a checkpoint whose lost files were all written again, as in `remade`.
 
-        In its `lines`, the state "made-up" becomes "rebuilt". `remade` describes what was written.
+        In the report, lost values with the state "made-up" get the state "rebuilt".
         """
         states = {"made-up": "rebuilt"}
         lines = [{**line, "state": states.get(s := line["state"], s)} for line in self.lines]
         return replace(self, lines=lines, remade=remade)
 
     def named(self, error: ZckptError, lacking: Sequence[str]) -> ZckptError:
-        """Adds a hint about what is lost to `error`, by the first case that applies.
+        """Adds a hint to `error`: what is lost, or which option would restore it.
 
-            names and shapes are lost         asks for an older checkpoint
-            replicas on other ranks differ    names these tensors
-            options are `lacking`             names these values of `--rebuild`
-            tensors are lost for good         names these tensors
-            tensors must be made up           names these tensors
-
-        If the given older checkpoint does not fit, returns the error that says so instead.
+        `lacking` are values that `--rebuild` still needs. If the given older checkpoint does not
+        fit, returns the error that says so instead.
         """
         if self.unfit is not None:
             return self.unfit
@@ -205,9 +196,8 @@ def whatever_is_there(
 ) -> AbstractContextManager[Found]:
     """Reads what still exists of a checkpoint that has lost files.
 
-    If the only model file is lost, the model file of the checkpoint `older` is read in its place,
-    provided that the format can tell what else the lost file contained. If the file of a pipeline's
-    layer is lost, the same file of `older` is read.
+    If no other file can replace a lost file of the model or of a pipeline's layer, the same file of
+    the checkpoint `older` is read, for formats that allow it (`continues`).
     """
     paths = older.files.paths if older is not None and continues(older.format) else ()
     models = {os.path.basename(path): path for path in paths}
@@ -324,10 +314,7 @@ OTHER_WEIGHTS = (
     "has other weights than its masters, so the masters that are left do not show the lost weights"
 )
 UNREAD = "not-compared"
-"""The code of the warning that the rest of the checkpoint was not read.
-
-The file that was read in place of a lost one does not fit the other files.
-"""
+"""The code of the warning that a lost file's replacement does not fit, so the rest was not read."""
 
 
 def _unfit(found: Found, older: Manifest) -> ZckptError | None:
@@ -532,10 +519,7 @@ def _of_older(loss: Loss, manifest: Manifest, older: Manifest | None) -> Loss:
 
 
 SourceOf = Callable[[Key], tuple[Entry, str] | None]
-"""A function that returns the entry with all elements of a tensor, and where it is.
-
-None if some of the elements are lost.
-"""
+"""Finds a tensor by its key: (a complete tensor, where it is), or None if elements are lost."""
 
 
 def _sources(manifest: Manifest, lost: dict[str, str], older: Manifest | None) -> SourceOf:
@@ -566,10 +550,8 @@ def _left(
 ) -> tuple[State, str, Entry | None]:
     """Finds values for the lost elements of `entry`: a state, the reason, and a tensor or None.
 
-    `Loss` explains the states. The tensor has the same elements, if the state is "elsewhere".
-    `source_of`, given the key of a tensor, returns (a tensor with all its elements, where it is),
-    or None. With `rounds`, the run's weights are its rounded masters, so a master shows the values
-    of a lost weight.
+    `Loss` explains the states, and `SourceOf` the function `source_of`. With `rounds`, the run's
+    weights are its rounded masters, so a master shows the values of a lost weight.
     """
     if (source := source_of(entry.key)) is not None:
         return "elsewhere", source[1], source[0]
@@ -608,5 +590,9 @@ def _left_alone(
         return "gone", "no other file has these elements", None
     is_moment = entry.slot not in WEIGHTS and entry.slot != "state"
     if is_moment and (source_of(weight) or source_of(master)):
-        return "made-up", "no other file has these elements, but other files have the weights", None
+        return (
+            "made-up",
+            "no other file has these optimizer states, but the weights are in other files",
+            None,
+        )
     return "gone", "no other file has these elements", None

@@ -117,7 +117,7 @@ def mend(
         if manifest is not None and target is not None:
             report["next"] = about.resuming(manifest, *_paths_in_copy(manifest, base, target)) or ""
         if rebuild and not losses.lost:
-            message = "--rebuild is not used: nothing is lost that could be made up"
+            message = "--rebuild is not used: there are no lost values to make up"
             report["warnings"] += said([warning(UNUSED, message, subject="--rebuild")])
         report = _with_paths(report, real)
         if tell:
@@ -245,10 +245,9 @@ def _refuse(
     lacking: Sequence[str],
     accept_chance: bool,
 ) -> None:
-    """Raises an error unless everything that a loader needs can be restored.
+    """Raises an error if the checkpoint cannot be mended, or if nothing is damaged.
 
-    CorruptCheckpoint       bytes cannot be restored, or perhaps wrongly, and the user does not
-                            accept this (`accept_chance`)
+    CorruptCheckpoint       bytes are lost, or `accept_chance` is needed for a probable correction
     the reader's error      files are lost
     IncompleteCheckpoint    other problems prevent loading
     MissingData             nothing is damaged

@@ -51,13 +51,13 @@ SCRATCH = 8 << 20  # bytes of working memory for small pieces of many ranks
 
 
 class Rebuilding(Struct, frozen=True):
-    """What `--rebuild` allows to be made up: masters from weights, moments, the model file.
+    """The choices of `--rebuild`: which lost values may be replaced by made-up ones.
 
-    moments    "moments=zero", "moments=older" (to take them from the checkpoint `older`), or None
-               if moments may not be made up
+    masters    masters may be made from the weights
+    moments    "moments=zero", "moments=older" (those of the checkpoint `older`), or None
+    model      the values in a lost model file may be made up
     others     maps the key of a lost tensor to (a tensor that supplies its elements, the reason)
-    made_up    keys of tensors whose lost values are unknown: for these, a tensor in `others` may
-               have other values than the lost tensor
+    made_up    keys of lost tensors whose values are unknown, even if `others` has them
     """
 
     masters: bool = False
@@ -155,23 +155,17 @@ class Rebuilding(Struct, frozen=True):
 def rebuild(
     found: Found, losses: Losses, paths: Collection[str], rebuilding: Rebuilding
 ) -> list[Mended] | None:
-    """Writes lost files again, at `paths` in a temporary folder (`Found.shadow`).
+    """Writes lost files again, at `paths` in a temporary folder; the checkpoint is not changed.
 
-    The folder has links to the checkpoint's other files; the checkpoint itself is not changed.
-    Returns what zckpt-mended.json will say about the files. Returns None in these cases:
-
-        the format's writer would put other elements into these files than the lost files had
-        each rank has an optimizer state of its own
-        modules have extra states (`get_extra_state`), and a model file is lost
-        no other file has the values of a lost weight
-        a lost tensor has replicas that differ, or too few replicas (`differing_copies`)
+    Returns what zckpt-mended.json will say about the files. None if they cannot get the content
+    that they had, for example because replicas of a lost tensor differ.
 
     Raises MissingData as `Rebuilding.source` does, and CorruptCheckpoint if elements would be taken
     from a damaged part of the older checkpoint.
     """
     source, format = losses.manifest or found.known, formats.named(found.known.format)
     if source.states.of_form("partition", "estimate"):
-        return None
+        return None  # each rank has an optimizer state of its own
     alone = [path for path in paths if path not in found.borrowed]
     has_extra = any(each.state.get("module_extra") for each in (source, *source.with_models))
     if has_extra and not all(map(is_of_optimizer, alone)):
@@ -181,7 +175,7 @@ def rebuild(
     weights = [source.entries.get((each, "param")) for each in source.parameters]
     lost = [each for each in weights if each and kept(each, found.lost)[0] is not each]
     if any(each.key not in rebuilding.others for each in lost) or losses.differing:
-        return None
+        return None  # no other file has a lost weight, or replicas differ
     records, older = list[Mended](), rebuilding.older
     of_older = {*map(id, older.entries.values())} if older is not None else set[int]()
     with TemporaryDirectory(prefix="zckpt-") as folder:
@@ -198,7 +192,7 @@ def rebuild(
         for name, path in names.items():
             parts = [*_parts(shells, made[name])]
             if _places(parts) != _places(_parts(source, path)):
-                return None
+                return None  # the writer would put other elements there than the lost file had
             if older is not None:
                 taken = [rebuilding.source(entry, source) for entry, _ in parts]
                 _refuse_damaged(older, [each for each in taken if each and id(each) in of_older])
@@ -236,19 +230,10 @@ def _mended(
 
 
 def differing_copies(found: Found, losses: Losses) -> list[str]:
-    """Finds tensors that cannot be restored because replicas on other ranks differ or are too few.
+    """Lists tensors that cannot be restored: replicas on other ranks differ, or are too few.
 
-    A lost file had a replica of the tensor. The tensor can be restored under these conditions:
-
-        another tensor supplies its    replicas are equal: of the tensor, of its parameter's weight
-        values (`Losses.others`)       and master, and of all tensors of the same slot (such as
-                                       `exp_avg`)
-        its values are made up, and    replicas of its parameter's weight and master are equal
-        its replicas may drift
-        all other tensors              at least two replicas exist, and all are equal
-
-    Where all tensors of a slot are compared, buffers are left out, because running means differ
-    from rank to rank. Replicas that the engine lets drift are left out too.
+    A lost file had a replica of the tensor. At least two other replicas are needed, unless another
+    tensor supplies the values (`Losses.others`) or values may be made up.
     """
     names, supplied = [], losses.others
     made_up = losses.made_up_keys - supplied.keys()
@@ -260,12 +245,15 @@ def differing_copies(found: Found, losses: Losses) -> list[str]:
             for key, copies in groups.items()
         }
         lost = [key for key, copies in groups.items() if len(left[key]) < len(copies)]
+        # slots with unequal replicas, such as `exp_avg`; buffers may differ, as running means do
         drifted = {
             key[1]
             for key, copies in (groups.items() if supplied.keys() & {*lost} else ())
             if key[0] not in manifest.buffers and not _agree(copies, found)
         }
         for key in lost:
+            # with `is_copied`, remaining replicas and those of the whole slot must be equal; with
+            # `is_made`, they may drift; both need equal replicas of the weight and the master
             is_copied = key in supplied
             is_made = key in made_up and all(map(may_drift, by_name[key]))
             remaining = [] if is_made else left[key]

@@ -1,4 +1,4 @@
-"""Decides whether masters can restore lost weights, and finds states on other pipeline stages.
+"""Judges what can replace lost tensors: rounded masters, or replicas on other pipeline stages.
 
 A program may save other weights than it trains, such as those of an EMA. Then the rounded
 masters differ from the lost weights. And the engine may let the replicas of a tied layer's masters
@@ -18,12 +18,11 @@ from ..judging.damaged_source import kept
 
 
 def masters_round(manifest: Manifest, lost: Mapping[str, str], older: Manifest | None) -> bool:
-    """Whether fp32 masters can stand in for lost weights, because they round to the run's weights.
+    """Whether lost weights can be restored by rounding their fp32 masters.
 
-    `lost` maps the paths of lost files to their state. The result is False if a weight in another
-    file differs from its rounded master. If a file of an earlier checkpoint replaces a lost one,
-    `older` is that checkpoint, and its weights are compared too. Only first elements are compared;
-    without a lost weight, nothing is.
+    False if a weight that still exists differs from its rounded master; only first elements are
+    compared. `lost` maps the paths of lost files to their state. If a file of an older checkpoint
+    replaces a lost one, `older` is this checkpoint; its weights are compared too.
     """
     weights = [entry for entry in manifest.entries.values() if entry.slot == "param"]
     if all(is_whole(entry, lost) for entry in weights):
@@ -53,12 +52,12 @@ def may_drift(copy: Entry) -> bool:
 
 
 def copies_of_stages(manifest: Manifest, lost: Mapping[str, str]) -> dict[Key, Entry]:
-    """Finds another pipeline stage's replica for masters and optimizer states of tied layers.
+    """Finds replicas on other pipeline stages for a tied layer's masters and optimizer states.
 
-    Only replicas that are in no lost file are returned, by key. They may have other values than the
-    lost ones. But with them all stages go on alike. With zeros, the tied weight would get another
-    update in each stage.
+    Returns them by key. They are in no lost file, but may have other values than the lost replicas.
     """
+    # with these replicas all stages go on alike; with zeros, stages would update a tied weight
+    # differently
     groups = by_key((copy.key, copy) for copy in manifest.replicas if copy.slot != "param")
     return {
         key: whole

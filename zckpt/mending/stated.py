@@ -37,11 +37,10 @@ MOST = 1 << 30  # bytes of a file that is read whole
 
 
 def place_in(path: str, limit: int = LIMIT) -> Place | None:
-    """Finds the damage in `.metadata`, manifest.json or a safetensors file, and its original bytes.
+    """Finds the damage in a `.metadata`, manifest.json or safetensors file, and how to undo it.
 
-    Returns None if the file is undamaged, or if neither it nor another file states its checksum. A
-    damaged manifest.json is parsed again with one bit flipped after another, until `limit` bytes
-    have been parsed.
+    None if the file is undamaged, or if no file states its CRC-32. `limit` is for manifest.json:
+    the most bytes that are parsed while single bits are tried.
     """
     with suppress(ZckptError, OSError, *MALFORMED):
         if os.path.basename(path) == MANIFEST:

@@ -37,9 +37,9 @@ GAP = 16  # equal bytes between two different ones that are kept together
 
 
 Contents = Sequence[tuple[Entry, Fragment]]
-"""The tensors with elements in a record (a byte range with a checksum).
+"""The content of a record (a byte range with a checksum): pairs of a tensor and a part of it.
 
-An item is an entry (a whole tensor), and one of its byte ranges that overlaps the record.
+The part is a byte range of the tensor that overlaps the record.
 """
 
 
@@ -125,9 +125,8 @@ class Witnesses:
     def _sets(self, contents: Contents) -> Iterator[tuple[str, dict[int, Entry]]]:
         """Yields sets of tensors whose bytes could replace those of the tensors in `contents`.
 
-        First come the replicas on other ranks, rank by rank, then the masters of weights, and then
-        the older checkpoint. Each result is a description for the report, and a dictionary that
-        maps the Python `id` of a tensor's entry to the entry that could replace it.
+        A set is a pair: a description for the report, and a dictionary that maps the Python `id` of
+        a tensor's entry to the entry that could replace it.
         """
         copies = {
             id(entry): [own for own in self._copies.get(entry.key, ()) if own is not entry]
@@ -166,8 +165,7 @@ def _differences(contents: Contents, references: dict[int, Entry]) -> list[Corre
     """Makes the corrections that copy elements of other tensors over damaged ones.
 
     `references` maps the `id` of a damaged tensor's entry to the entry to copy from. Elements of a
-    wider type are rounded. The list is empty if more than 8 MiB differ. Fragments with more than
-    65,536 sequences of consecutive elements are left out.
+    wider type are rounded. The list is empty if more than 8 MiB differ.
     """
     corrections, count = list[Correction](), 0
     ours, theirs = Buffer(BLOCK).view, Buffer(BLOCK).view

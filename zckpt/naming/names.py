@@ -92,10 +92,9 @@ def without_adapter(name: str) -> str:
 class Correspondence(Struct, frozen=True, eq=False):
     """How the parameter names of two checkpoints match.
 
-    spelling    a function that was applied to all names first, such as `plain`, which removes
-                wrappers' words
-    rule        the prefix that was then replaced in the names of one checkpoint
-    names       the result: maps each name of one checkpoint to a name of the other
+    spelling    the function that was applied to all names first, such as `plain`
+    rule        the prefix that was then replaced in the first checkpoint's names
+    names       maps each name of the first checkpoint to a name of the second
     """
 
     spelling: Spelling

@@ -41,9 +41,8 @@ def need_order(manifest: Manifest) -> None:
 def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
     """Sorts a manifest's parameters in the order of `names`.
 
-    If the manifest has separate manifests of model-parallel ranks, these are sorted too. Raises
-    WrongOption if a trainable parameter is missing in `names` or occurs twice, or if a name is no
-    weight of the source. A tied parameter of a pipeline may occur once for each stage that has it.
+    Raises WrongOption if `names` lacks a trainable parameter, or has a name that is unknown or
+    occurs twice. Only a pipeline's tied parameters may occur more than once.
     """
     positions: dict[str, int] = {}
     for position, name in enumerate(names):

@@ -71,7 +71,7 @@ WIDTHS: tuple[tuple[str, str], ...] = (
     ("gate_up.weight", "down.weight"),
     ("linear1.weight", "linear2.weight"),
 )
-"""Pairs of weights of consecutive layers, by which cuts are checked.
+"""Names of weights of two consecutive layers, by which cuts are checked.
 
-The first one's rows (of each fused part) must be as many as the second one's columns.
+Each fused part of the first weight must have as many rows as the second weight has columns.
 """

@@ -128,11 +128,11 @@ def likely(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _likely_of_model(manifest: Manifest, before: str) -> tuple[str, str] | None:
-    """The tie of a model's output layer with its embedding, which the source may lack; or None.
+    """The tie that a model's files may lack: (output layer's weight, embedding), or None.
 
-    The result is (name of the output layer's weight, name of the embedding). `before` is the prefix
-    of the model's names. None if the model has an output layer, or if it is unclear which weight is
-    the embedding or what the output layer is called.
+    `before` is the prefix of the model's names, which the result lacks. None if the model has an
+    output layer, or if it is unclear which weight is the embedding or what the output layer is
+    called.
     """
     parameters, other_names = (
         [name.removeprefix(before) for name in names if name.startswith(before)]

@@ -50,10 +50,9 @@ PLACEMENTS: Mapping[str, Placement | None] = {
     PARTS: None,
     "parameter_with_row_parallelism_patterns": Cut(1),
 }
-"""Maps each list of patterns to the placement of the parameters that its patterns match.
+"""Maps each list of patterns to how ranks hold the parameters that match; the first match counts.
 
-The first list with a match counts. The placement is None for one list: there, patterns come with
-the shape of a view of the parameter, in which its sub-parameters (such as Q, K, V) are sliced.
+None stands for a list of patterns with shapes, which `_sliced_in_view` reads.
 """
 
 
@@ -70,9 +69,10 @@ class UniversalInfo:
         if affine and affine.get("version", NEWEST_MAP) > NEWEST_MAP:
             raise UnsupportedCheckpoint(
                 "version-unsupported",
-                f"the checkpoint has an affine_map of version {brief(affine['version'])}",
-                hint="zckpt reads version 1 of this list of the ranks' slices (DeepSpeed 0.19.8); "
-                "give slicing rules with --tp-rules FILE",
+                "the checkpoint's list of the ranks' slices, affine_map, has version "
+                f"{brief(affine['version'])}",
+                hint="zckpt reads version 1 (DeepSpeed 0.19.8); give slicing rules with --tp-rules "
+                "FILE",
             )
         self.maps: Mapping[str, Any] = affine.get("params") or {}
         vocabulary = info.get("original_vocab_size")
@@ -119,9 +119,9 @@ class UniversalInfo:
     ) -> Sliced:
         """How ranks slice a fused parameter (QKV) if they slice each sub-parameter (Q, K, V).
 
-        `view_facts` states the shape of a view of the tensor, and on which axis of the view the
-        sub-parameters follow each other. In the shape, this axis has the list of their sizes, or
-        only their number. -1 stands for any size.
+        `view_facts` has the shape of a view of the tensor, and its axis of sub-parameters
+        (`partition_dim`). For this axis, the shape has a list of their sizes, or only their number.
+        -1 stands for any size.
         """
         known_shapes, ranks = [shape for shape in shapes if shape is not None], len(shapes)
         axis, view = int(view_facts["partition_dim"]), list(view_facts["shape"])
@@ -223,24 +223,19 @@ def of_json(text: str) -> UniversalInfo:
 def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[str, Any]:
     """Changes a `universal_checkpoint_info` for a run with `ranks` tensor-parallel ranks.
 
-    Its `affine_map` lists the slice of each parameter on each rank. If the map is for this number
-    of ranks, nothing changes. Otherwise the map is left out, because DeepSpeed makes a new one, and
-    fused sub-parameters are divided evenly among the ranks. If that is impossible, their sizes are
-    left out.
-
-    `whole` are the parameters of which each rank has the full tensor. Without the map, perhaps
-    nothing in the info states this. So their names are added to the list of replicated parameters,
-    unless a pattern in this list already matches them.
+    `whole` are the parameters of which each rank has the full tensor. An `affine_map` (the list of
+    the ranks' slices) for another number of ranks is left out.
     """
     maps = ((info.get("affine_map") or {}).get("params") or {}).values()
     if maps and all(len(each.get("ranks") or ()) == ranks for each in maps):
         return dict(info)
+    # DeepSpeed makes a new map
     changed = {key: value for key, value in info.items() if key != "affine_map"}
-    if "affine_map" in info:
+    if "affine_map" in info:  # perhaps nothing else says which parameters are whole
         patterns = list(info.get(WHOLE) or ())
         names = (name for name in whole if not any(re.match(p, name) for p in patterns))
         changed[WHOLE] = [*patterns, *(f"^{re.escape(name)}$" for name in names)]
-    if WIDTHS in info:
+    if WIDTHS in info:  # sizes that cannot be divided evenly are left out
         even = {
             pattern: slicing.even_parts([*map(sum, parts)], ranks)
             for pattern, parts in info[WIDTHS].items()
@@ -252,11 +247,10 @@ def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[
 def _whole_shape(
     shapes: Sequence[tuple[int, ...]], axis: int, outer: int, inner: int, says: str
 ) -> tuple[int, ...]:
-    """The full tensor's shape, if its slices were cut along one axis of a view of the tensor.
+    """The full tensor's shape, if ranks cut it along one axis of a view of the tensor.
 
-    `outer` and `inner` are the numbers of elements before and behind this axis. Only one dimension
-    differs between slices and full tensor: the one that contains the axis. If several fit, because
-    they have size 1 (as for one head), the one with the axis's number is taken.
+    `shapes` are those of the ranks' slices. `outer` and `inner` are the numbers of elements before
+    and behind the axis. Raises InconsistentCheckpoint if no dimension fits.
     """
     first, total = shapes[0], sum(map(prod, shapes))
     sides = [(prod(first[:dim]), prod(first[dim + 1 :])) for dim in range(len(first))]
@@ -270,6 +264,7 @@ def _whole_shape(
         raise InconsistentCheckpoint(
             "tp-rule-wrong", f"{says}: no dimension of {list(first)} can be the sliced one"
         )
+    # several fit if they have size 1, as for one head
     dim = max(fitting, key=lambda dim: (sides[dim] == (outer, inner), dim == axis))
     before, behind = sides[dim]
     return (*first[:dim], total // (before * behind), *first[dim + 1 :])

@@ -66,7 +66,7 @@ class View(Struct, frozen=True):
 
 
 def view_of(fragments: Fragments, shape: Sequence[int], size: int) -> View:
-    """Makes a view of a full tensor from its byte ranges in files; each axis has one length."""
+    """Makes a view of a full tensor from its byte ranges in files; elements have `size` bytes."""
     axes = tuple((length,) for length in shape)
     return View(axes, tuple(boxes_in(fragments, shape, size)), size)
 
@@ -79,18 +79,18 @@ def zeros(shape: Sequence[int], size: int) -> View:
 
 
 def cut(view: View, axis: int, length: int) -> list[View]:
-    """Cuts a view into parts of `length` along an axis, which must not be folded (see above).
+    """Cuts a view along an axis into parts of `length`; the last part may be shorter.
 
-    The last part may be shorter.
+    The axis must not be folded: `view.axes` has one length for it, such as (6,), not (2, 3).
     """
     whole = view.shape[axis]
     return parted(view, axis, [min(length, whole - start) for start in range(0, whole, length)])
 
 
 def parted(view: View, axis: int, lengths: Sequence[int]) -> list[View]:
-    """Cuts a view into parts of these lengths along an axis, which must not be folded (see above).
+    """Cuts a view along an axis into parts of these `lengths`, whose sum is the axis's length.
 
-    The sum of the lengths must be the axis's length.
+    The axis must not be folded: `view.axes` has one length for it, such as (6,), not (2, 3).
     """
     place = view.place(axis)
     starts = list(accumulate(lengths, initial=0))[:-1]
@@ -132,9 +132,8 @@ def unstacked(view: View, axis: int) -> list[View]:
 def joined(views: Sequence[View], axis: int) -> View:
     """Concatenates tensors along an axis.
 
-    The axis may be folded into several lengths in one of the tensors, such as 6 into (2, 3). Then
-    it is folded in the same way in all tensors: 12 becomes (4, 3). The joined tensor has the sum of
-    the first lengths: (6, 3). Raises ValueError if the lengths of other axes differ.
+    If one tensor's axis is folded, such as 6 into (2, 3), all are folded in the same way: 12 into
+    (4, 3), and the result into (6, 3). Raises ValueError if the shapes do not fit.
     """
     finest = max((view.axes[axis] for view in views), key=len)
     views = [

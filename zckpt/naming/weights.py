@@ -148,11 +148,10 @@ def _below(names: Collection[str], prefix: str) -> set[str]:
 class Asked(Struct, frozen=True):
     """The weights that from_pretrained loads for a model class, from zckpt's table of classes.
 
-    name        the model class
-    base        its `base_model_prefix`, which names may lack, or have twice
-    patterns    the weights' names, with `#` for the number of a layer
-    ties        second names of tied weights, which need not be saved
-    rules       how names in the module and in files differ
+    base        the class's `base_model_prefix`, which names may lack or have twice
+    patterns    names of the weights, with `#` for a layer's number
+    ties        maps second names of tied weights, which need not be saved, to first names
+    rules       how names in files differ from names in the module
     """
 
     name: str

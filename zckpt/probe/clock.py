@@ -28,7 +28,7 @@ class Clock(Struct, eq=False):
         return int(self.source()) if callable(self.source) else self.source
 
     def advance(self) -> None:
-        """Counts one more update. Raises WrongOption if `source` is the user's function."""
+        """Counts one more update. Raises WrongOption if the user's own function counts updates."""
         if callable(self.source):
             raise WrongOption(
                 "options-conflict",

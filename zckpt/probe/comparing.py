@@ -60,9 +60,10 @@ def compare(
     b: str | os.PathLike[str],
     noise: str | os.PathLike[str] | None = None,
 ) -> Report:
-    """Makes the report of `zckpt probe-diff --json`: where the recorded runs `a` and `b` differ.
+    """Compares the recorded runs `a` and `b`; returns the report of `zckpt probe-diff --json`.
 
-    `noise` is a second recording of the program of `a`; it shows how much equal programs differ.
+    `noise` is a second run of the program of `a`. It shows how much equal programs differ.
+
     Raises MissingData if `a` and `b` share no record, and WrongOption if `noise` has another number
     of ranks than `a`.
     """
@@ -217,18 +218,12 @@ def above_noise(
 ) -> tuple[list[Event], float]:
     """Replaces the tolerance of each pair of records by four times the noise of its tensor.
 
-    The noise is the distance between the runs `a` and `noise` of one program: for a tensor, the
-    largest distance so far. If the records of ranks were merged (`is_merged`), it is the maximum
-    over ranks and batches. Also returns the largest noise of all tensors. In these cases, the
-    tolerance may only become larger:
-
-        merged records            runs on different numbers of ranks add in different orders
-        any noise so far          a tensor without noise may be equal by chance
-        a record without noise    the run `noise` lacks this record
+    `a` and `noise` are two runs of one program. The noise is the distance between them: for each
+    tensor, the largest so far. Also returns the largest noise of all tensors.
     """
     measured: dict[tuple[Any, ...], float] = {}
     for event in aligned(a, noise)[0]:
-        place = _place_of_noise(event, is_merged)
+        place = _place_of_noise(event, is_merged)  # for merged records: of all ranks and batches
         measured[place] = max(measured.get(place, 0.0), event.distance)
     reached: dict[tuple[int, str, str], float] = {}
     judged, floor = [], 0.0
@@ -238,7 +233,8 @@ def above_noise(
         reached[key] = max(reached.get(key, 0.0), distance or 0.0)
         floor = max(floor, distance or 0.0)
         tolerated = NOISE * reached[key]
-        if is_merged or floor > 0 or distance is None:  # two tensors may be equal by chance
+        # merged runs add in another order, and a tensor without noise may be equal by chance
+        if is_merged or floor > 0 or distance is None:
             tolerated = max(tolerated, event.tolerated)
         judged.append(replace(event, tolerated=tolerated))
     return judged, floor

@@ -17,11 +17,9 @@ from typing import Any
 
 from .runs import TensorRecord
 
+# a few times the effect of another order of sums on the output of one layer
 TOLERANCES = {"F64": 1e-10, "F32": 1e-5, "F16": 4e-3, "BF16": 3e-2}
-"""The tolerated distance by type; 0 for other types.
-
-It is a few times the effect of another order of sums on the output of one layer.
-"""
+"""The tolerated distance of two records, by the type of their tensor; 0 for other types."""
 EXACT = frozenset({"lr", "loss_scale"})
 """Metrics that do not depend on the order of sums."""
 SAME = 1e-12

@@ -26,10 +26,12 @@ except ModuleNotFoundError as error:
 class LightningCallback(Callback):  # type: ignore[misc]
     """Records a run of Lightning's Trainer into `directory`, from the first update to the last one.
 
-    `module` is the name of the module that `training_step` calls, such as "network" if it calls
-    `self.network(batch)`. The default is the LightningModule itself if it has a `forward`, or else
-    its only child. `options` are those of `zckpt.probe.record`, except `step` and `optimizer`. The
-    step is the trainer's `global_step`, which counts the updates of every optimizer. Raises
+    module     name of the module that `training_step` calls: "network" for `self.network(batch)`.
+               Default: the LightningModule if it has a `forward`, or else its only child with
+               parameters
+    options    those of `zckpt.probe.record`, except `step` and `optimizer`
+
+    The step is the trainer's `global_step`, which counts the updates of every optimizer. Raises
     TypeError for an unknown option. When training begins, the errors of `record` are raised, and
     WrongOption if it is not clear which module is called.
     """

@@ -236,11 +236,9 @@ def _summed(
     sides: Sequence[Run],
     records: Sequence[Sequence[TensorRecord]],
 ) -> list[TensorRecord]:
-    """Adds up the records of all batches, and averages over the ranks, for each of the two runs.
+    """Adds up the records of all batches and averages over the ranks, for each of the two runs.
 
-    Programs differ in what the output of a batch, such as the loss, is: the full mean, or the
-    batch's share of the step's loss. So for outputs, the mean over batches replaces the sum if it
-    brings the two runs closer together.
+    Outputs (`kind` "forward") are averaged over batches too, unless the two runs' sums are closer.
     """
     if len(shapes) > 1:
         raise Unmerged("the shapes differ between ranks")
@@ -250,17 +248,15 @@ def _summed(
     means = [_mean(own, len(own)) for own in records]
     if kind != "forward" or _distance(*sums) < _distance(*means):
         return sums
+    # programs differ in what a batch's loss is: the full mean, or its share of the step's loss
     return means
 
 
 def _mean(records: Sequence[TensorRecord], count: int) -> TensorRecord:
     """The record of the sum of several tensors, divided by `count`.
 
-    It has only statistics that can be computed from the addends' records: samples, mean, counts of
-    NaN and infinite elements. Its `norm` is not the norm of the sum, but an upper bound: the
-    largest norm of an addend, times the number of addends, divided by `count`. `distances.py`
-    divides differences by a scale computed from it. If addends cancel each other, the sum is small,
-    but its rounding errors are as large as before.
+    It has only samples, mean, the numbers of NaN and infinite elements, and an upper bound as
+    `norm`.
     """
     first = records[0]
     numbers: dict[str, Any] = {}
@@ -273,7 +269,9 @@ def _mean(records: Sequence[TensorRecord], count: int) -> TensorRecord:
     if None not in means:
         numbers["mean"] = math.fsum(float(mean) for mean in means if mean is not None) / count
     norms = [float(record.numbers.get("norm") or 0.0) for record in records]
-    numbers["norm"] = max(norms) * len(records) / count  # an upper bound
+    # an upper bound, by which differences are divided: if addends cancel each other, the sum is
+    # small, but its rounding errors are not
+    numbers["norm"] = max(norms) * len(records) / count
     numbers["nan"] = sum(record.numbers.get("nan", 0) for record in records)
     numbers["inf"] = sum(record.numbers.get("inf", 0) for record in records)
     return replace(first, numbers=numbers)

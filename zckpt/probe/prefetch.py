@@ -32,12 +32,7 @@ AHEAD = 32 << 20  # bytes; more would be evicted from the processor's cache befo
 class Order:
     """Guesses which module is called next, from earlier calls.
 
-    It looks for an earlier call of the last two modules, one after the other, and takes the module
-    that was called after them. If there is none, it takes the module that was called after the last
-    one. (The last module alone is not enough: if it is called twice, it has two successors.) If the
-    last module was never called before, its layer is expected to call modules in the same order as
-    earlier layers. The first layer is expected to follow the order of registration, which is that
-    of `paths` (the modules' paths by id).
+    `paths` maps the ids of modules to their paths, in the order of registration.
     """
 
     def __init__(self, paths: Mapping[int, str]) -> None:
@@ -69,9 +64,10 @@ class Order:
             last = (*last[-1:], module)
 
     def _after(self, last: tuple[int, ...]) -> int | None:
-        for calls in (last, last[-1:]):
+        for calls in (last, last[-1:]):  # a module that is called twice has two successors
             if calls in self._next:
                 return self._next[calls]
+        # not called before: its layer calls modules as earlier layers do, or as they are registered
         place = self._places[last[-1]]
         place += self._steps.get(self._kinds[place], 1)
         return self._modules[place] if 0 <= place < len(self._modules) else None
@@ -145,20 +141,18 @@ class _Load(Struct, eq=False):
 
 
 Read = Callable[[Any, memoryview, bool], None]
-"""Reads a piece of a `WeightPart` from files into the memory of this part.
+"""A function that reads a piece of a `WeightPart` from files into the memory of this part.
 
-The arguments are the piece, the memory, and whether the prefetcher's own thread makes the call.
+Its arguments: the piece, the memory, and whether the prefetcher's own thread calls it.
 """
 
 
 class Prefetcher:
     """Reads the weights of modules on a thread, before the modules are called.
 
-    `parts` maps the id of each module to the parts of its weights, and `paths` maps the id to the
-    path of the module, both in the order of registration. Three kinds of weights are in memory: the
-    weights of the called module, weights that were read ahead, and weights that stay loaded. All
-    together need at most the memory of the two largest modules and LITTLE (1 MiB). This limit does
-    not count the weights of modules that contain the called module.
+    `parts` maps a module's id to the parts of its weights, and `paths` to its path, both in the
+    order of registration. Loaded weights need at most the memory of the two largest modules plus
+    `LITTLE`. Weights of modules around the called one come on top.
     """
 
     def __init__(

@@ -64,25 +64,24 @@ def record(
 
         step            the number of completed updates when the block begins, or a function that
                         returns the current number
-        optimizer       a torch optimizer that steps once per update: each step counts an update,
-                        unless `step` is a function
-        ranks           only these ranks record; None: all
+        optimizer       a torch optimizer: each of its steps counts as an update, unless `step` is a
+                        function
+        ranks           the ranks that record; None: all
         start_step, end_step    records only steps in [start_step, end_step)
-        parameters      record the modules' parameters once per step
-        gradients       record the gradients of outputs and, with `parameters`, of parameters
-        samples         the number of elements of each tensor that are kept
-        bucket          the number of elements of a tensor on a GPU that are measured at a time
-        device          "cpu": copy tensors to the CPU and measure them there, with a CRC-32, which
+        parameters      record parameters, once per step
+        gradients       record gradients of outputs and, with `parameters`, of parameters
+        samples         how many elements of each tensor are kept
+        bucket          how many elements of a tensor on a GPU are measured at a time
+        device          "cpu": copy tensors to the CPU and measure them there, with a CRC-32 that
                         tensors on a GPU do not get otherwise
         overwrite       replace what this rank has recorded in `directory` before
-        subscribers     further `Subscriber` objects for the same passes. They are called before the
-                        recorder when the forward pass of a module begins, and after the recorder
-                        when this pass ends
+        subscribers     further `Subscriber` objects, called before the recorder when a module's
+                        forward pass begins, and after the recorder when the pass ends
 
-    A DeepSpeed engine needs neither `step` nor `optimizer`, because it counts its updates. If your
-    optimizer is not a `torch.optim.Optimizer`, call `recorder.next_step()` after each update. For
-    the trainers of Hugging Face and Lightning there are callbacks: `TrainerCallback`,
-    `LightningCallback`. Values and gradients of the run stay the same, bit for bit.
+    A DeepSpeed engine counts its updates, and needs neither `step` nor `optimizer`. With an
+    optimizer that is no `torch.optim.Optimizer`, call `recorder.next_step()` after each update. For
+    trainers of Hugging Face and Lightning, use `TrainerCallback` and `LightningCallback`. Values
+    and gradients of the run stay the same, bit for bit.
 
     Raises TargetExists if this rank has recorded into `directory` before, unless `overwrite`, and
     WrongOption if `device` is neither None nor "cpu".

@@ -61,23 +61,20 @@ def stream(
 ) -> Iterator[None]:
     """Inside the `with` block, forward passes of `model` read their weights from `checkpoint`.
 
-    device          the device for the weights; by default the device of the model's own weights, or
-                    the CPU if these are on `meta`
-    whole           classes of modules that use the weights of modules inside them without calling
-                    these modules. All weights inside are then loaded together. torch's
-                    MultiheadAttention and TransformerEncoderLayer need not be listed
+    device          the device for the weights; None: that of the model's own weights, or the CPU if
+                    these are on `meta`
+    whole           classes of modules that use the weights of inner modules without calling them,
+                    as torch's MultiheadAttention and TransformerEncoderLayer do (always included)
     rename          pairs (regex, replacement) as in `--rename`
     accept_weights  as for `zckpt.load`
 
-    The weights are those that the module had when it was saved. If they are missing, or have
-    another type than the model's weights, the rounded fp32 masters are used. Weights get no
-    gradients. The CRC-32s in the files are checked.
+    The saved weights are used; or the rounded fp32 masters, if weights are missing or have another
+    type than the model's. Weights get no gradients. CRC-32s in the files are checked.
 
     Raises InconsistentCheckpoint as `zckpt.load` does, and MissingData if the checkpoint lacks a
     tensor of the model. A forward pass raises MissingData if a weight is used outside of a call of
-    its module, such as an embedding's weight in an output layer. A forward pass, or the end of the
-    block, raises CorruptCheckpoint if bytes do not have the checksum that the file states, and
-    OSError if a file cannot be read.
+    its module. A forward pass, or the end of the block, raises CorruptCheckpoint if a checksum is
+    wrong, and OSError if a file cannot be read.
     """
     if not isinstance(checkpoint, Manifest):
         checkpoint = read(checkpoint, Reading(format, tag, step_policy, opens_items=True))
@@ -276,13 +273,10 @@ def _parts(
 def _staying(modules: Sequence[Sequence[_Weight]]) -> set[int]:
     """The ids of tied parameters that stay loaded between the calls of their modules.
 
-    If none stays, streaming needs the memory of the two largest modules. If some stay, it needs the
-    memory of these parameters, and of the two largest modules without them. The parameters are
-    tried one after the other, the largest first: a parameter stays if streaming then needs no more
-    memory than if none stayed.
+    A parameter stays if streaming then needs no more memory than if none stayed.
     """
 
-    def needed(without: set[int]) -> int:
+    def needed(without: set[int]) -> int:  # bytes for the two largest modules, without these
         return most(
             in_pages(
                 sum(_size(each) for each in weights_of_module if id(each.original) not in without)

@@ -65,11 +65,11 @@ class Place(Struct, frozen=True):
 
 
 class Subscriber:
-    """The base class for code that runs in forward and backward passes. Override methods you need.
+    """Base class for code that runs in forward and backward passes; override methods you need.
 
-    The value that a method returns replaces its last argument (or `args` and `kwargs`). Tensors may
-    be inside tuples, lists, mappings and dataclasses. `path` tells where a tensor is in the inputs
-    or outputs: `in[0]`, `in.mask`, `out`, `out.logits`.
+    The value that a method returns replaces its last argument (or `args` and `kwargs`). `path` is
+    the place of a tensor in inputs or outputs, which may be nested: `in[0]`, `in.mask`, `out`,
+    `out.logits`.
     """
 
     def pre_forward_module(
@@ -168,9 +168,8 @@ def _modules(
 def used_by(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields (path, module) for a module, and for inner modules that it uses without calling them.
 
-    A module uses the weights of its ParameterLists and ParameterDicts, which are never called. A
-    module of a class in `WHOLE` (torch's MultiheadAttention, TransformerEncoderLayer) uses the
-    weights of all modules inside it. Paths are relative to the module, whose own path is "".
+    The inner modules are ParameterLists and ParameterDicts, or all modules inside if `module` is of
+    a class in `WHOLE`. Paths are relative to `module`, whose own path is "".
     """
     if isinstance(module, WHOLE):
         yield from module.named_modules()

@@ -155,16 +155,14 @@ class Processes(Group, Sharing, Pool):
     def continues(self, target: str) -> bool:
         """In rank 0: whether this launch had begun the target before its processes were restarted.
 
-        All processes then continue the target, without --resume. In other ranks it is always False.
-        The agents of torchrun count restarts separately, so their count is not enough: an
-        unfinished target that this launch has begun proves a restart too. If no target exists, this
-        call notes in the key-value store of the launch that it begins the target now. Unfinished
-        targets of another run are not touched without --resume.
+        If so, all processes continue the target, without --resume. In other ranks it is always
+        False. If no target exists, this call notes that the launch begins it now.
         """
         path = os.path.abspath(target)
         key, is_unfinished = f"begun/{path!a}", os.path.lexists(f"{path}.partial")
         if self.rank or not self.store.outlives:
             return False
+        # torchrun's agents count restarts separately: an unfinished target proves a restart too
         if self.store.has(key):
             return is_unfinished or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         if not os.path.lexists(path) and not is_unfinished:
@@ -175,9 +173,9 @@ class Processes(Group, Sharing, Pool):
 def group() -> Processes:
     """Joins all processes of a launch: call `with zckpt.group() as processes:` in each of them.
 
-    Functions of zckpt accept `processes` as `sharing`. Without a launcher the group has only this
-    process. If an error occurs in one process, do not catch it inside the block: the error then
-    ends the blocks of the other processes too.
+    Give `processes` to functions of zckpt as `sharing`. Without a launcher, the group has only this
+    process. Do not catch errors inside the block: an error that leaves it also ends the blocks of
+    the other processes.
     """
     return Processes()
 

@@ -151,11 +151,10 @@ def not_zero(outcome: ComparisonOutcome, manifest: Manifest) -> list[Notice]:
 
 
 def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[Notice]:
-    """Notices about byte ranges that differ from the other checkpoint's only in padding.
+    """Notices about byte ranges of `a` that differ from those of `b` only in padding.
 
-    Such ranges (records) have another checksum, but their tensors are equal. A record is compared
-    only with one of the same file name, offset, length and tensors. With another number of ranks, a
-    record at the same offset may contain other tensors.
+    Their checksums differ, but their tensors are equal. Only ranges with the same file name,
+    offset, length and tensors are compared.
     """
     records_of_b = {
         (os.path.relpath(record.extent.file, b.root), record.extent.offset, record.extent.length):

@@ -71,9 +71,8 @@ class Total(Struct, eq=False):
 class Measuring(Struct, eq=False, dict=True):
     """Reads groups of tensors once, on several threads, and computes their statistics.
 
-    The tensors of a group have equally many elements. The same range of elements is read from all
-    of them together, so that subclasses can compare them. Tensors of types without statistics, such
-    as complex numbers, are only read.
+    The tensors of a group have equally many elements. They are read together, so that a subclass
+    can compare them (`beside`).
     """
 
     manifest: Manifest
@@ -103,7 +102,7 @@ class Measuring(Struct, eq=False, dict=True):
             describe(self.progress, f"measuring {batch[0][0].entry.name}")
             element_reader.read([item for slot in batch for item in slot], view)
             for item in (item for slot in batch for item in slot):
-                if item.entry.dtype in NUMBERS:
+                if item.entry.dtype in NUMBERS:  # others, such as complex numbers, are only read
                     self.add(item.entry.name, item, view[item.at : item.end], item.entry.dtype)
             for together in zip(*batch, strict=True):
                 self.beside(together, view)

@@ -107,15 +107,14 @@ def only_rounded(matches: Iterable[Match], a: Manifest, b: Manifest) -> dict[str
 def missing(keys: Sequence[Key], owner: Manifest, other: Manifest) -> list[Key]:
     """The tensors among `keys` of `owner` that the checkpoint `other` lacks, but should have.
 
-    If `other` has any tensor of a slot, such as `exp_avg`, it should have all tensors of this slot.
-    If it has any weight, as `param` or as `master`, it should have every trained weight. A weight
-    that is not trained may be missing if `other` has no tensor of its slot, because some formats do
-    not store this weight.
+    If `other` has any tensor of a slot, such as `exp_avg`, it should have all of them. If it has
+    any weight, as `param` or as `master`, it should have every trained weight.
     """
     slots = {entry.slot for entry in other.entries.values()} - {"state"}
     lost = []
     for name, slot in keys:
         parameter = owner.parameters.get(name)
+        # some formats do not store frozen weights
         weight = slot in WEIGHTS and parameter is not None and parameter.trainable
         if slot in slots or (weight and slots & WEIGHTS):
             lost.append((name, slot))

@@ -157,11 +157,10 @@ def _file_of(entry: Entry) -> str | None:
 
 
 def digests(results: Iterable[Result], alone: bool) -> dict[str, Report]:
-    """Maps the name of every tensor that was read to its CRC-32 in each checkpoint.
+    """Maps the name of every tensor that was read to a report line with its CRC-32s.
 
-    The bytes are taken in row-major order. The CRC-32s are under "a" and "b". If one checkpoint was
-    checked `alone`, without another one, they are under "a". If checkpoint b has the tensor under
-    another name, `b_tensor` is this name.
+    A CRC-32 is of the bytes in row-major order, under "a" or "b"; only under "a" if a checkpoint
+    was checked `alone`. `b_tensor` is the tensor's name in checkpoint b, if it differs.
     """
     lines: dict[str, Report] = {}
     for result in results:

@@ -1,4 +1,4 @@
-"""Selects one model from a proof file about a checkpoint with several models."""
+"""Selects one of several models from a proof file, which has checksums of all their tensors."""
 
 from __future__ import annotations
 

@@ -249,11 +249,12 @@ def _refuse_other_types(matches: Sequence[Match], a: Manifest, b: Manifest) -> N
 
 
 def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
-    """Reads a proof file: a manifest without tensors' bytes, and a checksum over the files.
+    """Reads a proof file: returns a manifest without tensors' bytes, and a checksum over the files.
 
-    The checksum is "" if the proof has none. An older proof does not list all optimizer states;
-    then the states in `manifest` are assumed for it. Raises CorruptCheckpoint if the file is not a
-    proof, or if it is the report of a `verify` that found a difference.
+    The checksum is "" if the proof has none. `manifest` supplies optimizer states that an older
+    proof does not list.
+
+    Raises CorruptCheckpoint if the file is no proof, or reports a difference.
     """
     try:
         with sources.opened(path) as file:

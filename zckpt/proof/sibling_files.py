@@ -17,14 +17,11 @@ from ..core.storage import sources
 from ..errors import Notice, listed, note
 
 MAX_JSON = 16 << 20  # bytes
-OF_RUN = re.compile(
+OF_RUN = re.compile(  # a number stands for a second model or object
     r"trainer_state\.json|scheduler\.pt|scaler\.pt|(?:scheduler|sampler|dl_state_dict)(?:_\d+)?\.bin"
     r"|custom_checkpoint_\d+\.pkl"
 )
-"""Files that a trainer's program needs to resume, whatever the number of ranks.
-
-The files of a second model or object have a number in their names.
-"""
+"""Matches names of files that a trainer's program needs to resume, whatever the number of ranks."""
 OF_TENSORS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".distcp")
 """Endings of files that may contain tensors."""
 PATHS = {"trainer_state.json": "best_model_checkpoint"}
@@ -37,10 +34,9 @@ The path is not compared, since a conversion changes it.
 def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
     """Compares the trainers' files beside two checkpoints.
 
-    Returns report lines about files that differ, and notices about files that only one side has.
-    But there is a line and no notice for a file that a run needs to resume (`OF_RUN`), if the other
-    side has any other of these files. If neither checkpoint has an optimizer, no run resumes from
-    them: then only files that may contain tensors are compared.
+    Returns report lines about differences, and notices about files that only one side has. If both
+    sides have files that a run needs to resume (`OF_RUN`), a lack of one is a difference. If
+    neither side has an optimizer, only files that may contain tensors are compared.
     """
     has_run = a.groups is not None or b.groups is not None
     ours, theirs = (

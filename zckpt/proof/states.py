@@ -23,18 +23,12 @@ from ..core.checkpoint.weights import WEIGHTS, is_optimizers
 from ..core.passes.description import Report
 from ..errors import Notice, listed, note
 
-MODULE = "module"
-"""The key of the state under which the names in the module are listed, in order.
-
-The list depends on the kind of files. So the names are compared separately (`_names`).
-"""
+MODULE = "module"  # the list depends on the kind of files, so `_names` compares it
+"""The key of `Manifest.state` for the list of the names in the module."""
 OF_PROGRAM = ("lr_scheduler", "client_state", "module_extra")
-"""Keys of the state that are the user's program's, whatever the engine is."""
+"""Keys of `Manifest.state` that are the user's program's, whatever the engine is."""
 OF_SIZES = ("tensor_parallel", "pipeline", "universal")
-"""Keys of the state that describe how ranks cut tensors.
-
-They are compared only if the files of both checkpoints have the same names and sizes (`twins`).
-"""
+"""Keys of `Manifest.whole_state` about how ranks cut tensors; only `twins` are compared in them."""
 OF_SAVING = frozenset(
     (
         *("world_size", "zero_stage", "data_parallel_size", "horizontal_parallel_size"),
@@ -45,38 +39,28 @@ OF_SAVING = frozenset(
         *("param_state_sharding_type", "distrib_optim_sharding_type"),
     )
 )
-"""Names of arguments that depend on the numbers of ranks, or on the kinds of files that are saved.
-
-Two checkpoints of one run may differ in them.
-"""
+"""Names of arguments in which two saves of one run may differ, such as numbers of ranks."""
 ARGUMENTS = ("megatron.", "client_state.args.", "trainer_options.")
 """Where programs keep their arguments."""
 OF_VERSIONS = (
     *("megatron.common.args.", "client_state.args.", "client_state.universal_checkpoint_info"),
     *("trainer_options", "train_step_info"),
 )
-"""Beginnings of the paths of values that some versions of a program or engine do not write.
-
-If only one checkpoint has such a value, this is no difference.
-"""
+"""Beginnings of paths of values that one side may lack, because versions of programs differ."""
 WITH_OTHER_RANKS = ("_parallel_size", "no_save_rng")
 OF_SINGLE_RANKS = "megatron.objects."
 OF_PARAMETERS = frozenset(("members", "other", "partitions"))
 LOSS_SCALER = "loss_scaler"
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+# DeepSpeed's optimizer wrappers store the loss scale, which fp16 needs, in different forms
 SCALING = tuple(f"optimizer.{key}" for key in (LOSS_SCALER, "dynamic_loss_scale", *SCALE))
-"""The paths in the state under which there are values about the loss scale.
-
-A run in fp16 needs a loss scale. DeepSpeed's optimizer wrappers store it in different forms.
-"""
+"""Paths in `Manifest.whole_state` of values about the loss scale."""
 CLIPPING = "optimizer.clip_grad"
+# with them, only DeepSpeed's configuration has the limit
 UNCLIPPED = (None, "DeepSpeedZeroOptimizer_Stage3", "FP16_UnfusedOptimizer")
-"""DeepSpeed's optimizer wrappers that do not save the limit for gradient clipping.
-
-With these wrappers, or without one (None), only DeepSpeed's configuration has the limit.
-"""
+"""DeepSpeed's optimizer wrappers that do not save the gradient clipping limit; None: no wrapper."""
 OF_NO_PARAMETER = ("optimizer.beside", "optimizer.among")
-"""The paths in the state for the optimizer's numbers that belong to no parameter."""
+"""Paths in `Manifest.whole_state` of the optimizer's numbers that belong to no parameter."""
 MERGED = "deepspeed-universal"
 """A format from which the loader reads nothing but the states and groups of the optimizer."""
 SCHEDULER = "lr_scheduler"
@@ -141,19 +125,18 @@ class _Comparison:
     def _are_other_schedulers(self, a: Any, b: Any) -> bool:
         """Whether the LR schedulers of the two checkpoints cannot be compared.
 
-        This is so if one is DeepSpeed's own scheduler and the other is torch's. If the engine's
-        files of only one side have a scheduler, it depends on that scheduler. For one of torch, it
-        is so if the other side has a scheduler in a trainer's file, or this one in the client
-        state. For DeepSpeed's own, it is so if the engines or the configured schedulers differ.
+        `a` and `b` are the states of the schedulers, or None. They cannot be compared if they are
+        of different kinds, or if one checkpoint stores its scheduler in another place.
         """
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
+        if isinstance(a, Mapping) and isinstance(b, Mapping):  # one is torch's: not DeepSpeed's own
             return (COUNTER in a) != (COUNTER in b)
         state, other = (a, "b") if isinstance(a, Mapping) else (b, "a")
         if (a in _NOTHING) == (b in _NOTHING) or not isinstance(state, Mapping):
             return False
-        if COUNTER in state:
+        if COUNTER in state:  # DeepSpeed's own; the other engine or configuration may have another
             named = [_scheduler_of(manifest) for manifest in self.sides.values()]
             return not self.same_engine or named[0] != named[1]
+        # torch's; the other side may have one in a trainer's file or in its client state
         files = self.sides[other].files.siblings
         client_state = self.sides[other].state.get("client_state")
         return any(item.name in OF_TRAINER for item in files) or _has_within(client_state, state)
@@ -161,16 +144,14 @@ class _Comparison:
     def _without_states(self, a: Report, b: Report) -> tuple[Report, Report]:
         """Removes optimizer states that are reported elsewhere, by `values.missing_states`.
 
-        These are all keys in `OF_PARAMETERS` if the engines differ, or else those that only one
-        side has. If only one side has numbers that belong to no parameter, the other side gets an
-        empty dictionary for them, so that each number is reported on its own line.
+        These are all keys in `OF_PARAMETERS` if the engines differ, or else those of only one side.
         """
         kept = OF_PARAMETERS.intersection(a, b) if self.same_engine else set()
         left = OF_PARAMETERS - kept
         one, other = (
             {key: item for key, item in side.items() if key not in left} for side in (a, b)
         )
-        for place in OF_NO_PARAMETER:  # makes a line for each number
+        for place in OF_NO_PARAMETER:  # {} on the side without numbers makes a line for each
             key = place.partition(".")[2]
             if one.keys() ^ other.keys() >= {key}:
                 one, other = ({key: {}, **side} for side in (one, other))
@@ -340,7 +321,7 @@ class _Comparison:
                 keys = dict.fromkeys(key for own in manifest.files.of_ranks.values() for key in own)
                 yield (
                     f"{listed(list(keys), 4)} of the ranks after the first in {manifest.root}: "
-                    f"the files of {its_twin.root} are of other ranks, or of another kind"
+                    f"{its_twin.root} has other numbers of ranks, or another kind of files"
                 )
         for side, other in (("b", "a"), ("a", "b")):
             paths, root = self.without_place[side], self.sides[side].root

@@ -66,15 +66,10 @@ def steps(a: Manifest, b: Manifest) -> list[Report]:
 def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
     """Compares where and in which type two checkpoints store the optimizer's step.
 
-    Returns report lines and notices. An optimizer looks for its step in one place: either in the
-    state of a parameter, or in the parameter group. If the step is not there, the optimizer counts
-    from 1 again. So another place or type is a difference. But if a configuration or the user names
-    the optimizer, another place is only a notice, and types are not compared.
-
-    Some optimizers count the step in the state of each parameter, and some only in the state of a
-    group's last parameter. This is a difference too, if both checkpoints have the same format and
-    ZeRO stage.
+    Returns report lines and notices. If a configuration or the user names the optimizer, another
+    place is only a notice, and types are not compared.
     """
+    # an optimizer that does not find its step, in a parameter's state or in a group, counts from 1
     ours, theirs = step_place(a), step_place(b)
     if ours is None or theirs is None:
         return [], []
@@ -139,10 +134,9 @@ def scalars(a: Manifest, b: Manifest) -> list[Report]:
 def missing_states(
     a: Manifest, b: Manifest, reported: Collection[str]
 ) -> tuple[list[Report], list[Notice]]:
-    """Reports optimizer states that only one of two checkpoints has.
+    """Reports optimizer states, and steps, that only one of two checkpoints has.
 
-    Returns report lines, and notices about states that a checkpoint may lack without harm. States
-    that zckpt does not support are included. The step is included if only one checkpoint has steps.
+    Returns report lines, and notices about states that a checkpoint may lack without harm.
     `reported` has the names of tensors that the report lists already: these are left out.
     """
     lines, notes = [], []
@@ -231,11 +225,10 @@ def with_trained_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
 def forms(a: Manifest, b: Manifest) -> list[Report]:
     """A report line if only one of two checkpoints was saved without its frozen weights.
 
-    Only DeepSpeed's files tell this, by the value of their key `frozen_param_fragments`. If frozen
-    weights were left out, the value is None, and the engine loads no frozen weights. Otherwise the
-    value has all frozen weights, and the engine stops if one is missing. For files of other engines
-    the result is an empty list.
+    Only DeepSpeed's files tell this; for other engines the list is empty.
     """
+    # if `frozen_param_fragments` is None, the engine loads no frozen weights; otherwise it stops if
+    # one is missing
     statements = [
         side.run.engine.excludes_frozen if isinstance(side.run.engine, FlatBufferEngine) else None
         for side in (a, b)
@@ -339,9 +332,8 @@ def hypers_of_one_side(a: Manifest, b: Manifest) -> list[Notice]:
 def _groups_of_experts(a: Manifest, b: Manifest) -> list[Report]:
     """Compares the parameter groups of two checkpoints with different expert-parallel sizes.
 
-    The names of groups with experts contain that size, and the engine splits such a group if a rank
-    has too many elements of it. So a group of `a` is compared with each group of `b` that has a
-    parameter in common with it, and the names of groups with experts are not compared.
+    A group of `a` is compared with each group of `b` that has a parameter in common with it. Names
+    of groups with experts are not compared.
     """
     assert a.groups is not None
     assert b.groups is not None
@@ -352,6 +344,7 @@ def _groups_of_experts(a: Manifest, b: Manifest) -> list[Report]:
         if ours.group is None or theirs.group is None:
             continue
         one, other = _hyper(a.groups[ours.group]), _hyper(b.groups[theirs.group])
+        # the names have the size, and the engine splits a group that is too large on a rank
         if one.get("moe") and other.get("moe"):
             one, other = ({**side, "name": None} for side in (one, other))
         elif (

@@ -221,12 +221,11 @@ def roundings(report: Report, results: Iterable[Result], a: Manifest, b: Manifes
 def inferences(
     matches: Iterable[Match], a: Manifest, b: Manifest, are_copies: Callable[[], bool]
 ) -> Report:
-    """Reports parameters whose names zckpt has inferred: the keys `inferred` and `unproven`.
+    """Reports the parameters whose names zckpt inferred: the keys `inferred` and `unproven`.
 
-    zckpt may have inferred the same wrong name in both checkpoints. The optimizer states are then
-    equal although the name is wrong. So equal states do not prove an inferred name, and the report
-    lists the parameter as unproven. `are_copies` returns whether the files of one checkpoint are
-    copies of the other's. Then no parameter is unproven.
+    Equal optimizer states do not prove a name that is inferred in both checkpoints: such parameters
+    are unproven. If `are_copies()` is True, one checkpoint's files are copies of the other's, and
+    no parameter is unproven.
     """
     compared = {match.a.parameter for match in matches if is_optimizers(match.a.slot)}
     theirs = set(b.notices.inferred if b.notices.states_inferred else a.notices.inferred)

@@ -38,16 +38,15 @@ class Upload(Struct, frozen=True):
 
 
 def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
-    """Removes what a stopped run has left at a URL; a complete target is never touched.
+    """Removes what a stopped run has left at a URL. A complete target is never touched.
 
-    The run's note (zckpt-unfinished.json at the URL) lists its files. Unfinished multipart uploads
-    of these files are removed too, where boto3 can list them (S3). All other uploads are kept: the
-    report lists them (`other_uploads`), each with the command that aborts it.
+    The run's note there (zckpt-unfinished.json) lists the files to remove. On S3, with boto3, their
+    unfinished multipart uploads are removed too. Other uploads are only reported (`other_uploads`),
+    with the commands that abort them. The caller makes sure that no run still writes there.
 
-    The caller must make sure that no run still writes there. Raises WrongOption for a complete
-    checkpoint. Raises NotACheckpoint if there is no note, unless there are other uploads to list.
-    Raises UnsupportedCheckpoint for a note that cannot be parsed, and TargetExists if a run writes
-    there meanwhile.
+    Raises NotACheckpoint if there is no note and no upload, WrongOption for a complete checkpoint,
+    UnsupportedCheckpoint if the note cannot be parsed, and TargetExists if a run writes there
+    meanwhile.
     """
     url = parse(path)
     if not url.key:

@@ -60,9 +60,9 @@ NAMED = (
     "adapter_model.safetensors",
     "pytorch_model.bin",
 )
-"""Names of files to look for in a folder of a web server, because such a folder cannot be listed.
+"""Files that zckpt looks for in a folder on a web server, which cannot list its folders.
 
-Index files there, such as model.safetensors.index.json, list further files to look for.
+Index files there (`LISTS`) name further files.
 """
 LISTS = {
     "manifest.json": "files",
@@ -355,11 +355,11 @@ def _folders_above(key: str) -> Iterator[str]:
 def _finished(
     store: Store, url: Url, objects: Mapping[str, StoredObject]
 ) -> dict[str, StoredObject]:
-    """Drops the objects that belong to unfinished targets of zckpt below the URL.
+    """Drops the objects of unfinished zckpt targets below the URL, and notes of finished targets.
 
-    A target is unfinished if its note (zckpt-unfinished.json) lists files that do not exist, or if
-    the note cannot be parsed. The note of a finished target is dropped too. Raises
-    IncompleteCheckpoint if the URL itself belongs to an unfinished target.
+    A note is zckpt-unfinished.json. A target is unfinished if its note cannot be parsed, or if a
+    file that its note lists is missing or of another size. Raises IncompleteCheckpoint if the URL
+    itself belongs to an unfinished target.
     """
     kept = dict(objects)
     below = [each for key, each in objects.items() if os.path.basename(key) == UNFINISHED]

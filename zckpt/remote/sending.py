@@ -46,9 +46,9 @@ AT_ONCE = 8  # small files that are sent in parallel
 NOTED = 5.0  # seconds between two updates of the note
 EXISTS = ("AlreadyExistsError", "FileExistsError", "TargetExists")
 NO_CONDITION = ("NotImplementedError", "NotSupportedError")
-"""Names of errors that the libraries raise if a store supports no conditional put.
+"""Names of the errors of store libraries if a store supports no conditional put.
 
-A conditional put fails if the object exists already: `EXISTS` has the names of its errors.
+A conditional put fails if the object exists: `EXISTS` names the errors that say so.
 """
 
 
@@ -68,15 +68,16 @@ class Sums(Struct):
 
 
 def send(path: str, url: Url, run: str, words: Mapping[str, Any]) -> dict[str, Any]:
-    """Sends a complete target to a store, and removes the local files.
+    """Sends a complete target (the local folder `path`) to a store, and removes the folder.
 
-    Returns keys for the report: `{"sent": 9, "read_back": 0, "store_notes": []}` are the number of
-    files, how many of them were read again to compare them, and warnings.
+    Files that an earlier run of this conversion has sent are not sent again.
 
-    `run` is a text that identifies this conversion, and is stored with its objects (its mark).
-    `words` are the arguments of the conversion. Files that an earlier run has sent are not sent
-    again. Raises StoreError, TargetExists if another program has written there meanwhile, and
-    CorruptCheckpoint if bytes have changed on the way to the store.
+        run      a text that identifies the conversion; it is stored with the objects
+        words    the arguments of the conversion
+
+    Returns three keys for the report: `sent` (the number of files), `read_back` (how many of them
+    were read again to compare them) and `store_notes` (warnings). Raises StoreError, TargetExists
+    if another program writes there meanwhile, and CorruptCheckpoint if bytes change on the way.
     """
     sizes = {
         os.path.relpath(file.path, path): file.stat().st_size
@@ -123,9 +124,9 @@ def send(path: str, url: Url, run: str, words: Mapping[str, Any]) -> dict[str, A
 class _Sending(Struct, dict=True):
     """One target that is being sent from the local `path` to `url`.
 
-    run          a text that identifies the conversion, and is stored with its objects (its mark)
-    read_back    read a stored file again and compare it, if the store states no checksum of it
-    again        how many files were read again
+    run          a text that identifies the conversion; it is stored with the objects (their mark)
+    read_back    read stored files again to compare them, if the store states no checksum
+    again        the number of files that were read again
     notes        warnings for the report
     """
 

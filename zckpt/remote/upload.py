@@ -92,12 +92,12 @@ def mark_of(command: str, words: Mapping[str, Any], sources: Sequence[str]) -> s
 
 @contextmanager
 def outgoing(url: Url, words: Mapping[str, Any], run: str) -> Iterator[tuple[str, bool]]:
-    """Yields the local path for a target, and whether it was already sent completely.
+    """Yields the local path for a target, and whether the target at the URL is already complete.
 
-    `words` are the arguments of the conversion. `run` is the text that is stored with each object
-    of this conversion: a run that is continued recognizes its objects by this text. Raises
-    TargetExists if another target is at the URL. Raises WrongOption if zckpt cannot write there, or
-    if several processes share the conversion.
+    `words` are the arguments of the conversion. `run` is the text that is stored with its objects:
+    a run that is continued recognizes them by this text. Raises TargetExists if other objects are
+    at the URL, and WrongOption if zckpt cannot write there or several processes share the
+    conversion.
     """
     if url.scheme in ("https", "http", "hf"):
         raise WrongOption(

@@ -30,11 +30,10 @@ OTHERS = {
 
 
 def section(checkpoint: Found, report: Report, other: str, step: Any) -> Report:
-    """Makes the section `against`: changes by layer, first and largest difference, and a proof.
+    """Makes the section `against`: how a checkpoint differs from another one.
 
-    `report` is that of `zckpt diff`. `other` and `step` are the path and step of the other
-    checkpoint. The key `proof` says what was compared, with which result. A layer's root mean
-    square change is over all its weights; its relative change is only over the tensors that differ.
+    `report` is the report of `zckpt diff`. `other` and `step` are the path and the step of the
+    other checkpoint. The key `proof` lists what was compared, and the results.
     """
     lines = [line for line in report["differences"] if line.get("count")]
     by_name = {line["tensor"]: line for line in lines}
@@ -98,6 +97,7 @@ def _layer(name: str, weights: Sequence[tuple[int, Entry]], lines: Mapping[str, 
             first += (rms / relative) ** 2 * entry.numel if relative else 0.0
     worst = max(changed, key=lambda each: extent(each[2].get("max_abs")), default=None)
     return {
+        # over all weights; `relative` is only over the tensors that differ
         "rms": math.sqrt(squares / elements) if elements else None,
         "relative": math.sqrt(squares / first) if first else None if squares else 0.0,
         "tensor": None if worst is None else worst[0],

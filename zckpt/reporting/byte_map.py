@@ -19,10 +19,9 @@ from ..judging.inventory import of_engine, of_folder
 MOST_PIECES, MOST_SUMS = 20_000, 200_000
 COLUMNS = ("file", "tensor", "group", "slot", "start", "stop", "offset", "length")
 Key = tuple[int | None, int | None, str]
-"""(number of a file, number of a layer, slot): one row of the table if there are too many pieces.
+"""The key of a row that sums up many pieces: (number of a file, number of a layer, slot).
 
-A slot is the kind of a tensor, such as `exp_avg`. The row has the sum of all pieces (contiguous
-byte ranges of tensors) that have these three in common.
+A piece is a contiguous byte range of a tensor. A slot is a kind of tensor, such as `exp_avg`.
 """
 AXES = ("dp", "mp", "tp", "pp", "ep")
 """The numbers in file names that are coordinates of ranks."""

@@ -42,14 +42,19 @@ def report(
     begin: Begin | None = None,
     **source: Unpack[api.NamedKeywords],
 ) -> Report:
-    """Makes the JSON document about the checkpoint or the run at `path`.
+    """Makes the JSON document of `zckpt report` about a checkpoint or a run.
 
-    `zckpt report` shows this document as an HTML page, as Markdown, or as JSON. `docs/report.md`
-    describes the sections. Every byte is read once, and once more to compare with the checkpoint
-    `against`. Problems, such as a lost rank, damaged bytes or steps that differ, are listed in
-    `faults`; the other sections describe everything that could be read. If `path` is a run, only
-    checkpoints of step `since` or later are read. `source` are the arguments of `read`. Raises a
-    ZckptError only if there is nothing to show.
+    `docs/report.md` describes its sections. Problems, such as damaged bytes, are listed in
+    `faults`; the other sections describe what could be read.
+
+        against    a checkpoint to compare with; then every byte is read twice
+        since      for a run: read only checkpoints of this step or later
+        jobs       the number of threads
+        memory     bytes of memory for tensors
+        begin      as for `zckpt.convert`, called for each pass over the bytes
+        source     the arguments of `read`
+
+    Raises a ZckptError if there is nothing to show, for a wrong option, or if a file changes.
     """
     started = time.monotonic()
     copying = Copying(jobs, memory)

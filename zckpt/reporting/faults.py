@@ -26,9 +26,10 @@ KINDS = {
 }
 """The kinds, worst first. True: the kind is a fault (exit code 3). False: it is an oddity."""
 FIELDS = (*Notice.__struct_fields__, "kind", "fault", "tensor", "offset", "length", "checkpoint")
-"""The keys of a line about a fault, in the section `faults`.
+"""The keys of a line in the section `faults`.
 
-`checkpoint` is the name of an older checkpoint of the run; None: the checkpoint that is shown.
+`checkpoint` is the name of an older checkpoint of the run, or None for the checkpoint that is
+shown.
 """
 OF_FILES = ("missing-file", "missing-rank-file")
 """The codes of missing files, whose messages do not get "missing: " (the kind) in front."""

@@ -51,9 +51,10 @@ class Rule(Struct, frozen=True):
 class Pass(health.Measuring):
     """One pass over all tensors, which computes all that a report says about their elements.
 
-    These are statistics, CRC-32s, the distance of each weight from its fp32 master, and Adam's next
-    update. `rules` maps a parameter to the numbers from which its update is computed. `totals` has
-    the statistics of each tensor, and of Adam's next update under the name `parameter/UPDATE`.
+    covers       CRC-32s, by the tensor's name
+    distances    how far weights are from their fp32 masters
+    rules        the numbers for Adam's next update, by parameter
+    totals       statistics by the tensor's name; those of the update have the slot `UPDATE`
     """
 
     histograms: bool = False

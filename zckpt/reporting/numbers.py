@@ -50,11 +50,10 @@ def finite(value: Any) -> Any:
 
 
 def section(checkpoint: Found, lines: Mapping[str, Report], updates: Mapping[str, float]) -> Report:
-    """Makes the section `numbers`: heat maps with a number per layer and kind of parameter.
+    """Makes the section `numbers`: a heat map for each slot, with a number per layer and parameter.
 
-    There is one heat map per slot (such as `exp_avg`). For weights the number is the root mean
-    square of the weight, or of its fp32 master if only the master is stored. `lines` has statistics
-    by tensor. `updates` has the root mean square of Adam's next update, by parameter.
+    A slot is a kind of tensor, such as `exp_avg`. `lines` are statistics by the tensor's name;
+    `updates` are the root mean squares of Adam's next update by parameter.
     """
     places = checkpoint.places
     by_slot: dict[str, list[list[Any]]] = {"param": []}
@@ -64,6 +63,7 @@ def section(checkpoint: Found, lines: Mapping[str, Report], updates: Mapping[str
         if (
             slot == "state"
             or entry.name not in lines
+            # a master stands for its weight only if the weight is not stored
             or (slot == "master" and entry.parameter in stored)
         ):
             continue

@@ -47,15 +47,15 @@ def auto_resume(
     begin: Begin | None = None,
     **words: Any,
 ) -> Resumed | None:
-    """The path from which a run resumes, on the number of processes that it has now.
+    """Finds the path from which a run resumes, on the number of processes that it has now.
 
         trainer.train(resume_from_checkpoint=zckpt.auto_resume(args.output_dir))
 
-    It is the path of the newest complete checkpoint of the directory `run`. If the engine does not
-    load this checkpoint on the number of ranks, a resharded copy is written below `run`/.zckpt
-    first. The next start finds the copy. Returns None if the run has no checkpoint. Every process
-    calls this function, before or after torch.distributed is initialised. All processes share the
-    work, and return the same path or raise the same error.
+    The result is the path of the newest complete checkpoint of the directory `run`, or None if the
+    run has no checkpoint. If the engine does not load the checkpoint on this number of ranks, the
+    result is the path of a resharded copy, written once below `run`/.zckpt. Every process calls
+    this function, before or after torch.distributed is initialised. All processes share the work,
+    and return the same path or raise the same error.
 
         verify      "records" reads all bytes and checks those that have checksums; "files" only
                     checks that all files exist, have the right size and belong to one save
@@ -63,20 +63,19 @@ def auto_resume(
         keep        how many older resharded copies are kept in that directory
         ds_config   the ds_config of the next run, if it changes: a dictionary, or the path of a
                     JSON file
-        single      True to work alone in this process and to ignore a launcher's variables, such as
-                    to prepare the start of another job. Then dp defaults to the source's
-        copy        False, only for DeepSpeed: no tensor is written. The path below `run`/.zckpt
-                    then has empty files with the names for which the engine looks. In this process,
-                    `engine.load_checkpoint` is replaced: if a program or trainer loads this path,
-                    it reads the tensors of the original checkpoint. `zckpt.deepspeed.undo()`
-                    reverts this
+        single      True: work alone in this process, and ignore a launcher's variables, such as to
+                    prepare another job. Then `dp` defaults to the source's
+        copy        False, only for DeepSpeed: write no tensor. The result is then the path of empty
+                    files with the names of the engine's files. In this process,
+                    `engine.load_checkpoint` is replaced: for this path, it reads the original
+                    checkpoint. `zckpt.deepspeed.undo()` reverts this
         copying     a `zckpt.Copying`: the number of threads, and the memory
         tell        a function that is called in rank 0 with the warnings. By default they become
                     Python warnings, unless the logger "zckpt" prints them. The logger gets them in
-                    any case, and at INFO the path that is resumed
+                    any case, and at INFO the path
         begin       as for `zckpt.convert`, called for each pass over the bytes
-        dp, tp, pp, ep, stage    the sizes of the next run. The default of `dp` is the number of
-                    processes divided by tp * pp
+        dp, tp, pp, ep, stage    the sizes of the next run. `dp` defaults to the number of processes
+                    divided by tp * pp
         accept_weights, drop_state, step_policy, param_names    as for `zckpt.reshard`, as are all
                     other options of a conversion
 

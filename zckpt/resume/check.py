@@ -67,10 +67,10 @@ def check(
 ) -> Words:
     """Makes the report of `zckpt check`: whether `engine` loads a checkpoint as it is.
 
-    `path` is a checkpoint, or a run, whose newest checkpoint is taken unless `tag` chooses one. If
-    no program can resume from it, the key `goes_on_from` is the report on the checkpoint that
-    `auto_resume` would take. Missing or damaged files, and files from different saves, are listed
-    as `obstacles`. Other errors, such as NotACheckpoint, are raised.
+    `path` is a checkpoint, or a run: then `tag` chooses a checkpoint, by default the newest.
+    Missing or damaged files, and files of different saves, are listed as `obstacles`. If no program
+    can resume from it, the key `goes_on_from` is the report on the checkpoint that `auto_resume`
+    would take. Raises NotACheckpoint, or another ZckptError.
     """
     checkpoints, older = candidates(path), list[Candidate]()
     first = alone(path)  # weights, maybe

@@ -133,12 +133,11 @@ class Conversion(Struct, frozen=True):
 def conversion(manifest: Manifest, to: str, words: Mapping[str, Any]) -> Conversion:
     """Finds the conversion that makes a checkpoint fit a run of the format `to`.
 
-    `words` are the options of that run. Sizes equal to the source's are dropped. The number of
-    ranks is dropped too if the files fit any number. If `to` is another engine, options that its
-    format does not have are dropped. A universal checkpoint is written for the engine from which it
-    was converted.
+    `words` are the options of that run. Options that would change nothing are left out, such as a
+    size equal to the source's. For another engine, options that its format lacks are left out too.
     """
     origin = manifest.run.origin
+    # a universal checkpoint is written for the engine from which it was converted
     to = str(origin.format) if to == manifest.format else to
     target = formats.named(to)
     names = () if target.fits_any_dp else GRID  # such files do not say for which ranks they are

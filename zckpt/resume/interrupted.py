@@ -30,11 +30,11 @@ def interrupted(
 
     `path` is a run, or a checkpoint of a run; `tag` chooses a checkpoint. Keys of the report:
 
-        files      the files of this checkpoint, and whether each is complete
-        older      the newest complete checkpoint
+        files      the files of this checkpoint, each with its state
+        older      the path of the newest complete checkpoint
         tensors    the number of tensors in the interrupted checkpoint
         alike      how many of these have the same type and shape in `older`
-        frozen     the names of the frozen weights that `alike` counts
+        frozen     the names of the frozen weights among these
     """
     reading = reading or {}
     with suppress(ZckptError, OSError):

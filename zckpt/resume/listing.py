@@ -63,11 +63,15 @@ def list_checkpoints(
 ) -> Report:
     """Lists the checkpoints of a run, the oldest first, each with its state.
 
-    Metadata show whether a checkpoint is complete and from one save. With `intact`, all bytes are
-    read, as by `verify`, with `jobs` threads and `memory` bytes. With a size (`dp`, `tp`, `pp`,
-    `ep`, `stage`), each row states whether the engine loads the checkpoint on that many ranks.
-    `source` are the arguments of `read` without `tag`. If a checkpoint cannot be read, its row has
-    the error, and the other rows are not affected. Raises NotACheckpoint if the run has no
+        dp, tp, pp, ep, stage    if one is given, each row states whether the engine loads the
+                                 checkpoint with these sizes
+        intact          True: read all bytes, as `verify` does. By default only metadata are read,
+                        which show whether a checkpoint is complete and from one save
+        jobs, memory    for `intact`: the number of threads, and the memory in bytes
+        begin           as for `zckpt.convert`, called for each pass over the bytes
+        source          the arguments of `read` without `tag`
+
+    If a checkpoint cannot be read, its row has the error. Raises NotACheckpoint if the run has no
     checkpoint, or another ZckptError.
     """
     started = time.monotonic()
@@ -189,11 +193,11 @@ def _answer(problems: Sequence[Notice], is_known: bool) -> bool | None:
 
 
 def _failed(error: ZckptError | OSError, question: str, row: Report) -> Report:
-    """The keys that change in the row of a checkpoint because of an error.
+    """The keys that an error changes in the row of a checkpoint.
 
-    `question` is the key whose value was to be determined, such as "whole". It becomes False if the
-    error shows that the checkpoint is broken, and None (unknown) for any other error, such as an
-    error of the disk. An InconsistentCheckpoint changes the key "of_one_save" instead.
+    `question` is the key that was being determined, such as "whole". It becomes False if the error
+    shows that the checkpoint is broken, else None. An InconsistentCheckpoint changes "of_one_save"
+    instead.
     """
     notices = error.notices if isinstance(error, ZckptError) else [notice_of(error)]
     is_answer = isinstance(error, BROKEN) and not isinstance(error, NO_ANSWER)

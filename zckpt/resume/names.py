@@ -59,12 +59,11 @@ def absolute(path: str) -> str:
 
 
 def serve(directory: str, candidate: Candidate, plan: Mapping[str, Any]) -> None:
-    """Makes `engine.load_checkpoint(directory)` load the checkpoint `candidate`.
+    """Makes `engine.load_checkpoint(directory)` load the checkpoint `candidate` in this process.
 
-    The engine's files in `directory` are empty; they exist for programs that look for their names
-    before they load. The key `words` of `plan` has the arguments of `zckpt.reshard`, and the key
-    `target_tag` the tag in `directory`. Raises WrongOption for a version of DeepSpeed that was not
-    tested.
+    The engine's files in `directory` are empty: programs look for their names before they load.
+    `plan` has the arguments of `zckpt.reshard` (key `words`), and the tag in `directory`
+    (`target_tag`). Raises WrongOption for a version of DeepSpeed that was not tested.
     """
     from ..loading import hook
 

@@ -54,8 +54,7 @@ READING = (
 GOING_ON: dict[str, Any] = {"resume": True, "begins_anew": True}
 """Options of `zckpt.reshard` that continue an unfinished copy.
 
-On a filesystem without locks, zckpt writes the copy from the beginning instead. If another job
-completes the same copy meanwhile, zckpt uses the copy of that job.
+On a filesystem without locks, the copy is written from the beginning instead.
 """
 
 
@@ -196,18 +195,17 @@ class Resuming(Struct, dict=True):
     def taken(
         self, candidate: Candidate, plan: Words, left: list[Words]
     ) -> tuple[Resumed, list[Report]] | None:
-        """Returns the path to resume from; writes a resharded copy if `plan` asks for one.
+        """Returns the path to resume from, and warnings; writes a copy if `plan` asks for one.
 
-        `left` are the newer checkpoints that cannot be used, each with its `path` and `reason`;
-        warnings name them. Also returns the warnings. Returns None if meanwhile another job has put
-        another copy at this path, which can happen on a filesystem without locks. The caller then
-        plans again.
+        `left` are the newer checkpoints that were skipped, each with its `path` and `reason`.
+        Returns None if another job has put another copy at this path meanwhile: the caller plans
+        again.
         """
         target = plan["target"]
         if target and not plan["is_complete"]:
             written = self._written(candidate, plan, self._shared) if self.copy else None
             finished = self.ranks.told(partial(self._finish, candidate, plan, written))
-            if finished is None:
+            if finished is None:  # possible on a filesystem without locks
                 return None
             plan |= finished
         if target:

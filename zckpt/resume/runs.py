@@ -129,9 +129,8 @@ def judged(candidate: Candidate, reading: Mapping[str, Any]) -> Verdict:
 def instead_of(path: str, tag: str | None = None) -> str | None:
     """Finds the newest complete checkpoint that can replace another checkpoint of the same run.
 
-    `path` is the checkpoint to replace, or a run that contains this checkpoint under the name
-    `tag`. If `path` is a run and `tag` is None, the run's last checkpoint is the one to replace.
-    Only metadata are read. Returns None if no other checkpoint is complete.
+    `path` is the checkpoint to replace, or the run with the checkpoint `tag` (None: its last one).
+    Reads only metadata. Returns None if no other checkpoint is complete.
     """
     with suppress(ZckptError, OSError):
         for candidate in others(path, tag):
@@ -200,13 +199,11 @@ def candidates(run: str) -> list[Candidate]:
 def _by_tag(run: str, inside: bool = False) -> list[Candidate]:
     """Finds the checkpoints of a run that stores tags (`global_step500`); empty for other runs.
 
-    With `inside`, `run` is a folder in a run. It may be a trainer's folder of one checkpoint, in
-    which the engine stores one tag.
-
-    The tag that the run's pointer file (such as `latest`) names comes first. If it is not the
-    newest tag, a later save has not ended, or the user has gone back to an older checkpoint.
+    The tag that the run's pointer file (such as `latest`) names comes first, then the newest.
+    `inside` is True if `run` is a folder in a run.
     """
     for format in FORMATS:
+        # a folder in a run with one tag may be a trainer's folder of one checkpoint
         if len(tags := format.tags(run)) > (inside and format.pointer is not None):
             break
     else:

@@ -38,13 +38,13 @@ OF_ANY = Names("the batch size of each rank", "accumulated steps")
 
 
 class Batch(Struct, frozen=True):
-    """The samples of one update, and the settings that they are a product of.
+    """The global batch size, and the settings of the program that determine it.
 
     total          samples per update, over all ranks; None if unknown
-    names          the program's names of the next two settings
-    micro          samples of a rank in one forward pass; None if no configuration states them
-    accumulation   forward passes per update; None if the program's configuration is unknown
-    is_computed    whether DeepSpeed computes what its configuration does not state
+    names          the program's names of `micro` and `accumulation`
+    micro          samples of a rank in one forward pass; None if unknown
+    accumulation   forward passes per update; None if unknown
+    is_computed    whether DeepSpeed computes a setting that its configuration does not state
     """
 
     total: int | None
@@ -147,9 +147,8 @@ def in_config(source: Manifest, config: Mapping[str, Any]) -> Batch:
 def changes(batch: Batch, source: Manifest, ranks: int, sp: int = 1) -> list[Notice]:
     """A warning that says what to set to keep the global batch on `ranks` data-parallel ranks.
 
-    `sp` of these ranks share each sequence, and so have the same samples. If the global batch is
-    unknown, the warning tells the factor by which to change the batch size per rank. The list is
-    empty if nothing must be set.
+    `sp` of these ranks share each sequence. If the global batch is unknown, the warning states the
+    factor for the batch size per rank. The list is empty if nothing must be set.
     """
     before, now = source.dp // (source.run.origin.sp or 1), ranks // sp
     micro, accumulation, _ = batch.names

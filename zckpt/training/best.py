@@ -54,11 +54,10 @@ def pointing_to(siblings: Iterable[Sibling], path: str) -> Shell:
 
 
 def not_written(best: str, siblings: Iterable[Sibling], keeps_format: bool) -> Notice:
-    """Warns that the run's best checkpoint is not converted, but only the one that was given.
+    """Warns that the run's best checkpoint (`best`, its path) is not converted.
 
-    The Trainer loads the best checkpoint at the end of training. If both are in one folder, the
-    warning proposes `--checkpoints`, which converts both. This option works only if the format
-    stays the same (`keeps_format`).
+    If the best checkpoint is in the run's folder and the target has the same format
+    (`keeps_format`), the warning proposes `--checkpoints`, which converts both.
     """
     text = (
         f"{STATE} names the best checkpoint {best}, which is not written: with "

@@ -26,7 +26,7 @@ NUMBER = re.compile(r"(?<![0-9])[0-9]{1,3}$")
 META = "meta.pt"
 """The file of a sharded checkpoint in which Lightning 2.6 stores all except the state dicts.
 
-Fabric stores the same file. The state dicts are in the files of torch.distributed.checkpoint.
+Fabric stores this file too.
 """
 
 
@@ -57,10 +57,8 @@ class Keys(Struct, frozen=True):
 
 NAME = "Lightning"
 LIGHTNING = "pytorch-lightning_version"
-"""The key that identifies Lightning's full state, which Lightning resumes from.
-
-Lightning loads the states of all optimizers by their places in a list.
-"""
+"""A key that a checkpoint has if Lightning saved its full state, from which it resumes."""
+# Lightning loads the states of all optimizers by their places in a list
 WHOLE = Keys(("state_dict",), ("optimizer_states", 0), "last.ckpt")
 """Where Lightning's state dicts are in a single file."""
 SHARDED = Keys(("state_dict",), ("optimizer_0",), META)
@@ -68,22 +66,20 @@ SHARDED = Keys(("state_dict",), ("optimizer_0",), META)
 TAG = "checkpoint"
 """The only DeepSpeed tag that Lightning looks for."""
 TRAINED, AVERAGING = "current_model_state", "averaging_state"
-"""Keys of a single file whose `state_dict` has averages of the weights (WeightAveraging).
+"""Keys of Lightning's file if its `state_dict` has averages of the weights (WeightAveraging).
 
-The first has the weights that the optimizer updates, the second belongs to the averages. Lightning
-loads both from a single file only.
+The first has the weights that the optimizer updates, the second the state of the averages.
+Lightning loads them only from a single file.
 """
 
 
 def place_of(state: Collection[Any], model: tuple[Any, ...]) -> tuple[Any, ...]:
     """Chooses the keys under which a target stores a model, such as ("state_dict",).
 
-    Usually the result is `model`, the keys of the model in the source. The exception is a
-    checkpoint of Lightning with averaged weights under "state_dict", and the trained weights under
-    "current_model_state". If `model` is ("current_model_state",), the result is ("state_dict",),
-    because Lightning loads a model from there. `state` has the top keys of the checkpoint, which
-    show whether Lightning saved the checkpoint.
+    `model` are the keys of the model in the source, and usually the result. `state` has the top
+    keys of the checkpoint.
     """
+    # Lightning loads a model only from "state_dict", also the trained weights beside averages
     return WHOLE.model if LIGHTNING in state and model == (TRAINED,) else model
 
 
@@ -95,15 +91,15 @@ def is_in(source: Manifest) -> bool:
 def resuming(
     source: Manifest, otherwise: Callable[[str], str], file: str = ""
 ) -> Callable[[str], str]:
-    """Returns a function that makes a line of code from a path: the code that resumes from there.
+    """Returns a function that makes, from a path, the line of code that resumes from there.
 
-    `file` is the name of the file that Lightning loads, if the path is a directory. If no known
-    program saved the source, the function `otherwise` is returned. It is also returned if Lightning
-    saved the source with several optimizers, and zckpt has read another one than the first.
+    `file` is the file that Lightning loads if the path is a directory. If no known program saved
+    the source, the function `otherwise` is returned.
     """
     if not is_in(source):
         return trainers.resuming(source.files.siblings, otherwise)
     engine = source.run.engine if isinstance(source.run.engine, StateDictEngine) else None
+    # of several optimizers, zckpt has read another one than the first
     if engine and WHOLE.numbered_as(engine.optimizer) != WHOLE:
         return otherwise
     return lambda path: (

@@ -37,16 +37,14 @@ ENDING = ".ckpt"
 
 
 class Need(Struct, frozen=True):
-    """A row of the table of files that trainers read when they resume.
+    """A row of the table `NEEDS`: a file that a trainer reads when it resumes.
 
     name              the file's usual name
-    read_by           the function of the trainer that reads it
     missing, damaged  what happens then
-    engine            the row holds only for checkpoints of this format
-    scheduler_of      "program" or "engine": the row holds only if this one has the scheduler
-    beside            the row holds only for checkpoints that also have this file
-
-    If one of the last three is empty, the row holds for all.
+    read_by           the trainer's function that reads the file
+    engine            the row holds only for checkpoints of this format; "" for all
+    scheduler_of      only if "program" or "engine" has the scheduler; "" for both
+    beside            only for checkpoints that also have this file; "" for all
     """
 
     role: Role
@@ -128,8 +126,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
 }
 """The table: for each program, a row for each file that the program reads.
 
-A file can have several rows with different conditions, such as the engine. `of_program` uses the
-first row whose conditions the checkpoint meets.
+A file can have several rows with different conditions: the first that holds counts.
 """
 
 
@@ -139,7 +136,7 @@ ROLES = (
 )
 """The roles of files that programs store beside the engine's files, such as "scheduler".
 
-A file has the first of these roles whose pattern matches the file's name.
+A file has the first role whose pattern matches its name.
 """
 OF_TRANSFORMERS = re.compile(
     r"/global_step\d+/|/(?:model|adapter_model|pytorch_model)[^/]*\.(?:safetensors|bin)$"

@@ -80,6 +80,8 @@ DISTRIBUTED = {  # names in modules of torch.distributed, 2.1 to 2.13
     "tensor._dtensor_spec": "DTensorSpec ShardOrderEntry TensorMeta",
     "tensor.placement_types": "Replicate Shard",
 }
+# without builtins.getattr, by which protocol 2 names a class within a ShardedTensor: with it, a
+# pickle can also reach functions that run programs
 DESCRIBING = COMMON | frozenset(
     (
         *(f"torch.{module}{name}" for module in ("", "cuda.") for name in STORAGES),
@@ -98,10 +100,7 @@ DESCRIBING = COMMON | frozenset(
 )
 """`COMMON`, and the classes and functions by which torch's files describe tensors.
 
-A reader turns such a description into a tensor, and does not keep the names in it. So reports list
-no names that stand only in such descriptions. `builtins.getattr` is not in the set, although a
-pickle of protocol 2 uses it to name a class within a ShardedTensor: with `getattr`, a pickle can
-also reach functions that run programs.
+Reports do not list a name that stands only in such descriptions.
 """
 
 BUILTINS = tuple(
@@ -141,9 +140,9 @@ def without_others(
 ) -> Manifest:
     """Removes values whose pickle would name a class or function that is not allowed.
 
-    Allowed are `COMMON`, `needed` (names that engines put into their own files), and `admitted`
-    (from `--allow-object`). Such a value is removed from the innermost dictionary that contains it.
-    Raises CorruptCheckpoint for a value that contains itself.
+    Allowed are `COMMON`, `needed` (names in engines' own files) and `admitted` (from
+    `--allow-object`). The innermost dictionary loses the value, with a note. Raises
+    CorruptCheckpoint for a value that contains itself.
     """
     filtered = _Filter((COMMON | {*needed, *admitted}) - {ITSELF.name})
     state = filtered.dictionary(manifest.state_with_states, "")

@@ -28,10 +28,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class KnownOptimizer(Struct, frozen=True):
     """The states and the default hyper-parameters of one optimizer class.
 
-    Optimizers of one `family` have the same states: one can continue the state of another.
-    `defaults` are the defaults of the hyper-parameters; if it is empty, zckpt does not complete the
-    groups. For each parameter the optimizer needs the `states` (tensors of the parameter's shape)
-    and the `numbers`.
+    family      optimizers of one family have the same states, so one can continue another
+    defaults    of the hyper-parameters; if empty, zckpt does not complete the groups
+    states      the tensors that each parameter needs, of the parameter's shape
+    numbers     the states of one number that each parameter needs
     """
 
     family: str | None
@@ -91,9 +91,10 @@ def keep_other_states(ours: str | None, theirs: str | None) -> bool:
 class Signature(Struct, frozen=True):
     """The states and hyper-parameters by which an unnamed optimizer is recognized.
 
-    A parameter must have all of `states`; it may also have some of `other_states`, but nothing
-    else. A group must have all of `needed`; it may also have some of `keys`, but nothing else. Keys
-    that schedulers and programs add are ignored.
+    states, other_states    the states that a parameter must have, and those that it may have
+    needed, keys            the keys that a group must have, and those that it may have
+
+    Another state or key excludes this optimizer, except keys that programs add (`OF_PROGRAMS`).
     """
 
     name: str
@@ -208,13 +209,13 @@ OF_MATRICES = re.compile(r"(inv_)?pre_?cond(itioner)?_?\d*|GG|[QULR]|Q[LR]")
 
 
 def is_of_axis(key: str, shapes: Iterable[Sequence[int]]) -> bool:
-    """Whether a state is a preconditioner for one axis of a square parameter, by the state's `key`.
+    """Whether a state of square matrices is a preconditioner for one axis, by the state's `key`.
 
-    An element of a preconditioner belongs to no single element of the parameter. For a square
-    matrix, a preconditioner has the shape of the parameter, so only the key shows the difference.
-    `shapes` are the shapes of the parameters that have the state. If one of these parameters is no
-    square matrix, the result is False: callers then recognize a preconditioner by its own shape.
+    `shapes` are the shapes of the parameters that have the state; if empty, only the key counts.
+    False if a parameter is no square matrix: then the preconditioner's own shape is enough to
+    recognize it.
     """
+    # it has the shape of a square parameter, but its elements belong to no single element of it
     is_square = all(len(shape) == 2 and shape[0] == shape[1] for shape in shapes)
     return is_square and OF_MATRICES.fullmatch(key) is not None
 
@@ -253,10 +254,9 @@ NUMBERS = {"mu_product": 1.0}
 def begins_with_zeros(key: str, group: Mapping[str, Any]) -> bool:
     """Whether an optimizer state is all zeros before the first update; False if unknown.
 
-    `group` are the hyper-parameters. SGD sets its first momentum to the gradient, which is the same
-    as if it began with zeros, unless `dampening` is set. Adagrad's sums do not begin with zeros if
-    `initial_accumulator_value` is set.
+    `key` is the state, `group` the hyper-parameters.
     """
+    # SGD sets its first momentum to the gradient: without dampening, as if it began with zeros
     unlike = {"sum": "initial_accumulator_value", "momentum_buffer": "dampening"}
     return key in ZEROS and not group.get(unlike.get(key, ""))
 

@@ -28,25 +28,26 @@ Renames = Sequence[tuple[str, str]]
 
 Value = TypeVar("Value", covariant=True)
 GroupDefaults = Mapping[Any, Any] | Sequence[Mapping[str, Any]]
-"""Hyper-parameters that a source does not store.
+"""Hyper-parameters of param groups, for --group-defaults and --set-group.
 
-By name for all groups, under a group's number for one group ({"eps": 1e-8, 1: {"weight_decay":
-0.0}}), or a list with one dictionary per group.
+A mapping has them by name for all groups, or by number for one group ({"eps": 1e-8, 1:
+{"weight_decay": 0.0}}). A sequence has one dictionary per group.
 """
 
 
 class Option(Struct, Generic[Value], frozen=True, eq=False):
-    """The declaration of an option of conversions, for Python, the command line and messages.
+    """An option of conversions: one declaration for Python, the command line and messages.
 
     name     the keyword argument in Python
     flag     the option on the command line, usually of the same name
     default  the value if the option is not given; `usual` describes it in the help
     help     a sentence without its period
     choices  the allowed values
-    kind     without choices: how the value is parsed, a key of `KINDS` in cli/parameters.py
+    kind     how a value is parsed if there are no `choices`: a key of `KINDS` in cli/parameters.py
     check    raises WrongOption for a value that no format accepts
-    reason   why the option does not apply to other formats, for the error message
-    group    its section of `--help`; only `--help-all` shows a `rare` option
+    reason   why other formats lack the option, for the error message
+    group    its section of `--help`
+    rare     shown only by `--help-all`
     """
 
     name: str
@@ -151,7 +152,7 @@ SP = _number(
     "sp",
     "How many of the data-parallel ranks share each sequence (Ulysses, ALST)",
     RANKS,
-    usual="the source's number, if that divides --dp",
+    usual="as in the source, if that number divides --dp",
     rare=True,
     reason="other files do not depend on it",
 )
@@ -184,9 +185,9 @@ DTYPE: Option[str | None] = Option(
 DIALECT: Option[str | None] = Option(
     "dialect", None, "The variant of the target's format", metavar="KIND", rare=True
 )
-"""The option `--dialect`, without values.
+"""The option `--dialect`, without choices.
 
-A format with several variants declares them: `replace(DIALECT, choices=...)`.
+A format with several variants adds choices: `replace(DIALECT, choices=...)`.
 """
 GROUP_DEFAULTS: Option[GroupDefaults] = Option(
     "group_defaults",
@@ -402,11 +403,10 @@ class Options(Struct, frozen=True):
         return _by_group(self[option])
 
     def defaults_of(self, group: int, count: int) -> dict[str, Any]:
-        """The `--group-defaults` for parameter group number `group` of `count` groups.
+        """The `--group-defaults` for param group number `group` of the source's `count` groups.
 
-        The user can give values for all groups at once, and for single groups. The result has both,
-        but a value for this group replaces a value for all groups. Raises WrongOption if the user
-        gives values for a group that the source does not have.
+        A value for this group replaces a value for all groups. Raises WrongOption if the user gives
+        values for a group that does not exist.
         """
         by_key = self.by_group(GROUP_DEFAULTS)
         numbers = [key for key in by_key if isinstance(key, int)]

@@ -13,13 +13,11 @@ from typing import Any
 
 RATES = {"base_lrs": "initial_lr", "_last_lr": "lr"}
 """Maps each list of rates in a scheduler's state to the hyper-parameter with equal values."""
+# without `_schedule_phases` and `_milestones`, which may have this length by chance
 OF_GROUPS = frozenset(
     (*RATES, "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums")
 )
-"""Keys of a scheduler's lists with one item per group.
-
-`_schedule_phases` and `_milestones` may have this length by chance, and are not among them.
-"""
+"""Keys of a scheduler's lists with one item per group."""
 MAXIMA = ("max_lrs",)
 """The key of a CyclicLR's largest rates, which are in no group."""
 INSIDE = "_schedulers"
@@ -54,14 +52,14 @@ def with_rates(scheduler: Scheduler, groups: Sequence[Mapping[str, Any]]) -> dic
 
 
 def keeps_rates(scheduler: Scheduler) -> bool:
-    """Whether a checkpoint stores the rates from which a scheduler computes its learning rates.
+    """Whether a scheduler's state has the rates from which it computes learning rates.
 
-    It does if the scheduler's state has `base_lrs`, or `min_lrs` (ReduceLROnPlateau). Any other
-    scheduler computes rates from the arguments of its constructor, which the training program sets.
-    A scheduler with schedulers inside stores the rates only if all of these do.
+    If not, the training program sets them. A scheduler with schedulers inside has them only if all
+    of these do.
     """
     inside = scheduler.get(INSIDE)
     every = inside if isinstance(inside, list) and inside else [scheduler]
+    # ReduceLROnPlateau has only `min_lrs`
     return all(isinstance(e, Mapping) and bool({"base_lrs", "min_lrs"} & e.keys()) for e in every)
 
 

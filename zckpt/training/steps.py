@@ -42,7 +42,7 @@ from .faults import COUNTED_START
 from .optimizers import plain_name
 
 STATED = "--step-policy"
-"""The beginning of `Sighting.where` if the user states the step with this option, and no file does.
+"""How `Sighting.where` begins if the user states the step with this option.
 
 A `Sighting` is a step that zckpt found, and `where` names the place.
 """
@@ -73,33 +73,31 @@ SCHEDULER_COUNTERS = ("last_epoch", "_step_count")
 
 
 def kept_place(source: Manifest) -> StepPlace:
-    """Where a target stores the optimizer's step: usually where the source has it.
+    """Where a target stores the optimizer's step: in the source's place, or as torch's Adam does.
 
-    A program usually keeps its optimizer class, even under another engine, and this class looks for
-    the step in the same place. The target gets the place of torch's Adam in two cases: if the
-    source's files show no place, or if the source's engine has its own optimizers (Megatron, ONNX
-    Runtime).
+    It is the place of torch's Adam if the source's files show no place, or if the source's engine
+    has its own optimizers (Megatron, ONNX Runtime).
     """
     if source.run.step_place is None or isinstance(source.run.engine, NamedWeightsEngine):
         return WRITTEN["torch"]
+    # a program usually keeps its optimizer class, even under another engine
     return source.run.step_place
 
 
 def torch_place(source: Manifest, named: str | None = None) -> StepPlace:
     """Where a target for a torch program stores the optimizer's step.
 
-    If `named` (a class of `--optimizer`) is given, the result is the place of this class. Otherwise
-    the result is usually the place in the source. If the source is of another engine, the place of
-    torch's Adam is used in two cases. In the first case, a ds_config names an optimizer of
-    DeepSpeed, which a torch program does not have. In the second case, the optimizer is one of
-    torch, which needs the step as a tensor, even if the source stores a number.
+    If `named` (a class of `--optimizer`) is given, it is the place of this class. Otherwise it is
+    the source's place, or the place of torch's Adam if the program would not look there.
     """
     if named is not None:
         return WRITTEN[named]
     place = kept_place(source)
     if isinstance(source.run.engine, StateDictEngine):
         return place
+    # a ds_config names an optimizer of DeepSpeed, which a torch program does not have
     of_engine = place.optimizer is not None and place.optimizer not in WRITTEN
+    # the source may store a number, but torch's optimizers need a tensor
     of_torch = place.where == "state" and plain_name(source.optimizer or "") in OF_TORCH
     return WRITTEN["torch"] if of_engine or of_torch else place
 
@@ -199,16 +197,14 @@ def believed(in_states: StatedSteps, *in_groups: StatedSteps) -> StatedSteps:
 def place_of(believed: StatedSteps, in_groups: StatedSteps, named: str | None) -> StepPlace | None:
     """Where and in which type an optimizer stores its step; None stands for torch's usual place.
 
-    `named` is the class that `--optimizer` named when the files were written, or None. With a name,
-    the result is never None, and contains the name. Without a name, the result is also None if the
-    files store no step, or steps of several types.
-
-    Apex's and TransformerEngine's FusedAdam store one step per group and none in states. Apex's
-    step is a tensor of shape [1] if `capturable` is set, because it is incremented in place (commit
-    6424da3). Other optimizers that store a step in groups also store one in states.
+    `believed` are the steps that zckpt uses, `in_groups` those in param groups. `named` is the
+    class that `--optimizer` named when the files were written, or None. With a name, the result is
+    never None. Without one, it is also None if no step is stored, or steps of several types.
     """
     place = believed.place()
     types = {(kind, believed.shapes[name]) for name, kind in believed.kinds.items()}
+    # Only Apex's and TransformerEngine's FusedAdam store a step per group and none in states. With
+    # `capturable`, Apex's is a tensor of shape [1], incremented in place (commit 6424da3).
     of_group = None if believed is in_groups else in_groups.place()
     if place is not None and of_group is not None and len({*in_groups.steps.values()}) == 1:
         (step,) = {*in_groups.steps.values()}
@@ -239,13 +235,12 @@ def sightings_of(
 def counted_by_last(
     in_states: StatedSteps, in_groups: StatedSteps, groups: Iterable[Sequence[str]]
 ) -> StatedSteps:
-    """Corrects steps of optimizers that count only in the state of a group's last parameter.
+    """Gives all parameters of a group the step of its last one, if the optimizer counts only there.
 
-    All parameters of such a group get the step of the last one. `groups` lists the parameters of
-    each group, in order. DeepSpeed's FusedAdam and FusedLion (0.19.8, ops/adam/fused_adam.py)
-    increment the step only in the state of the last parameter with a gradient, and use it for the
-    whole group. They store 0 in the group and in the other states.
+    `groups` lists the parameters of each group, in order. Groups of other optimizers are unchanged.
     """
+    # DeepSpeed's FusedAdam and FusedLion (0.19.8, ops/adam/fused_adam.py) increment the step only
+    # in the state of the group's last parameter with a gradient; the group and other states have 0
     counted = dict(in_states.steps)
     for owners in groups:
         stepped = [owner for owner in owners if in_states.steps.get(owner)]

@@ -206,15 +206,14 @@ def without_folder(name: str) -> str:
 def beside(
     root: str, own_paths: Collection[str], source: str | None = None
 ) -> tuple[list[Sibling], list[Notice]]:
-    """Lists the files that lie beside a checkpoint in its directory, such as a tokenizer.
+    """Lists the files that lie beside a checkpoint in its directory, and notes on those left out.
 
     root       the directory
-    own_paths  the checkpoint's own files and folders
+    own_paths  the checkpoint's own files and folders, which are skipped
     source     links are followed only within this directory, by default `root`
 
-    Three kinds of folders are included: those with only configuration and tokenizer files (verl's
-    `huggingface`), those with only one file per rank (`rng` and `dataloader` of NeMo AutoModel
-    0.7), and `.hf_metadata`. Other folders are left out, with a note.
+    Of folders, only `.hf_metadata`, and those with just tokenizer and configuration files or just
+    one file per rank, are listed.
     """
     siblings = SiblingList(source or root, OPEN_FOLDERS)
     folders: list[Notice] = []
@@ -228,6 +227,8 @@ def beside(
             continue
         with os.scandir(item.path) as inside:
             files = sorted(inside, key=lambda file: file.name)
+        # files for from_pretrained (verl's `huggingface`), or one file per rank (`rng` and
+        # `dataloader` of NeMo AutoModel 0.7)
         if files and (
             item.name in OPEN_FOLDERS or all(map(_is_loaded, files)) or all(map(_is_of_rank, files))
         ):
@@ -242,12 +243,10 @@ def beside(
 def inside(
     root: str, folder: str, own_paths: Collection[str], source: str
 ) -> tuple[list[Sibling], list[Notice]]:
-    """The trainer's files in a folder of the checkpoint, and notes on those that are left out.
+    """Lists the trainer's files in a folder of the checkpoint, and notes on those left out.
 
-    NeMo AutoModel puts three things into a folder with shards. The model's configuration and
-    tokenizer (in `.hf_metadata`) are used. A second copy of the weights (in `consolidated`), and a
-    script that writes this copy and contains the folder's path, are left out. `own_paths` are the
-    checkpoint's own files in this folder.
+    `own_paths` are the checkpoint's own files in this folder. Left out are NeMo AutoModel's second
+    copy of the weights (`consolidated`), and the script that writes this copy.
     """
     siblings = SiblingList(source, OPEN_FOLDERS)
     lines: list[Notice] = []

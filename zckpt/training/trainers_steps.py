@@ -35,7 +35,7 @@ TRAINER, FOLDER, SCHEDULER = "trainer", "folder", "scheduler"
 ACCELERATE, LIGHTNING = "accelerate", "lightning"
 """The kinds of counters that trainers store, for the field `Sighting.counter`.
 
-A `Sighting` is a step that zckpt found, with its place. For a step of an engine, the field is "".
+A `Sighting` is a step that zckpt found. For a step of an engine, the field is "".
 """
 
 _COUNTED = (
@@ -49,9 +49,8 @@ _COUNTED = (
 def sightings(manifest: Manifest, number_in: Number) -> list[Sighting]:
     """Finds the counters of updates or batches that a trainer has stored for a checkpoint.
 
-    They are in files beside the engine's files, in the name of the folder, or in Lightning's state.
-    Each counter is returned as a `Sighting`: a number and its place. `number_in(path, keys)` reads
-    an integer from a torch.save file. A damaged file is skipped. Raises OSError if the filesystem
+    Returns each counter as a `Sighting`: a number and its place. `number_in(path, keys)` reads an
+    integer from a torch.save file. A damaged file is skipped. Raises OSError if the filesystem
     fails.
     """
     counters = [*_of_files(manifest, number_in)]
@@ -113,13 +112,10 @@ def _seen(manifest: Manifest, kind: str) -> int | None:
 
 
 def disagreements(manifest: Manifest) -> list[Notice]:
-    """Notices if the Trainer's `global_step` contradicts the engine's counter or the folder's name.
+    """Compares the Trainer's `global_step` with the engine's counter and the folder's name.
 
-    A different number in the folder's name is a warning. A different counter of the engine is a
-    problem: the files are from two saves. With accumulated gradients, there is one exception.
-    Before accelerate 1.8 (its pull request 3630), the Trainer also counted the last update of an
-    epoch if too few batches were left, and DeepSpeed skipped this update. So if the engine has
-    counted less, by at most one update per epoch, there is only a warning.
+    Another number in the folder's name is a warning. Another counter of the engine is a problem:
+    the files are from two saves. It is only a warning if an old accelerate may have miscounted.
     """
     counted = global_step(manifest)
     if counted is None:
@@ -132,6 +128,8 @@ def disagreements(manifest: Manifest) -> list[Notice]:
         message = f"{state} has global_step {counted}, but {where} global_steps {engine}"
         hint = "the files are of two saves: copy all files of one save again"
         make = problem
+        # before accelerate 1.8 (its pull request 3630), the Trainer also counted an epoch's last
+        # update if too few batches were left to accumulate, and DeepSpeed skipped this update
         if _accumulates(manifest) and 0 < counted - engine <= _epochs(manifest):
             make = warning
             hint = (

@@ -36,10 +36,9 @@ Group = dict[str, Any]
 def begun(source: Manifest, run: Manifest, format: Format, options: Options) -> Manifest:
     """Adds initial optimizer states for parameters that the target trains and the source did not.
 
-    Warnings name these parameters. Nothing is added if all parameters of a param group are new and
-    the target keeps one step per group. `run` describes the target's engine: it is the checkpoint
-    given with --like, or else the source. Raises UnsupportedState for an optimizer that zckpt does
-    not know.
+    Warnings name these parameters. `run` describes the target's engine: it is the checkpoint given
+    with --like, or else the source. Raises UnsupportedState if zckpt does not know how the
+    optimizer begins a state that the target needs.
     """
     new = {*states.untouched(source)}
     begins = format.functions.begins
@@ -51,6 +50,7 @@ def begun(source: Manifest, run: Manifest, format: Format, options: Options) -> 
     of_groups: dict[str, int] = {}
     fresh: list[str] = []
     for number, name in trained:
+        # None if the target keeps one step per group, and all parameters of the group are new
         like = next(iter(trained_before.get(number, anywhere)), None)
         if name not in new or how == "bare" or like is None:
             fresh += [name] if name in new else []
@@ -155,18 +155,18 @@ def _late(source: Manifest, names: Mapping[str, int]) -> list[Notice]:
 
 
 MOST_UPDATES = 10_000
-"""`_larger` computes the sizes of the updates before this one, and reports the largest size."""
+"""`_larger` looks for the largest of the updates 1 to MOST_UPDATES - 1."""
 
 
 def _larger(beta1: float, beta2: float) -> str:
-    """Says in a warning how many times the learning rate Adam's first updates may be.
+    """The end of a warning: how many times the learning rate Adam's first updates may be.
 
-    If moments begin with zeros at a late step, the first updates are too large, because Adam's bias
-    correction is then over. With equal gradients, the moments after n updates are 1 - beta ** n of
-    their final value. Returns "" for betas outside of [0, 1).
+    Returns "" for betas outside of [0, 1), and if `beta2` is 0.
     """
     if not 0 <= beta1 < 1 or not 0 < beta2 < 1:
         return ""
+    # Moments begin with zeros at a late step, when Adam's bias correction is over. With equal
+    # gradients, the moments after n updates are 1 - beta ** n of their final value.
     ratios = [
         (1 - beta1**updates) / (1 - beta2**updates) ** 0.5 for updates in range(1, MOST_UPDATES)
     ]

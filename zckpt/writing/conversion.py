@@ -66,10 +66,7 @@ COMPARED_LATE = (
     "weights alone with --weights-only"
 )
 FEW = 16
-"""The number of ranks that `try_out` uses in place of a larger one.
-
-A thousand ranks would take as long as reading their files.
-"""
+"""The number of ranks that `try_out` uses in place of a larger one, to save time."""
 
 
 def read_for(
@@ -111,12 +108,12 @@ class Decision(Struct, frozen=True):
     """What a conversion is going to write, before any file is made.
 
     manifest     what was read, without dropped states
-    named        the same under the target's names
-    grouped      the same in the param groups of the next run
+    named        `manifest` under the target's names
+    grouped      `named` in the param groups of the next run
+    source       the manifest whose tensors fill the target's files
     layout       the target's files
-    source       the manifest whose tensors fill these files
-    is_loaded    whether a program can load the target; False if the source lacks files or values
-                 that resuming needs
+    is_loaded    False if the source lacks files or values that resuming needs: no program can then
+                 load the target
     """
 
     manifest: Manifest
@@ -236,9 +233,9 @@ def write(
 ) -> Report:
     """Writes a checkpoint (`manifest`, read with `reading`) as the directory `target`.
 
-    `to` is the target's format. If the Trainer's best checkpoint is written too, `best_in` is the
-    directory that will contain the best checkpoint. trainer_state.json then gets the path of the
-    best checkpoint in this directory. Returns the command's report.
+    `to` is the target's format. `best_in` is the directory that will contain the Trainer's best
+    checkpoint, for its path in trainer_state.json; None if that is not written too. Returns the
+    command's report.
     """
     started = time.monotonic()
     decision = decide(command, manifest, target, to, reading, options, best_in)

@@ -32,8 +32,7 @@ ASKS_FOR_MORE: dict[str, tuple[str, str]] = {
 }
 """Options that must change the target: by name, the reason and the hint of an error.
 
-It is an error if the user gives such an option, and no writer reads its value: the target would not
-be what the user asked for.
+The error is raised if no writer reads the option's value.
 """
 OF_STATES = "no state of the optimizer is written"
 REASONS = {GROUP_DEFAULTS.name: OF_STATES, ALLOW_OBJECT.name: OF_STATES}
@@ -41,13 +40,10 @@ REASONS = {GROUP_DEFAULTS.name: OF_STATES, ALLOW_OBJECT.name: OF_STATES}
 ABOUT_STATES: tuple[Option[Any], ...] = (OPTIMIZER, LAYOUT)
 """Options that concern only optimizer states.
 
-With --weights-only they change nothing, and get a warning, even if a writer has read their values.
+With --weights-only they get a warning, even if a writer has read their values.
 """
 TOLERANT = frozenset({ACCEPT_WEIGHTS.name})
-"""Options that only allow something that would otherwise be an error.
-
-They never get the warning that they change nothing.
-"""
+"""Options that only prevent an error. They never get the warning that they change nothing."""
 
 
 def refuse_unread(options: Options) -> None:

@@ -63,8 +63,8 @@ def parts_of(
     """Splits a manifest of several models into one manifest for each model.
 
     The list is empty if there is only one model, or if the target cannot store all of them. Raises
-    WrongOption for an option that applies to only one model. Raises MissingData if the files do not
-    state to which weights an optimizer's states belong.
+    WrongOption for an option that applies to only one model, and MissingData if the files do not
+    name an optimizer's parameters.
     """
     if not are_numbered(manifest) or not _has_place(format, manifest, options):
         return []

@@ -1,9 +1,9 @@
-"""Makes the engine's files in a target empty, for a run that resumes without a copy on disk.
+"""Lays out a target with empty files in place of the engine's, for programs that need only names.
 
-The program only looks for the names of these files. zckpt gives the data to the engine's loader in
-memory (`resume/names.py`). A note (a JSON file) names the checkpoint that has the data. The files
-beside the engine's files are complete. Only files with weights are left out, because no program of
-such an engine loads weights from there (`training/needs.py`).
+A run that resumes without a copy on disk gets such a target. zckpt gives the data to the engine's
+loader in memory (`resume/names.py`). A note (a JSON file) names the checkpoint that has the data.
+The files beside the engine's files are complete. Only files with weights are left out, because no
+program of such an engine loads weights from there (`training/needs.py`).
 """
 
 from __future__ import annotations

@@ -256,15 +256,15 @@ class _RunsGroups:
     def _group(self, number: int) -> Group:
         """The other run's hyper-parameters of a param group, with the source's learning rate.
 
-        The other run has saved the rate of its first update. The source's rate is the one that the
-        scheduler has reached, scaled if the other run has another `initial_lr`. Without a scheduler
-        or without an `initial_lr`, the other run's rate stays.
+        The source's rate is scaled if the other run has another `initial_lr`. The other run's rate
+        stays if the source has no scheduler, or if a rate is unknown.
         """
         assert self.run.groups is not None
         group = dict(self.run.groups[number])
         before = (self.named.groups or ({},))[self.origins[number]]
         if "lr" not in group or not _has_scheduler(self.named):
             return group
+        # the other run has saved the rate of its first update, the source the one of its scheduler
         base, base_before, rate = (
             number_of(value)
             for value in (group.get("initial_lr"), before.get("initial_lr"), before.get("lr"))

@@ -46,14 +46,13 @@ def in_its_folder(
 ) -> Layout:
     """Places a target's files as in the source, if the source is in a numbered folder (`step3`).
 
-    In such a folder, the engine's files are in a subfolder, and the trainer's files are around it.
+    In such a folder, the engine's files are in a subfolder, and the trainer's files around it.
 
-        same format, no --dialect    the engine's files go into the same subfolder, the trainer's
-                                     files around it. If the target's name has no number, there is
-                                     a warning
-        another format, or tags      the engine's files go directly into the target, beside the
-                                     trainer's files
-        only weights                 the trainer's files are left out
+        same format       the engine's files are in the same subfolder, the trainer's files around
+                          it; with a warning if the target's name has no number
+        another format    all files are directly in the target, also with --dialect, and for a
+                          format with tags (folders such as global_step500)
+        only weights      the trainer's files are left out
 
     If the source is in no numbered folder, or the target is universal, `layout` is unchanged.
     """

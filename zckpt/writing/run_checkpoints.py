@@ -26,9 +26,8 @@ def write_run(
 ) -> Report:
     """Writes several checkpoints of a Trainer's run, which appear at their place together.
 
-    `which` is "all" or "best-and-last". `write_one` writes one checkpoint. Its arguments are the
-    source's path, the target's path, `running`, and the directory that will contain the best
-    checkpoint, because trainer_state.json states that path.
+    `which` is "all" or "best-and-last". `write_one(source, target, running, best_in)` writes one
+    checkpoint; `best_in` is the directory that will contain the best one. Returns the report.
     """
     if not running.sharing.is_alone:
         raise WrongOption(

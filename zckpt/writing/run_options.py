@@ -34,19 +34,17 @@ class Running(Struct, frozen=True):
 
     dry_run          report what would be written, and write nothing
     resume           continue an earlier run
-    begins_anew      for `resume` on a filesystem without locks, where no run can be continued:
-                     start from the beginning instead of raising an error. A target that another
-                     run completes meanwhile is accepted
-    gives_way        if another run has completed the target with other options or from another
-                     source, report `is_of_another` instead of raising an error
+    begins_anew      with `resume`, on a filesystem without locks: start from the beginning instead
+                     of raising an error, and accept a target that another run completes meanwhile
+    gives_way        report `is_of_another` instead of raising an error, if another conversion has
+                     completed the target
     as_run           if the source is in a numbered folder, put such a folder into the target
     read_back        read uploads again, on object stores that state no MD5
     before_rename    called just before the target gets its final name
-    names            if set: write empty files instead of tensor data, and a JSON note, whose
-                     contents are this value (names_only.py)
+    names            the contents of zckpt-names.json, a note that names the checkpoint with the
+                     data. If set, the note is written, and the engine's files are empty
     sharing          which portions of the target this process writes
-    above            the folder in which the target lies, if several checkpoints of a run are
-                     written and appear together
+    above            the folder in which the target lies, if several checkpoints appear together
     """
 
     copying: Copying = DEFAULT_COPYING

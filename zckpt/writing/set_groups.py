@@ -121,9 +121,8 @@ def about_files(names: Sequence[str]) -> list[Notice]:
 def _about_schedules(manifest: Manifest, options: Options) -> list[Notice]:
     """Warns about schedulers that will replace the learning rates that the user has set.
 
-    Such a scheduler takes its rates from the ds_config or the program, not from its state in the
-    checkpoint, and sets them after the first update. Further warnings name other hyper-parameters
-    and lists from which a scheduler computes rates.
+    They take their rates from the ds_config or the program. Other warnings name further values from
+    which a scheduler computes rates.
     """
     first_rank, engine, config = manifest.rank_manifests[0], manifest.run.engine, options[CONFIG]
     if config is None and isinstance(engine, FlatBufferEngine):

@@ -101,9 +101,9 @@ class Keeping(Struct, frozen=True):
     """Checks that a target can store all optimizer states that the user does not drop.
 
     source      what was read, without dropped states
-    named       the same under the target's names
-    grouped     the same without the states of parameters that the next run does not train
-    admitted    the same without pickled objects that need --allow-object
+    named       `source` under the target's names
+    grouped     `named` without the states of parameters that the next run does not train
+    admitted    `grouped` without pickled objects that need --allow-object
     report      gets the findings
     """
 

@@ -80,10 +80,10 @@ def named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
 def has_plain_names(format: Format, manifest: Manifest, options: Options) -> bool:
     """Whether prefixes of wrappers, such as `_orig_mod`, are removed from the target's names.
 
-    They are removed for a target that is loaded into a plain model: for weights alone, and for
-    formats of complete files. They stay if the source has the target's format, because its program
-    loads the names that it saved. They also stay if the user adds such prefixes with --rename.
+    They are removed for weights alone, and for formats that programs load into a plain model. They
+    stay if the source has the target's format, or if --rename adds such prefixes.
     """
+    # a program of the same format loads the names that it saved
     is_same = format.name == manifest.format and not format.is_neutral
     adds_words = any(plain(f"{new}.") != f"{new}." for _, new in options[RENAME])
     return (options.weights_only or format.is_plain) and not (is_same or adds_words)
@@ -110,11 +110,13 @@ def laid_out(
 ) -> tuple[Manifest, Layout]:
     """Decides which files the target gets, without writing any.
 
-    `manifest` is what was read. `named` is the same checkpoint with the target's names and param
-    groups. `parts` are the models, if there are several. Returns two things: a manifest, whose
-    tensors fill the files, and the layout of the files. This manifest is `named` without objects
-    that are not allowed, and with the groups and initial states that the target's engine needs.
-    Raises a ZckptError if the target cannot be written.
+    manifest    what was read
+    named       `manifest` with the target's names and param groups
+    parts       the models, if there are several
+    best_in     the directory that will contain the Trainer's best checkpoint, or None
+
+    Returns the manifest whose tensors fill the files, and the layout of the files. Raises a
+    ZckptError if the target cannot be written.
     """
 
     def allowed(manifest: Manifest) -> Manifest:

@@ -73,14 +73,14 @@ class TestRefused:
     def test_torch_names_alone(self, refused: Any, tmp_path: Path) -> None:
         state = make("fp16")
         files.write(state, tmp_path / "source", 2, "l2", without="torch names")
-        refused("MissingData", "only the torch model's keys")
+        refused("MissingData", "only the names of the torch model")
 
     def test_pieces_left_out(self, refused: Any, tmp_path: Path) -> None:
         state = make("fp16")
         folder = files.write(state, tmp_path / "source", 2, "l2", without="optimizer")
         lost = next(n for n in owned(state.weights, 2)[0] if n in owned(state.weights, 2)[1])
         edit(folder / "ORT_checkpoint.ZeRO.1.1.ort.pt", lambda model: model.pop(f"{lost}_view_1"))
-        refused("MissingData", lost, "only the torch model's keys")
+        refused("MissingData", lost, "only the names of the torch model")
 
     def test_16_bit_copies_left_out(self, refused: Any, tmp_path: Path) -> None:
         folder = files.write(make("fp16"), tmp_path / "source", 2, "l2")

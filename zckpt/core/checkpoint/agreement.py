@@ -14,21 +14,18 @@ KEEP = "keep"
 
 
 def agree(places: Sequence[tuple[str, Step]], policy: str | None) -> Step | None:
-    """Returns the step that all places state; if they differ, `policy` decides.
+    """Returns the step that all places state, or the one that `policy` chooses if they differ.
 
-    Each item of `places` is a pair: the name of a file or rank for messages, and the step found
-    there. The policies `max`, `min` and a number choose a step. The policy `keep` is for parameters
-    with different steps: it never chooses between several places that state a step of the same
-    parameter. Returns None if `places` is empty. Raises InconsistentCheckpoint if places differ and
-    the policy does not choose. Without a policy, a step that is not a whole number raises this
-    error too.
+    `places` are pairs of a file or rank, for messages, and its step. Without places, returns None.
+    Raises InconsistentCheckpoint if places differ and `policy` is None or "keep", or if `policy` is
+    None and a step is not a whole number.
     """
     if policy is None:
         need_whole(places)
     values = {step for _, step in places}
     if len(values) <= 1:
         return values.pop() if values else None
-    if policy in (None, KEEP):
+    if policy in (None, KEEP):  # `keep` is for steps of different parameters
         raise InconsistentCheckpoint(
             "steps-disagree",
             f"the optimizer's step differs: {_by_step(places)}",
@@ -54,14 +51,13 @@ def need_whole(places: Iterable[tuple[str, Step]]) -> None:
 def need_one_save(steps_in_files: Iterable[tuple[str, Step]], policy: str | None) -> None:
     """Raises InconsistentCheckpoint if files state different steps, so they are of several saves.
 
-    `steps_in_files` yields pairs: the path of a file, and a step that it states for one parameter.
-    A file may state several steps if the parameters were not updated equally often, for example
-    because layers were unfrozen late. Then different steps prove nothing, and no error is raised.
-    With a `policy` (--step-policy), no error is raised either.
+    `steps_in_files` yields pairs of a file's path and the step of one parameter in it. No error is
+    raised if a single file already has several steps, or if there is a `policy` (--step-policy).
     """
     by_file: dict[str, set[Step]] = {}
     for file, step in steps_in_files:
         by_file.setdefault(file, set()).add(step)
+    # parameters were not updated equally often, such as layers unfrozen late: this proves nothing
     several = any(len(steps) > 1 for steps in by_file.values())
     if policy is not None or several or len(set().union(*by_file.values())) <= 1:
         return

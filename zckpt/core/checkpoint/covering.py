@@ -27,10 +27,8 @@ HINT = (
 def refuse_holes(manifest: Manifest, reader: str) -> None:
     """Raises UnsupportedCheckpoint if a reader located some element of a tensor nowhere, or twice.
 
-    It also checks replicas. If the manifest keeps the tensors of each pipeline stage and tensor
-    rank separate, it checks those too. `reader` is the name of the format. The error blames zckpt's
-    reader and not the user's files, since the reader has already checked that the files fit
-    together.
+    Replicas are checked too. `reader` is the name of the format. The error blames zckpt's reader
+    and not the files: the reader has already checked that these fit together.
     """
     wrong = [entry.name for entry in uncovered(_tensors(manifest))]
     if wrong:
@@ -54,11 +52,10 @@ def _tensors(manifest: Manifest) -> Iterator[Entry]:
 def uncovered(entries: Iterable[Entry]) -> Iterator[Entry]:
     """Yields the tensors with an element that is in no fragment, or in two.
 
-    A fragment is a range of elements with its byte range in a file. The time is linear in the
-    number of fragments. For ZeRO-3 it does not depend on the number of ranks, because each flat
-    buffer is measured only once for all its tensors.
+    A fragment is a range of elements with its byte range in a file.
     """
-    # for n ranks, the shortest of the first n flat buffers; by the identity of the flat buffers
+    # for n ranks, the shortest of the first n flat buffers: measured once for all tensors, by the
+    # identity of the flat buffers
     shortest: dict[int, list[int]] = {}
     for entry in entries:
         fragments = entry.fragments

@@ -26,12 +26,10 @@ def name_of(key: Key) -> str:
 class Entry(Struct, frozen=True):
     """One complete tensor of a checkpoint, whichever files hold its shards.
 
-    digest    the CRC-32 of the tensor's row-major little-endian bytes
-    mean      with --replicas mean: the ranks' replicas of the tensor (of a weight: of its master).
-              A conversion writes the mean of their elements, rounded to this tensor's type, instead
-              of the bytes of `fragments`
-    axis      for a replica on another rank: the kind of parallel ranks that hold the replicas
-              (`stage`, `tensor rank` or `ep rank`)
+    slot      what the tensor is for its parameter, such as param, master or exp_avg
+    digest    the CRC-32 of the tensor's row-major little-endian bytes, if it is known
+    mean      with --replicas mean: the ranks' replicas; a conversion writes the mean of these
+    axis      of a replica on another rank: `stage`, `tensor rank` or `ep rank`
     """
 
     parameter: str
@@ -40,7 +38,7 @@ class Entry(Struct, frozen=True):
     shape: tuple[int, ...]
     fragments: Fragments
     digest: int | None = None
-    mean: "tuple[Entry, ...]" = ()
+    mean: "tuple[Entry, ...]" = ()  # for a weight: its master's; rounded to `dtype`
     axis: str = ""
 
     @property

@@ -68,9 +68,9 @@ class FlatBufferEngine(Struct, frozen=True):
     dtype: Dtype | None
     """The type in which the module computes."""
     elastic: bool
-    """Whether the files lack hyper-parameters (DeepSpeed's elastic checkpoints).
+    """Whether the files lack hyper-parameters, as DeepSpeed's elastic checkpoints do.
 
-    The manifest's hyper-parameters are then inferred from the configuration and the scheduler.
+    Those of the manifest are then inferred from the configuration and the scheduler.
     """
     excludes_frozen: bool | None
     """Whether the save left out frozen weights; None if no file shows that."""
@@ -121,28 +121,21 @@ class StateDictEngine(Struct, frozen=True):
     adapter: bool
     """Whether the model's state holds only an adapter."""
     whole: bool = False
-    """Whether each file is a complete state dict, not a part of sharded storage.
-
-    If this is False, `dialect` (the kind of files) is None.
-    """
-    dialect: str | None = None
+    """Whether each file is a complete state dict, not a part of sharded storage."""
+    dialect: str | None = None  # the kind of files; None unless `whole`
     ordered: bool | None = None
     """Whether the user stated the order of the parameters."""
     experts: tuple[ExpertLayer, ...] = ()
     """The layers with experts that a writer found in the names; no file states them."""
     storage: str | None = None
-    """Where weights lie besides the items of torch.distributed.checkpoint.
+    """Files with weights beside those of torch.distributed.checkpoint; None if there are none.
 
-    `ranks`: in a safetensors file of each rank. `adapter`: in the files of PEFT's adapter. None if
-    there are no such weights.
+    `ranks`: a safetensors file of each rank. `adapter`: the files of PEFT's adapter.
     """
     bare: bool = False
     """Whether names in the optimizer lack prefixes that PEFT puts before a module's names."""
     file: FileName | None = None
-    """The one file that holds everything.
-
-    With sharded storage, it is the file that holds everything but the state dicts.
-    """
+    """The one file that holds everything; with sharded storage, all but the state dicts."""
 
     def to_state(self, group_step: str | None) -> dict[str, Any]:
         """Converts this record to JSON: the value of the key `state.engine` in a manifest.
@@ -169,11 +162,10 @@ class NamedWeightsEngine(Struct, frozen=True):
 
     Megatron and ONNX Runtime are such engines.
 
-        dialect    the kind of the engine's files, such as `hdf5`, or how they shard the optimizer's
-                   state, such as `dp_reshardable`
+        dialect    the kind of files (`hdf5`) or of sharding (`dp_reshardable`)
         dtype      the type of the 16-bit copies of the weights; F32 if there are no copies
         moments    the type of the optimizer states
-        ordered    True if the user stated the order of the module's parameters; no file states it
+        ordered    True if the user stated the order of the parameters; no file states it
     """
 
     name: str
@@ -200,14 +192,12 @@ class StepPlace(Struct, frozen=True):
     """Where an optimizer keeps its step, and in which type.
 
     where        `state` (one step per parameter) or `group` (one per param group)
-    kind         a dtype for a tensor of `shape`, or `int` or `float`
-    stale        a wrong step that the param groups contain too; None if there is none
-    first        the value of the counter before the first update
+    kind         `int`, `float`, or the dtype of a tensor of `shape`
+    stale        a wrong step that the param groups contain too
+    first        the counter before the first update
     times        how much each update adds to the counter
-    last_only    True if only the last parameter of a group counts updates; the steps of the
-                 group's other parameters stay at `first`
-    optimizer    the optimizer's class, if a configuration or the user named it and this class
-                 reads its step from here
+    last_only    True if a group's last parameter counts updates, and all others stay at `first`
+    optimizer    the class that keeps its step here, if a configuration or the user named it
     """
 
     where: str = field(name="in")
@@ -246,11 +236,10 @@ class StepPlace(Struct, frozen=True):
 class Pipeline(Struct, frozen=True):
     """The pipeline stages of the run, and the layers in their files.
 
-    parameters, buffers    for each stage, a list of names
-    layers                 the numbers in the names of layer files; if there are no layer files, the
-                           numbers in the names of parameters
-    tied                   maps the numbers of a tied layer's files to the key of the layer, which
-                           is the key of DeepSpeed's TiedLayerSpec
+    parameters, buffers    the names in each stage
+    layers                 the numbers of layer files; without such files, the numbers in names
+    tied                   maps the file numbers of a tied layer to its key in DeepSpeed's
+                           TiedLayerSpec
     """
 
     parameters: Sequence[Sequence[str]]
@@ -390,9 +379,7 @@ class Facts(NamedTuple):
 def facts_of(state: Mapping[str, Any]) -> Facts:
     """Splits the key `state` of a manifest's JSON into saved values and facts about the run.
 
-    `with_facts` builds this JSON. The class of the engine's record follows from the keys of
-    `engine`: with `model` it is StateDictEngine, with `config` or `elastic` FlatBufferEngine, with
-    other keys NamedWeightsEngine. Raises ValueError if a value has a wrong type.
+    It parses what `with_facts` builds. Raises ValueError if a value has a wrong type.
     """
     rest = dict(state)
     keys = ("engine", "pipeline", "tensor_parallel")
@@ -400,6 +387,7 @@ def facts_of(state: Mapping[str, Any]) -> Facts:
     for key in keys:
         rest.pop(key, None)
     engine: Engine | None = None
+    # the keys tell the class of the engine's record
     if "model" in engine_state:
         engine = StateDictEngine.of_state(engine_state)
     elif engine_state.keys() & {"config", "elastic"}:

@@ -65,23 +65,19 @@ class Global(Struct, frozen=True):
 
 
 known_global = lru_cache(1 << 10)(Global)
-"""Makes the `Global` of a dotted name; cached, because zckpt writes the same names very often."""
+"""Makes a `Global` (the name of a class or function in a pickle), or takes it from a cache."""
+# the items of OmegaConf's containers refer to their container as `_parent`
 ITSELF = Global("zckpt.itself")
-"""Replaces an object where a value within the object refers to it.
-
-It cannot be written to a pickle. The items of OmegaConf's containers refer to their container as
-`_parent`.
-"""
+"""Stands in the values of an object for the object itself; cannot be written to a pickle."""
 
 
 class Foreign(Struct, eq=False):
     """An object in a pickle whose class is not imported, as the data that would create it.
 
     function, arguments    the call that creates the object
-    how                    how the pickle calls it: "call" (REDUCE) or "new" (NEWOBJ: cls.__new__)
-    state                  what BUILD would set afterwards
-    appended               the values that APPENDS adds to the object
-    items                  the pairs that SETITEMS adds
+    how                    "call" (the pickle's REDUCE) or "new" (NEWOBJ: cls.__new__)
+    state                  what BUILD would set
+    appended, items        what APPENDS and SETITEMS would add
     """
 
     function: "Global | Foreign"
@@ -229,17 +225,14 @@ def require_tree(
 ) -> None:
     """Raises CorruptCheckpoint for a value that is too large or nested for recursive functions.
 
-    A recursive function visits a container once for every reference to it. A small pickle can refer
-    to one container a million times, or double the references at every level. So a container counts
-    once per reference.
+    A container counts once per reference, since a recursive function visits it as often.
 
-        most               the allowed number of values; a key is a value, a string is one per 64
-                           characters, and two numbers in a list of numbers count as one
-        most_containers    the allowed number of containers
-        most_nested        the allowed depth
+        most               allowed number of values; a key is one, and 64 characters of text are one
+        most_containers    allowed number of containers
+        most_nested        allowed depth
 
-    A container that contains itself is refused. If an object contains a reference to itself, the
-    reference is replaced by the constant ITSELF.
+    A container that contains itself is refused. An object's reference to itself is replaced by
+    ITSELF.
     """
     # of each finished container: values, containers, depth
     done: dict[int, tuple[int, int, int]] = {}
@@ -251,6 +244,7 @@ def require_tree(
         if key in begun:
             count, parts = begun.pop(key)
             sizes = [done[id(part)] for part in parts]
+            # a small pickle can refer to one container a million times
             values = count + sum([size[0] for size in sizes])
             containers = 1 + sum([size[1] for size in sizes])
             depth = 1 + max([size[2] for size in sizes], default=0)
@@ -278,7 +272,7 @@ def require_tree(
         if type(top) is dict:
             work = 2 * len(top)
         elif type(top) is list and kinds <= _PLAIN_NUMBERS:
-            work //= 2
+            work //= 2  # two numbers count as one value
         work += sum(map(len, texts)) // 64
         if not parts and work <= most:  # the usual case: no part has to be done first
             done[key] = work, 1, 1
@@ -299,9 +293,8 @@ def require_tree(
 def _replace_cycles(value: Any, outer: Collection[int]) -> None:
     """Replaces references from `value` back to an object that contains it by the constant ITSELF.
 
-    `outer` has the ids of all containers and objects around `value`. Raises CorruptCheckpoint for a
-    reference back to a container such as a list. The same error is raised if the reference is
-    inside a tuple or another value that cannot be changed.
+    `outer` has the ids of all containers and objects around `value`. Raises CorruptCheckpoint for
+    any other reference back, such as to a list, or from a tuple.
     """
     pairs: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):

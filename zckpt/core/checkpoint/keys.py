@@ -16,11 +16,8 @@ from msgspec.structs import replace
 from .inert import PLAIN, TensorName, inside, map_values
 from .manifest import Manifest
 
-OF_TEXTS = "dcp"
-"""The format of torch.distributed.checkpoint, in which all keys of dictionaries are strings.
-
-A universal checkpoint that was converted from it names this format as its origin.
-"""
+OF_TEXTS = "dcp"  # also the origin of a universal checkpoint that was converted from it
+"""The format of torch.distributed.checkpoint, in which all keys of dictionaries are strings."""
 _DICTIONARIES = (dict, OrderedDict)
 
 

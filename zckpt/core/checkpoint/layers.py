@@ -25,7 +25,7 @@ class Places(Struct, frozen=True):
     columns: tuple[str, ...]
     of: Mapping[str, tuple[int, int]]
     names: tuple[str, ...] = ()
-    """The names of the rows in reports: `h.0` for row `0`, if `h` is the only list of layers."""
+    """The rows' names in reports: layer `0` is `h.0` if `h` is the model's only list of layers."""
 
     def row(self, parameter: str) -> int:
         return self.of[parameter][0]
@@ -41,16 +41,16 @@ class Places(Struct, frozen=True):
 def places_of(parameters: Iterable[str]) -> Places:
     """Arranges parameters as a table: a row for each layer, a column for each kind of parameter.
 
-    The parameters are given in the order of the model. A stack is a list of numbered layers, such
-    as `model.layers`. The layers of all stacks become consecutive rows, sorted by stack and number.
-    These rows have the place of the first layer among the other rows. If there is one stack, a row
-    is named by the layer's number, else by stack and number (`encoder.3`). A parameter outside of
-    stacks is in a row named by the first part of its name: `norm` for `norm.weight`. If there is
-    one stack, modules around it are left out first: `model.norm.weight` is in `norm` too.
+    `parameters` are in the order of the model. A row is named by the layer's number, or by
+    `encoder.3` if the model has several lists of layers. A parameter outside of layers has a row
+    named by the first part of its name: `norm` for `norm.weight`.
     """
     matches = {name: LAYER.fullmatch(name) for name in dict.fromkeys(parameters)}
+    # lists of numbered layers, such as `model.layers`
     stacks = list(dict.fromkeys(match["stack"] or "" for match in matches.values() if match))
+    # modules around the only list are left out: `model.norm.weight` is in the row `norm`
     outer = stacks[0].rpartition(".")[0] if len(stacks) == 1 else ""
+    # all layers are consecutive rows, in the place of the first one, by list and number
     first = next((place for place, match in enumerate(matches.values()) if match), 0)
     kinds: dict[str, tuple[str, str]] = {}
     order: dict[str, tuple[int, ...]] = {}

@@ -34,11 +34,9 @@ class Parameter(Struct, frozen=True):
     """Facts about one parameter; its tensors are in the manifest's `entries`.
 
     step         the number of completed updates; None if the optimizer keeps no step
-    group        the index of its param group in the manifest; None if it is frozen, or if the
-                 manifest has no groups
+    group        the index of its param group; None if it is frozen, or without groups
     aliases      further names of a tied parameter
-    updated      False if the optimizer has never updated this trainable parameter: it has no
-                 state, while other parameters have a step
+    updated      False if it is trainable and has no state, while others have a step
     """
 
     shape: tuple[int, ...]
@@ -222,48 +220,45 @@ class Files(Struct, frozen=True):
     records: Sequence[Record] = ()
     """Extents whose checksum a file states."""
     beside: tuple[Record, ...] = ()
-    """Records that no reader needs, such as the version in a torch zip; `verify` checks them too.
+    """Byte ranges with a checksum that no reader needs, such as the version in a torch zip.
 
-    A record is a byte range with a checksum. Only `reading.read` fills this, and only with the
-    option `Reading.nameless`, which `verify` sets.
+    `verify` checks them too. They are read only with the option `Reading.nameless`.
     """
     unused: tuple[Extent, ...] = ()
     """Extents of the checkpoint's own files that nothing in the files describes."""
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
-    """Maps `paths` and siblings to their fingerprints: device, inode, size and time.
+    """Maps each file's path to its fingerprint: device, inode, size and time.
 
-    They are taken when a file is first opened or listed, and show whether the file changes later
-    in the run. Empty for a manifest that was not made by `reading.read`.
+    This shows whether the file changes after it was first opened or listed. Only `reading.read`
+    fills this field.
     """
     objects: frozenset[str] = frozenset()
-    """The classes and functions that the pickles name, including those of dropped values.
+    """The classes and functions that the pickles name, even for dropped values.
 
-    Empty for a manifest that was not made by `reading.read`.
+    Only `reading.read` fills this.
     """
     stated_in: str = ""
     """The one file that states everything but tensors, for messages; empty if there is none."""
     of_ranks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Values of `state` in which another rank's file differs from the first rank's, as JSON.
 
-    They are listed by the file's name, then by their path in `state`. A tensor is given as a text
-    with its type, shape and CRC-32. The values are only compared: a target gets those of the first
-    rank.
+    Listed by file name, then by path in `state`. A tensor is a text with its type, shape and
+    CRC-32. The values are only compared: a target gets those of the first rank.
     """
     rank_keys: tuple[str, ...] = ()
-    """Keys of `state` whose values differ from rank to rank in this format.
+    """Keys of `state` that differ from rank to rank in this format, but not in every format.
 
-    A target gets the values of the first rank. Keys that differ in every format are not listed.
+    A target gets the values of the first rank.
     """
     layout: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What each file states about the run's sizes and its partitions: JSON by file, then by key.
 
-    `verify` only compares it with another checkpoint that has files of the same names.
+    It is only compared with another checkpoint's files of the same names.
     """
     laid: Mapping[str, Any] = field(default_factory=dict)
-    """What the reader found in each folder of a target whose files have no tensor data yet.
+    """What the reader found in each folder of a target without tensor data, such as a `.metadata`.
 
-    After the copy, the format's `seal` uses this to write checksums into the files. The values are
-    the format's own, such as the table of a `.metadata`. Empty for a source.
+    The format's `seal` uses this after the copy. Empty for a source.
     """
 
 
@@ -273,9 +268,9 @@ class Notices(Struct, frozen=True):
     warnings: tuple[Notice, ...] = ()
     """Warnings for the user."""
     notes: tuple[Notice, ...] = ()
-    """Notes that `verify` reports if it checks one checkpoint alone: what no file can prove.
+    """What no file can prove, such as that files without names were not swapped.
 
-    An example is that files which do not store their names may have been swapped.
+    `verify` reports these notes if it checks one checkpoint alone.
     """
     links: tuple[Notice, ...] = ()
     """A warning that lists the files which are reached by links out of the directory."""
@@ -284,9 +279,9 @@ class Notices(Struct, frozen=True):
     inferred: tuple[str, ...] = ()
     """The parameters whose names no file states. Each got its name by its position."""
     lost: tuple[Notice, ...] = ()
-    """Why the optimizer was not read, for a run that had one; empty for all other runs.
+    """Why a run's optimizer could not be read; then the manifest has only the weights.
 
-    Only weights are here, and no training can resume from them.
+    Empty in all other cases.
     """
     likely: tuple[str, ...] = ()
     """Keys of optimizers that may train the chosen model: they fit, but no file shows it."""
@@ -301,19 +296,14 @@ class Notices(Struct, frozen=True):
     mended: tuple[Mended, ...] = ()
     """The values that `zckpt mend` has restored, in this checkpoint or in its source."""
     uncompared: int = 0
-    """The number of tensors whose replicas on several ranks were not compared.
-
-    Their files state no checksums, and no tensor was read.
-    """
+    """The number of tensors whose replicas were not compared: no file states their checksums."""
 
 
 class Manifest(Struct, frozen=True):
     """One checkpoint without its bytes: its tensors, parameters, param groups and states.
 
-    Parameters are in the order of the optimizer, followed by frozen parameters, and then buffers.
-    The fields `run`, `files` and `notices` are records with fields of their own. The method
-    `replace` changes the fields of the manifest and of these records. msgspec's function `replace`
-    cannot change the fields of these records.
+    Parameters are in the order of the optimizer, then the frozen ones. The method `replace` also
+    changes fields of `run`, `files` and `notices`; msgspec's function `replace` cannot.
     """
 
     root: str
@@ -334,34 +324,31 @@ class Manifest(Struct, frozen=True):
     state: dict[str, Any] = field(default_factory=dict)
     """All other saved values, under the keys of docs/format-v1.md.
 
-    An object of an engine's or user's class is a plain record; its class is never imported
-    (inert.py). In place of a tensor there is a `TensorName`: it names the tensor's entry, whose
-    slot is `state`.
+    Objects of an engine's or user's class are plain records (inert.py). A tensor is in `entries`;
+    here, a `TensorName` stands for it.
     """
     replicas: tuple[Entry, ...] = ()
     """Further copies of tensors in the files: on other ranks, or under names of tied weights.
 
-    The manifest of a target lists its copies too, and a conversion fills them.
+    A conversion also fills those of the target.
     """
     place: GridPlace | None = None
     """The model rank that this manifest describes; None if it describes the complete checkpoint."""
     ranks: "tuple[Manifest, ...]" = ()
-    """One manifest for each model rank, if zckpt does not join the ranks; otherwise empty.
+    """The manifests of the pipeline stages and tensor ranks, if zckpt keeps them separate.
 
-    A model rank is a combination of a pipeline stage and a tensor rank. Tensors and parameters are
-    then only in these manifests, and several may use the same names. The outer manifest has the
-    files, their records and the facts about the complete run.
+    Then only these manifests have tensors and parameters, and several may use the same names. This
+    manifest has the files, and the facts about the complete run.
     """
     models: "tuple[Manifest, ...]" = ()
-    """One manifest for each tensor rank: its slices in all pipeline stages.
+    """The manifests of the tensor ranks, each with its slices from all pipeline stages.
 
-    Filled if zckpt has joined the tensor ranks, or if it keeps model ranks separate in `ranks`.
+    Empty unless zckpt has joined the tensor ranks, or has filled `ranks`.
     """
     roots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Maps the key of each model to the keys of its optimizers.
+    """Maps the key of each model in the files to the keys of its optimizers.
 
-    Empty if the files have only one model with at most one optimizer. `writing/models.py` decides
-    whether a target can have several models.
+    Empty if there is only one model with at most one optimizer.
     """
     files: Files = field(default_factory=Files)
     notices: Notices = field(default_factory=Notices)

@@ -25,9 +25,10 @@ Size = Annotated[int, Meta(ge=0)]
 By = Literal["checksum", "witness", "chance", "made-up"]
 """The evidence for the restored bytes.
 
-`checksum`: the checksum of a small record. `witness`: other bytes of the checkpoint or of an older
-one. `chance`: only the checksum of a large record, which the user has accepted. `made-up`: none;
-the user asked for made-up bytes.
+checksum   the checksum of a small record (byte range)
+witness    other bytes of the checkpoint or of an older one
+chance     only the checksum of a large record, which the user has accepted
+made-up    none: the user asked for made-up bytes
 """
 HOW = {
     "": "restored {} exactly",
@@ -41,15 +42,14 @@ Value = float | int | bool | str | None
 class Mended(Struct, frozen=True):
     """One repair by `zckpt mend`: a range of restored bytes, or one restored value.
 
-    file, offset, bytes    the file below the checkpoint, the first restored byte, and how many
-    bit                    the number of the bit, if a single bit had flipped
-    tensor, element        the repaired tensor, and its element if only one was repaired
-    before, after          the values of this element
-    chance                 the probability that damage to many bits would look the same
-    witness                the bytes that confirm the repair; or, if bytes were lost and zckpt chose
-                           new ones, where it took them from
-    value                  the name of a value that is no tensor, such as `global_steps`; then
-                           `after` is its new value if it is a number or a string
+    file               the path below the checkpoint
+    offset, bytes      the first restored byte, and the number of restored bytes
+    bit                the flipped bit, if only one had flipped
+    tensor, element    the repaired tensor, and its element if only one was repaired
+    before, after      the values of this element
+    chance             the probability that damage to many bits would look the same
+    witness            the bytes that confirm the repair, or the source of made-up bytes
+    value              a value that is no tensor, such as `global_steps`; `after` is its new value
     """
 
     file: str

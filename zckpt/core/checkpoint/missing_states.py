@@ -37,13 +37,8 @@ class _States(Struct, frozen=True):
 def missing_states(manifest: Manifest) -> tuple[list[Notice], list[Notice]]:
     """Warns about parameters that have lost some optimizer states, or all of them.
 
-    Returns two lists of warnings: about parameters that lack some states, and about parameters
-    without any state. A parameter is compared with the parameters of its param group that have the
-    same number of axes. Only the step, and states of the parameter's shape, can count as lost.
-    Nothing counts as lost in two cases:
-
-        the parameter has another state instead, which the compared parameters lack
-        most of the compared parameters lack the same state
+    Returns two lists of warnings: about parameters that lack states which similar parameters of
+    their param group have, and about parameters without any state.
     """
     groups = list(_groups(manifest))
     return _missing_of_some(groups), _missing_all(groups)
@@ -138,6 +133,7 @@ def _missing_in(group: list[_States]) -> Iterator[tuple[_States, set[str]]]:
     by_axes = by_key((states.axes, states.keys) for states in group if states.keys)
     like = {axes: _Kinds(Counter(keys)) for axes, keys in by_axes.items()}
     every = _Kinds(Counter(states.keys for states in group if states.keys))
+    # no other states, such as those in which Adafactor factors matrices only
     countable = {STEP}.union(*(states.shaped for states in group))
     missing = {kind: _missing(kind[1], like[kind[0]], every) & countable for kind in kinds}
     for states in group:
@@ -148,15 +144,14 @@ def _missing_in(group: list[_States]) -> Iterator[tuple[_States, set[str]]]:
 def _missing(keys: frozenset[str], like: _Kinds, every: _Kinds) -> set[str]:
     """The optimizer states that a parameter with the states `keys` has lost.
 
-    `every` counts all parameters of its group, `like` those with the same number of axes. A state
-    counts as lost if at least half of the parameters in `like` have it. If `like` has only this one
-    parameter, all other parameters of the group must have the state. In both cases, one of the
-    parameters with the lost state must also have all of `keys`.
+    `like` counts the group's parameters with the same number of axes, `every` all of the group. A
+    state is lost if at least half of `like` have it, and one of these has all of `keys` too.
     """
     alone = len(like.counts) == 1 and like.counts[keys] == 1
     # the only parameter with this number of axes: all others must have the key
     most = every if alone else like
     rarest = min((most.having[key] for key in keys), key=len)  # every larger set contains this key
+    # `keys < more`: otherwise the parameter has another state instead
     return {
         key
         for key in set().union(*(more - keys for more in rarest if keys < more))

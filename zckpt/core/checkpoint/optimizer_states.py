@@ -29,14 +29,14 @@ from .inert import Scalar, TensorName, inside, map_values, to_json
 Form = Literal[
     "number", "other", "partition", "estimate", "among", "beside", "wrapper", "unsupported"
 ]
-"""The form of a state: the list at the top of this module explains the forms.
+"""The form of an optimizer state: the top of this module lists all forms but `wrapper`.
 
-Only `wrapper` is not in a manifest's table: `states.states_of` makes rows of this form for tensors
-around the optimizer's state dict (wrapper.py).
+A `wrapper` state has tensors that are stored next to the optimizer's state dict (wrapper.py). No
+manifest's table contains this form.
 """
 OF_NO_PARAMETER: tuple[Form, ...] = ("among", "beside")
 OF_OTHERS = "optimizer.other"
-"""The beginning of the names of tensors that lie inside states of the form `other` (see above)."""
+"""Begins the names of an optimizer's tensors that lie in lists, or lack the parameter's shape."""
 
 
 class Part(Struct, frozen=True):
@@ -53,17 +53,16 @@ class Part(Struct, frozen=True):
 class StateRow(Struct, frozen=True):
     """One optimizer state that is not a tensor of its parameter's shape.
 
+    The top of this module explains the forms.
+
     key           the key in the optimizer's state, such as `mu_product`
-    form          what the state is, such as `number`; the top of this module explains all forms
-    parameters    the parameters that have it; several if it belongs to a part of a flat buffer, or
-                  if zckpt did not interpret it
-    value         plain data, without imported classes. If each rank has its own value (forms
-                  `partition` and `estimate`), a list of all ranks' values. For `unsupported`, the
-                  value as JSON text, or ""
-    group         for the form `estimate`: the param group of the hyper-parameter
-    reason        for the form `unsupported`: why no target gets the state
-    part          for the form `partition`: how ranks cut the flat buffer
-    tensors       the tensors inside `value`
+    parameters    the parameters with the state: one for `number` and `other`
+    value         plain data; a list of all ranks' values for `partition` and `estimate`, JSON text
+                  or "" for `unsupported`
+    reason        why no target gets an `unsupported` state
+    group         the number of the param group of an `estimate`
+    part          how ranks cut the flat buffer of a `partition`
+    tensors       the tensors of an `unsupported` state
     """
 
     key: Any
@@ -121,12 +120,10 @@ class States(Struct, frozen=True, dict=True):
         return self._by_parameter("other")
 
     def by_rank(self, groups: int) -> list[dict[Any, Any]]:
-        """Lists, for each param group, the hyper-parameters that ranks estimate while they train.
+        """Lists the hyper-parameters that ranks have estimated, such as Prodigy's `d`.
 
-        Prodigy, for example, estimates its `d`, and each rank has another value. The dictionary of
-        a group maps each such hyper-parameter to the values of all ranks. The list is empty if
-        there are none. Otherwise it has `groups` items, or more if a hyper-parameter belongs to a
-        group beyond this number.
+        Item i maps the hyper-parameters of param group i to the values of all ranks. The list is
+        empty if there are none; otherwise it has at least `groups` items.
         """
         rows = self.of_form("estimate")
         last = max((row.group or 0 for row in rows), default=-1)

@@ -51,9 +51,9 @@ class Origin(Struct, frozen=True):
     root: str | None = None
     """The name of this model, if the files have several."""
     mesh: tuple[str, str | None] | None = None
-    """The type of device on FSDP2's mesh of ranks, and the name of the mesh's axis or None.
+    """FSDP2's mesh of ranks: the device type, such as `cuda`, and the axis's name or None.
 
-    zckpt needs these to write the files of FSDP2's ranks for another number of ranks.
+    If None, zckpt cannot write files of FSDP2's ranks.
     """
     inside: str | None = None
     """The checkpoint's folder within its numbered folder: `actor` of `global_step_3`."""

@@ -54,7 +54,7 @@ class Placement(Struct, frozen=True):
     is_cut: ClassVar[bool] = False
     """Whether each rank has different elements of the parameter.
 
-    If all ranks then have equal bytes, the placement must be wrong: they have replicas.
+    Equal bytes on all ranks then show that the placement is wrong.
     """
 
     @property
@@ -86,12 +86,10 @@ class Placement(Struct, frozen=True):
 
     @property
     def fused(self) -> int:
-        """The number of equal parts into which the rows are divided before ranks cut each part.
+        """The number of equal parts of the rows: 2 for the rule `0:2x`, 1 for `0`.
 
-        It is 2 for the rule `0:2x`, and 1 for `0`. The caller compares it with the model, where
-        gate and up projections may be fused. 0 means that the caller must compare nothing. It is 0
-        if ranks do not cut rows, if they cut a vocabulary, if the rule states widths, and for
-        `0:1x`, by which the user states that nothing is fused.
+        Ranks cut each part. 0 means that the caller must not compare the number with the model: if
+        no rows are cut, and for `0:1x`, stated widths and a vocabulary.
         """
         return 0
 
@@ -99,7 +97,8 @@ class Placement(Struct, frozen=True):
     def is_by_outputs(self) -> bool:
         """Whether the rows of a weight are the outputs of its layer, as in `nn.Linear`.
 
-        False for the rule `1:1x`, by which the user states that rows are inputs, and for `Boxes`.
+        False for the rule `1:1x`, by which the user states that rows are inputs, and for blocks
+        that only the files describe (`Boxes`).
         """
         return True
 
@@ -153,12 +152,14 @@ class Sum(Placement, frozen=True):
 
 
 class Cut(Placement, frozen=True):
-    """Each rank has a slice along `axis`: torch's Shard, if there are no sub-parameters.
+    """Each rank has a slice along `axis`, as with torch's Shard, or a slice of each sub-parameter.
 
-    A fused tensor has sub-parameters, such as q, k and v, and each of them is cut. `parts` are
-    their widths in the complete tensor; empty if the rule states no widths. `equal` is the number
-    of sub-parameters of equal width, if the rule states it (2 for `0:2x`); otherwise 0. If the rule
-    states neither, the tensor is cut as one parameter.
+    A fused tensor has sub-parameters, such as q, k and v.
+
+    parts    the sub-parameters' widths in the complete tensor: 64, 16, 16 for `0:64,16,16`
+    equal    the number of sub-parameters of equal width: 2 for `0:2x`
+
+    Without `parts` and `equal`, the tensor has no sub-parameters.
     """
 
     axis: int
@@ -191,6 +192,7 @@ class Cut(Placement, frozen=True):
 
     @property
     def fused(self) -> int:
+        # by the rule `0:1x` the user states that nothing is fused
         return 0 if self.axis or self.parts or self.equal == 1 else self.equal or 1
 
     @property
@@ -216,8 +218,9 @@ class Cut(Placement, frozen=True):
             widths = slicing.even_parts(self.parts, len(lengths))
             if widths is None or sum(self.parts) != sum(lengths):
                 raise _misfit(
-                    f"{says}: {len(lengths)} ranks with {listed(lengths)} along dimension "
-                    f"{self.axis} cannot share parts of the widths {listed(self.parts)}"
+                    f"{says}: {len(lengths)} ranks hold {listed(lengths)} elements along dimension "
+                    f"{self.axis}, which cannot be equal shares of parts of the widths "
+                    f"{listed(self.parts)}"
                 )
             if [sum(of_rank) for of_rank in zip(*widths, strict=True)] != lengths:
                 along = f"along dimension {self.axis}"
@@ -286,9 +289,9 @@ def of_rule(text: str) -> Placement | None:
 
 
 def from_text(text: str) -> Placement:
-    """Parses a placement that a file states, such as `0:2x` (dimension 0, in 2 parts, is cut).
+    """Parses a placement that a file states: `0:2x` cuts each of 2 equal parts of dimension 0.
 
-    A text of no known kind becomes `Boxes`: only the files then state which blocks a rank has.
+    An unknown text becomes `Boxes`: only the files then state which blocks a rank has.
     """
     return of_rule(text) or Boxes(text)
 
@@ -336,10 +339,9 @@ class Row(Struct, frozen=True):
 class Table(Struct, frozen=True):
     """How the ranks of one parallel axis share a model.
 
-    cuts    maps a parameter to its placement; a parameter that is not there is replicated
+    cuts    maps a parameter to its slices; other parameters are replicated
     word    what messages call a rank of this axis
-    rows    the parameters of each rank; only `split` needs them, since `merge` finds the
-            parameters in the manifests of the ranks
+    rows    the parameters of each rank; only `split` needs them
     """
 
     word: str

@@ -82,12 +82,10 @@ def _blobs(folder: str) -> Iterator[str]:
 
 
 def links_out(paths: Iterable[str], omitted: Iterable[Notice], root: str) -> list[Notice]:
-    """Warns about links in `root` that lead to files outside of it.
+    """Warns about links in `root` that lead out of it: a list of one warning, or an empty list.
 
-    Returns one warning about all these links in a list, or an empty list if there is none. `paths`
-    are files that were read, `omitted` are notices about files that were left out. Links into the
-    Hugging Face cache are reported too. Files outside of `root` that the user has named are not
-    reported. Raises OSError.
+    `paths` are files that were read, `omitted` are notices about files that were left out. Links
+    into the Hugging Face cache count too, unlike in `leads_out`. Raises OSError.
     """
     inside, below = real_path(root), os.path.join(os.path.abspath(root), "")
     leading = dict[str, str]()
@@ -219,11 +217,11 @@ class SiblingList(Struct, eq=False):
         is_other: Callable[[str, os.DirEntry[str]], bool] = lambda name, entry: False,
         root: str | None = None,
     ) -> None:
-        """Adds all files below a folder to the files that are copied along.
+        """Adds all files below a folder: to the files to copy, or to those that are left out.
 
-        Their names are relative to `root`, or to the folder if there is no `root`. `is_other` is
-        called with such a name and its directory entry. If it returns true, the file or folder
-        belongs to something else, and is neither copied nor reported. Raises OSError.
+        Their names are relative to `root`, or to `folder` if `root` is None. If
+        `is_other(name, entry)` is true, the file or folder is skipped without a notice. Raises
+        OSError.
         """
         closed: set[str] = set()
         above = os.path.join(root or folder, "")

@@ -38,11 +38,10 @@ class Slicing(Struct, frozen=True):
 
         whole     the shape of the complete tensor
         slices    the shape of each rank's slice
-        pieces    blocks that together contain each element at least once; an element that several
-                  ranks hold is in a piece of each of them
+        pieces    the blocks of all ranks, which together have every element
 
-    All shapes have the same number of axes. They may be views: other shapes with the same number of
-    elements as the real ones.
+    All shapes have the same number of axes. They may be views of the real ones, such as (outer,
+    width, inner).
     """
 
     whole: tuple[int, ...]

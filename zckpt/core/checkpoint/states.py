@@ -36,35 +36,31 @@ from .weights import WEIGHTS, is_optimizers
 from .wrapper import without_wrapped, wrapped
 
 FORMS = ("none", "slot", "number", "other", "partition", "wrapper", "unsupported")
-"""All forms of a state, which the top of this module explains.
+"""The forms of an optimizer state, which the top of this module explains.
 
-A state may have several forms, for several parameters. Then `State.form` is the one that comes last
-in this list.
+If parameters have a state in several forms, `State.form` is the last of them in this list.
 """
 NO_PARAMETER = "no parameter"
 """The key, in place of a parameter's name, for a state that belongs to no parameter."""
 OF_NO_GROUP = "it belongs to no parameter in a group, and zckpt reads only states of parameters"
 BESIDE_STATE = "it stands beside the optimizer's `state`, but zckpt reads only what is inside"
 REASONS: dict[Form, str] = {"among": OF_NO_GROUP, "beside": BESIDE_STATE}
-"""Why zckpt does not read a value that belongs to no parameter, by where the value is stored.
+"""Why zckpt does not read a value of the optimizer that belongs to no parameter.
 
-`among` is inside the optimizer's dictionary `state`, `beside` is next to this dictionary. Numbers
-and texts are normally kept, and need no reason.
+The key `among` is for values inside the optimizer's dictionary `state`, `beside` for values next to
+this dictionary.
 """
 
+# of Adafactor and CAME in torch, transformers, fairseq, came_pytorch and pytorch_optimizer, and of
+# Adalite
 FACTORING = frozenset(("scale_parameter", "clip_threshold", "eps1", "beta2_decay"))
-"""Hyper-parameters by which optimizers that factor matrices into rows and columns are recognized.
+"""Hyper-parameters that show that an optimizer keeps states of a matrix's rows and columns."""
 
-They are Adafactor and CAME of torch, transformers, fairseq, came_pytorch and pytorch_optimizer, and
-Adalite.
-"""
-
+# these optimizers write `RMS` (of the weight) in every update, and read it only after that or never
 AFRESH = {"RMS": FACTORING}
 """States that a target may lack, because the optimizer recomputes them before it reads them.
 
-Maps the key of such a state to hyper-parameters: the state may be lacking only if a param group has
-one of them. Optimizers with FACTORING, such as Adafactor, write `RMS` (the weight's RMS) in every
-update, and read it only after that, or never.
+Maps a state's key to hyper-parameters. The state may be missing if a param group has one of them.
 """
 
 OF_VECTORS = (
@@ -108,10 +104,8 @@ class State(Struct, frozen=True):
 def states_of(manifest: Manifest) -> dict[str, State]:
     """Maps the key of each optimizer state of a checkpoint, such as `exp_avg`, to its `State`.
 
-    A state may have several forms: a number for some parameters, a tensor for others. Then
-    `State.form` is the form that comes last in FORMS. This form decides whether a target can have
-    the state. If the manifest keeps pipeline stages and tensor ranks separate, their states are
-    combined by key.
+    If parameters have a state in several forms, such as a number and a tensor, `State.form` is the
+    last of them in FORMS. Model ranks that the manifest keeps separate are combined.
     """
     if manifest.ranks:
         return _united(states_of(rank).values() for rank in manifest.ranks)
@@ -224,10 +218,10 @@ def harmless(state: State, manifest: Manifest) -> str:
 def missing_in(source: Manifest, target: Manifest) -> list[State]:
     """The optimizer states of `source` that `target` lacks, each with the parameters concerned.
 
-    A parameter may have another name in `target`, or be a part of another parameter. Its state then
-    counts as missing only if no parameter of `target` has this state. If both manifests keep the
-    same pipeline stages and tensor ranks separate, they are compared rank by rank.
+    A parameter without the same name in `target` may be renamed there, or be a part of another one.
+    The parameter then lacks a state only if no parameter of `target` has this state.
     """
+    # model ranks that both sides keep separate are compared one by one
     ours, theirs = ([own.parameters.keys() for own in side.ranks] for side in (source, target))
     if ours and ours == theirs:
         return [*_united(map(missing_in, source.ranks, target.ranks)).values()]
@@ -290,11 +284,10 @@ def with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
 
 
 def of_numbers(source: Manifest, target: Manifest) -> list[State]:
-    """Finds states with dictionaries whose keys are strings now, but look like numbers.
+    """Finds states with dictionaries whose keys are strings now, but may have been numbers.
 
-    torch.distributed.checkpoint turns all keys into strings. A target of another format needs the
-    keys' original types, which the source does not state. Empty if `source` is not of
-    torch.distributed.checkpoint, or if `target` is too.
+    Only torch.distributed.checkpoint turns numbers into strings: the list is empty if `source` is
+    of another format, or if `target` is of this one.
     """
     if not has_texts_alone(source) or has_texts_alone(target):
         return []

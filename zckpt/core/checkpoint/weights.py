@@ -116,25 +116,17 @@ def agreement(master: Entry, weight: Entry) -> str | None:
 def counterpart(entry: Entry, other_weight: Weight, weight: Weight) -> tuple[Entry, str] | None:
     """Finds the tensor of another checkpoint that must equal `entry`, and how to compare the two.
 
-    This function is for an `entry` without a tensor of the same slot and type in the other
-    checkpoint. `weight` is the weight of `entry`, `other_weight` is the same weight in the other
-    checkpoint. The comparison is `bits` or `rounded`, as in `agreement`. The function returns the
-    first tensor of `other_weight` that fits, or None. If `entry` is a `param`, it tries
-
-        1.  the `master`, then the `param`, if the type is that of `entry` or can be rounded to it
-        2.  a 16-bit `param`, to which `entry` is rounded, if `weight` has no `master`
-
-    If `entry` is a `master`, it tries
-
-        1.  the `master`, if its type is that of `entry`
-        2.  the `param`, if its type is that of `entry`, or if it is fp64 and can be rounded to it
-        3.  a 16-bit `param`, to which `entry` is rounded
+    `entry` is the `param` or the `master` of `weight`; `other_weight` is this weight in the other
+    checkpoint, without such a tensor of the same type. The comparison is `bits` or `rounded`, as in
+    `agreement`. None if no tensor fits.
     """
+    # a tensor of the same type, or one that rounds to `entry` (to a master, only an fp64 `param`)
     for other in (other_weight.master, other_weight.param):
         how = None if other is None else agreement(other, entry)
         is_known = how == "bits" or entry.slot == "param"
         if other and how and (is_known or (other.slot, other.dtype) == FP64):
             return other, how
+    # a narrower `param`, to which `entry` rounds, unless a master of `weight` does
     stands_alone = entry.slot == "master" or weight.master is None
     narrow = other_weight.param
     if stands_alone and narrow is not None and narrow.dtype not in WIDE:

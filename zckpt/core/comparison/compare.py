@@ -54,10 +54,10 @@ class Result(Struct, frozen=True):
 class ComparisonOutcome(Struct, eq=False):
     """The results of comparing two checkpoints.
 
-    results    one for each pair of tensors, in the order of the pairs
-    damage     byte ranges (such as zip members) whose CRC-32 is wrong
+    results    one for each pair of tensors, in order
+    damage     byte ranges with a wrong CRC-32
     beside     padding that is not zero
-    records    how many byte ranges with a stated CRC-32 were checked, in both checkpoints
+    records    how many byte ranges (zip members etc.) were checked
     bytes      how many bytes were read
     """
 
@@ -340,16 +340,13 @@ def compare(
 ) -> ComparisonOutcome:
     """Reads and compares all pairs of tensors; `b` may be the same manifest as `a`.
 
-    `everything` also reads records (such as zip members) that hold no tensor. `measure` says which
-    elements are compared as numbers:
+        everything    whether to read records (zip members etc.) that hold no tensor, too
+        measure       which elements are compared as numbers: those in the `first` part of a tensor
+                      that differs, in all `differing` parts, or `all`, as exact cosines need
+        begin         called with the number of bytes to read; returns a function, which is called
+                      with the number of bytes whenever some were read
 
-        first       the elements in the first part of each tensor that differs
-        differing   the elements in all parts that differ
-        all         all elements, which exact cosines need
-
-    `begin` is called with the number of bytes to read. It returns a function, which is called with
-    the number of bytes whenever some were read. Damage is listed in the outcome, not raised. The
-    processes of `copying.pool` share the reading.
+    Damage is listed in the outcome, not raised.
     """
     # up to five buffers a thread
     chunk = chunk_size(max(a.dp, b.dp), copying.jobs, copying.memory * 2 // 5)

@@ -21,18 +21,14 @@ ULPS = ("0", "1", "2", *(f"{2**n + 1}-{2 ** (n + 1)}" for n in range(1, 10)), ">
 class Difference(Struct, eq=False):
     """By how much two tensors differ.
 
-        first, a, b         the row-major number of the first differing element, and its two values
-        max_abs             the largest distance; None if the elements are not numbers
-        max_ulp             the same in units in the last place; None for two different types
-        dot, aa, bb         sums over all elements that were compared as numbers
-
-    The other fields cover only elements that differ:
-
-        squares             the sum of squared distances
-        changes             the number of distances by power of two
-        ulps                the number of distances in units in the last place, in bins: 0, 1, 2,
-                            3-4, 5-8, ..., >1024
-        nans                the number of NaNs in `a` and in `b`
+        first, a, b    the row-major number of the first differing element, and its two values
+        max_abs        the largest distance; None if the elements are not numbers
+        max_ulp        the same in units in the last place; None unless both have one float type
+        dot, aa, bb    sums over all elements that were compared as numbers
+        squares        the sum of squared finite distances
+        changes        the number of finite distances by power of two
+        ulps           the distances of differing elements, as counts in the bins ULPS
+        nans           the number of differing elements that are NaN in `a`, and in `b`
 
     The distance of a NaN from any number is infinite.
     """
@@ -97,11 +93,11 @@ def same(a: memoryview, b: memoryview) -> bool:
 def measure_difference(
     a: memoryview, a_dtype: str, b: memoryview, b_dtype: str, start: int, rounded: bool
 ) -> Difference:
-    """Measures the difference of elements that begin at element `start` of their tensors.
+    """Measures the difference of two ranges of elements that begin at element `start` of a tensor.
 
-    Elements of equal types are compared by their bits: 0.0 and -0.0 differ, and a NaN equals
-    itself. If `rounded`, one side was rounded, and any two NaNs are equal. Elements of different
-    types are compared by their values: both types must be types of numbers.
+    Elements of one type are compared by their bits, so 0.0 and -0.0 differ. Elements of two types
+    are compared by their values; both must be numbers. Any two NaNs are equal if the types differ,
+    or if one side was `rounded`.
     """
     difference = Difference()
     sizes, block = (SIZES[a_dtype], SIZES[b_dtype]), CAST_BLOCK

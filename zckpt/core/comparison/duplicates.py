@@ -32,10 +32,9 @@ KINDS = {
     **dict.fromkeys(("exp_avg", "momentum_buffer"), "mean"),
     **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg"), "mean of squares"),
 }
-"""The kind of value in each slot (what a tensor is for its parameter).
+"""The kind of value in each slot (what a tensor is for its parameter, such as `exp_avg`).
 
-Tensors of two kinds are never equal, unless they are zeros. So if files of two kinds are equal, one
-was copied over the other.
+Tensors of two kinds are never equal, unless they are zeros.
 """
 # bytes read of each piece; if all elements in them are equal, the tensor counts as constant
 SAMPLE = 1 << 12
@@ -44,17 +43,15 @@ SAMPLE = 1 << 12
 def check_duplicates(manifest: Manifest) -> list[Notice]:
     """Warns about files with equal bytes that should differ, because one was copied over the other.
 
-    If two equal files hold weights and optimizer states, or states of several parameters,
-    InconsistentCheckpoint is raised. If they hold only weights, of several parameters, there is a
-    warning. Constant tensors do not count. If they hold one tensor each, `_of_single_states`
-    decides whether there is a warning. Only files that state checksums are compared.
+    Raises InconsistentCheckpoint if two equal files hold weights and optimizer states, or states of
+    several parameters. Constant tensors do not count. Files without checksums are not compared.
     """
     pairs = _pairs(manifest)
     values = _values(manifest, {file for pair in pairs for file in pair}) if pairs else {}
     warnings = []
     for first, second in pairs:
         shared = values.get(first, set()), values.get(second, set())
-        if min(map(len, shared)) < 2:
+        if min(map(len, shared)) < 2:  # `_of_single_states` compares files of one tensor
             continue
         if "state" in {kind for own in shared for _, kind in own}:
             raise InconsistentCheckpoint(
@@ -76,12 +73,10 @@ def check_duplicates(manifest: Manifest) -> list[Notice]:
 
 
 def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) -> list[Notice]:
-    """Warns about equal files of one tensor each, if their tensors should differ.
+    """Warns about equal files of one tensor each, if the tensors should differ.
 
-    They should differ if one is a weight and the other a moment, or if they are the same state of
-    two parameters whose other states differ. There is no warning for constant weights such as those
-    of norms, for rounded weights, and for moments that are zero. `pairs` are files with equal zip
-    members, including the padding after a tensor of one element.
+    A weight and a moment should differ, and two kinds of moments. Tensors of one slot should differ
+    if the two parameters differ in other optimizer states. `pairs` are paths of equal files.
     """
     tensors = by_key(
         (file, entry)
@@ -99,16 +94,20 @@ def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) ->
         if first not in alone or second not in alone:
             continue
         one, other = alone[first], alone[second]
+        # rounded weights of two parameters may be equal
         if one.slot == other.slot and (is_optimizers(one.slot) or other.dtype in WIDE):
             equal.setdefault((one.parameter, other.parameter), {})[one.slot] = first, second
         elif {one.slot, other.slot} <= KINDS.keys() and KINDS[one.slot] != KINDS[other.slot]:
-            copies.append((first, second, f"{other.slot} and {one.slot} are never equal"))
+            copies.append(
+                (first, second, f"{other.slot} and {one.slot} of a trained model always differ")
+            )
     for (parameter, another), of_both in equal.items():
         if not (states.get(parameter, set()) & states.get(another, set())) <= of_both.keys():
-            reason = f"{another} and {parameter} differ in other tensors"
+            reason = f"optimizer states of {another} and {parameter} in other files differ"
             copies += [(first, second, reason) for first, second in of_both.values()]
 
     def has_values(first: str, second: str) -> bool:
+        # constant weights, such as those of norms, and moments of zeros prove nothing
         size = SIZES[alone[second].dtype]
         if {alone[first].slot, alone[second].slot} <= WEIGHTS:
             return any(is_varied(place, size) for place in places[second])

@@ -57,9 +57,9 @@ def with_masters(entries: Mapping[Key, Entry]) -> Iterator[Match]:
 def check(manifest: Manifest, elements: str, hint: str, accepted: bool) -> list[Notice]:
     """Checks that fp32 masters round to their weights; returns warnings.
 
-    `elements` is BEGINNINGS (the first elements of each fragment) or ALL. A difference is a warning
-    if the user has `accepted` differences. Otherwise it raises InconsistentCheckpoint with the
-    `hint`, or CorruptCheckpoint if a damaged file is the cause.
+    `elements` is BEGINNINGS (the first elements of each fragment) or ALL. Raises CorruptCheckpoint
+    if a damaged file explains a difference. Raises InconsistentCheckpoint with the `hint` for any
+    other difference, unless the user has `accepted` differences.
     """
     return _report_differing(manifest, unlike(manifest, elements), hint, accepted)
 
@@ -69,8 +69,8 @@ def _report_differing(
 ) -> list[Notice]:
     """Reports masters that do not round to their weights, as a list of one warning or an error.
 
-    Without `accepted` (differences), it raises InconsistentCheckpoint, or CorruptCheckpoint if the
-    bytes of a master are damaged. The list is empty if `wrong` is empty.
+    Raises CorruptCheckpoint if the bytes at the first difference are damaged, and
+    InconsistentCheckpoint unless differences are `accepted`. The list is empty if `wrong` is empty.
     """
     if not wrong:
         return []
@@ -207,17 +207,17 @@ class Rounding:
 
 
 def _masters(manifest: Manifest) -> Iterator[tuple[Entry, list[Entry]]]:
-    """Pairs every master with its weights: the master must round to at least one of them.
+    """Pairs every master with its weights; the master must round to at least one of them.
 
-    A master may have replicas, such as those of other tensor ranks or of a tied layer. Each rank
-    rounds its own replica, so a replica may round to any copy of the weight. If there are fewer
-    weights than masters, some ranks have saved no weight; then replicas of masters are not checked.
+    Replicas of a master, such as those of other tensor ranks or of a tied layer, are left out if
+    there are fewer weights than masters: then some ranks have saved no weight.
     """
     tensors = (*manifest.entries.values(), *manifest.replicas)
     weights = _of_slot("param", (*tensors, *manifest.files.sibling_weights))
     for name, (first, *further) in _of_slot("master", tensors).items():
         copies = weights.get(name, [])
         yield first, copies[:1] if (name, "param") in manifest.entries else copies
+        # each rank rounds its own replica, so that may agree with any copy of the weight
         if len(copies) > len(further):
             yield from ((other, copies) for other in further)
 

@@ -66,7 +66,7 @@ AXES: Mapping[str, Ranks] = {
     TENSOR_RANK: Ranks("tensor ranks", "rank 0's"),
     EP_RANK: Ranks("ep ranks", "rank 0's"),
 }
-"""Maps an axis (`Entry.axis`) to how messages name the ranks that hold its replicas.
+"""Maps an axis (`Entry.axis`) to what may be done if replicas on its ranks differ.
 
 A replica without an axis belongs to a tensor rank.
 """
@@ -161,11 +161,13 @@ class Replicas:
 def replicas_of(manifest: Manifest, chosen: str | None, hints: Hints) -> Replicas:
     """Pairs every replica with the tensor that is used instead of it, to compare them later.
 
-    `chosen` is what the user wants if replicas differ: RANK0 or MEAN use one value for all ranks,
-    with OWN each rank keeps its replica, and None raises an error. `hints` has the hint of this
-    error for each axis. On axes where the engine lets replicas drift, a difference is no error.
-    With OWN, replicas on such axes are not compared; they may be large.
+        chosen    what to do if replicas differ: use RANK0 or the MEAN for all ranks, let each rank
+                  keep its OWN, or (None) raise an error
+        hints     the hint of this error for each axis
+
+    Where the engine lets replicas drift (`AXES`), a difference is no error.
     """
+    # with OWN, replicas that may drift are not compared: they may be large
     axes = {axis: ranks for axis, ranks in AXES.items() if chosen != OWN or not ranks.drift}
     matches = [match for match in copies_of(manifest) if _axis(match.a) in axes]
 
@@ -227,11 +229,10 @@ def not_compared(manifest: Manifest) -> list[Notice]:
 
 
 def check_joined(manifest: Manifest) -> None:
-    """Checks parameters that were joined from the slices of tensor-parallel ranks.
+    """Checks the rules by which the slices of tensor-parallel ranks were joined.
 
-    A rule, such as `0` for the first dimension, says how ranks cut a parameter. Raises
-    InconsistentCheckpoint if all slices of such a parameter are equal. Raises UnsupportedCheckpoint
-    if a parameter is the sum of the ranks' tensors.
+    Raises InconsistentCheckpoint if all slices of a parameter are equal: then its rule is wrong.
+    Raises UnsupportedCheckpoint if a parameter is the sum of the ranks' tensors.
     """
     _refuse_sums(manifest)
     check_slices(manifest)

@@ -23,11 +23,9 @@ from ..checkpoint.dtypes import FLOATS
 BLOCK = 1 << 17  # elements: 1 MiB as float64, in a core's L2; threads meet at each block's edges
 ROW = 1 << 13  # elements; of more than 10,000 OpenBLAS makes a dot product with all processors
 CANCELLED = 0.05
-"""When to compute the sum of squared distances from the mean a second time.
+"""The smallest part of a sum of squares that may be left after count * mean**2 is subtracted.
 
-The first time, count * mean**2 is subtracted from the sum of squares. If less than this part of the
-sum is left, digits were lost, and the distances themselves are squared. Otherwise the result is
-exact to 14 digits.
+If less is left, too many digits were lost, and the distances from the mean are squared instead.
 """
 EXPONENTS = 2048  # of a float64; they include those of every narrower type
 BIAS = 1023
@@ -38,10 +36,10 @@ NORMAL = {"F64": 2.0**-1022, "F32": 2.0**-126, "BF16": 2.0**-126, "F16": 2.0**-1
 class Statistics(Struct, eq=False):
     """Counts of a tensor's numbers, and statistics of the finite ones.
 
-    denormal     how many nonzero floats are below the smallest normal number of their type
-    spread       the square root of the summed squared distances from the mean
-    norm         the square root of the summed squares
-    histogram    item e counts magnitudes whose (biased) float64 exponent is e; None if not wanted
+    denormal     floats below the smallest normal number of their type, without zeros
+    spread       the root of the summed squared distances from the mean
+    norm         the root of the summed squares
+    histogram    item e counts numbers with the biased float64 exponent e; None if not wanted
     """
 
     finite: int = 0
@@ -213,7 +211,7 @@ def _measure(values: Any, dtype: str, wide: Any, histogram: bool) -> Statistics:
     mean = float(np.add.reduce(wide)) / count
     squares = sum_of_squares(wide)
     apart = squares - count * mean * mean
-    if apart < squares * CANCELLED:
+    if apart < squares * CANCELLED:  # otherwise `apart` is exact to 14 digits
         wide -= mean
         rest = float(np.add.reduce(wide)) / count  # the rounding error of a mean of large numbers
         apart = sum_of_squares(wide) - count * rest * rest

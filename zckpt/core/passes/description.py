@@ -121,9 +121,9 @@ FORMS = {
     "wrapper": "next to the optimizer's state dict",
     "unsupported": "not read",
 }
-"""How `inspect` describes the form of an optimizer state; checkpoint/states.py explains the forms.
+"""How `inspect` describes the form of an optimizer state (see checkpoint/states.py).
 
-States of the other forms (numbers, and tensors of the parameter's shape) are not described here.
+Numbers, and tensors of the parameter's shape, are not described.
 """
 
 

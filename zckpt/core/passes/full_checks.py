@@ -69,9 +69,9 @@ class FullCheck(Protocol):
         ...
 
     def begin(self) -> None:
-        """Compares the first elements of each tensor.
+        """Compares the first elements of both tensors of each match, before anything is written.
 
-        Raises an error if a difference is not allowed.
+        Raises an error for a difference that neither the engine nor the user allows.
         """
         ...
 

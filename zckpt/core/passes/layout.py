@@ -52,39 +52,29 @@ class Layout(Struct, frozen=True):
 
     If None, the format's own reader does it.
     """
+    # a part of the conversion's source, or an extension of it
     source: Manifest | None = None
-    """The manifest whose tensors fill the files; None if it is the source of the conversion itself.
-
-    It may be a part of that source, or an extension of it.
-    """
+    """The manifest whose tensors fill the files; None for the conversion's own source."""
+    # the source's numbered folder, such as `step3`, has the same subfolder
     inside: str = ""
-    """The target's subfolder for the engine's files, such as `actor`; empty if there is none.
-
-    The source's numbered folder, such as `step3`, has the same subfolder.
-    """
+    """The target's subfolder for the engine's files, such as `actor`; empty if there is none."""
     in_one_file: bool = False
     """Whether one file holds everything that the source has."""
     has_digests: bool = False
     """Whether the files state the CRC-32 of each tensor."""
     checks: Sequence[FullCheck] = ()
-    """Comparisons of the source's tensors while they are copied.
-
-    If one of them raises an error, the target is not completed.
-    """
+    """Comparisons of the source's tensors during the copy; an error stops the copy."""
 
 
 class CopyOutcome(Struct, eq=False):
     """The results of a copy.
 
-    digests      for each model rank (by position), the CRC-32s of its tensors, if requested
+    digests      the tensors' CRC-32s by model rank (0 if the manifest has no separate ranks)
     files        maps paths to sizes and CRC-32s
-    records      maps byte ranges in the target's files that state checksums, such as zip members,
-                 to their CRC-32s
-    differing    for each `FullCheck` of the copy, in order, the differences that it found: the
-                 index of a match (two compared tensors) -> the difference of its elements
-    tensors      the number of all tensors
-    counts       how many records of the source were checked; a record stays unchecked if it was
-                 saved without a CRC, or if only a small part of it was read
+    records      maps zip members etc. of the target to their CRC-32s
+    differing    for each check, in order: maps a match's index to the tensors' difference
+    tensors      the number of tensors
+    counts       how many zip members etc. of the source were checked
     """
 
     digests: dict[int, dict[Key, int]] = field(default_factory=dict)

@@ -26,10 +26,9 @@ SHORT = 4 << 10  # bytes; runs of a strided tensor below this are read together
 class ReadRequest(Struct, frozen=True):
     """A request to read elements [start, stop) of a tensor to byte `at` of a buffer.
 
-    check     whether to hash the bytes, to check the CRC-32 of the zip member (or other record)
-              around them; a part of a record that is hashed again is ignored
-    is_cut    whether an edge of the target's chunk may cut the tensor; if not, small slices of
-              ZeRO-3 are read together with their neighbors
+    check     whether to check the CRC-32 of the record (zip member etc.) with these bytes
+    is_cut    whether the edge of a chunk may cut the tensor; if not, small ZeRO-3 slices are read
+              together with their neighbors
     """
 
     entry: Entry
@@ -141,9 +140,9 @@ class ElementReader(Struct, eq=False, dict=True):
     ) -> None:
         """Reads elements, converts them to `dtype`, and puts them at byte `request.at` of `view`.
 
-        It works block by block. `passed` is called with a block's first element, its end, and its
-        bytes before the conversion. Raises UnsupportedCheckpoint for types that are not floats.
-        With `bounded`, it also raises this error if a finite number becomes infinite.
+        `passed` is called for each block with its first element, its end, and its bytes before the
+        conversion. Raises UnsupportedCheckpoint for types that are not floats. With `bounded`, it
+        also raises this error if a finite number becomes infinite.
         """
         if dtype == request.entry.dtype and passed is None:
             self.read([request], view)
@@ -179,12 +178,9 @@ class ElementReader(Struct, eq=False, dict=True):
                 yield item.at + (start - item.start) * size, extent
 
     def _batch(self, requests: Sequence[ReadRequest], place: int) -> Sequence[ReadRequest]:
-        """Selects consecutive requests for ZeRO-3 slices that one read per rank can serve.
+        """Selects requests, from number `place` on, that together need only one read per rank.
 
-        Their slices are neighbors in every rank's flat buffer. The batch begins with request number
-        `place`. It ends before a tensor that is cut by the edge of a chunk, because its slices
-        would be read twice. For every target file, batches end at the same tensors. So two ranks'
-        files that need elements of the same slice read the same range of bytes.
+        Their ZeRO-3 slices are neighbors in every rank's flat buffer. The result may be empty.
         """
         first = _slices(requests[place])
         room = self.memory // (first.size * len(first.flats))  # elements of each flat buffer
@@ -194,6 +190,8 @@ class ElementReader(Struct, eq=False, dict=True):
             # the gap may hold slices of tensors that are too small for this rank of the target
             is_next = item.check == check and 0 <= (slices.offset - end) * slices.size < SMALL
             end = slices.offset + slices.width
+            # slices of a tensor that a chunk's edge cuts would be read twice. Batches end at the
+            # same tensors for every target file, so two ranks' files read the same bytes
             if not is_next or end - first.offset > room or (item.is_cut and not item.is_whole):
                 break
             stop += 1

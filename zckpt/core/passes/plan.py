@@ -35,11 +35,10 @@ class Pair(Struct, frozen=True):
 
 
 class TargetPiece(Struct, frozen=True):
-    """Consecutive bytes of a target file, from byte `offset`: elements [start, stop) of a tensor.
+    """Elements [start, stop) of a tensor, for the bytes of a target file from `offset` on.
 
-    count, stride    if `count` is above one, the bytes hold that many runs of equal length; run i
-                     has elements [start + i * stride, stop + i * stride)
-    is_cut           the edge of a chunk cuts the piece, and another piece has the other elements
+    If `count` is above one, the bytes hold that many runs: run i has elements [start + i * stride,
+    stop + i * stride). `is_cut` is True if another piece has the rest, as at the edge of a chunk.
     """
 
     offset: int
@@ -83,9 +82,8 @@ class Chunk(Struct, frozen=True):
 def join(source: Manifest, target: Manifest, from_masters: bool) -> list[Pair]:
     """Pairs every tensor and replica of the target with the tensor of the source that supplies it.
 
-    With `from_masters`, all weights are cast from their fp32 masters. The module `weights` decides
-    which tensor supplies a weight. Model ranks that are not merged are paired in order. Raises
-    MissingData if the source has no such tensor.
+    With `from_masters`, weights are cast from their fp32 masters. Raises MissingData if the source
+    has no such tensor of this shape, and UnsupportedCheckpoint for types that it cannot convert.
     """
     pairs = []
     for rank, (rank_manifest, target_manifest) in enumerate(
@@ -134,13 +132,13 @@ class Match(Struct, frozen=True):
 
     `how` says how they are compared:
 
-        bits        as bytes
-        rounded     as bytes, after the tensor of the wider type (a master weight) was rounded
-        values      as numbers, since their types differ
-        types       not at all, since one of the types is not a number
-        shapes      not at all, since the shapes differ
+        bits       as bytes
+        rounded    as bytes, after the wider tensor (a master) was rounded to the other type
+        values     as numbers: the types differ
+        types      not at all: the types differ, and one is not of numbers
+        shapes     not at all: the shapes differ, or the types of replicas
 
-    `copy` is True if the pair compares a replica, such as that of another rank or of a tied weight.
+    `copy` is True for a pair with a replica, which reports do not count as a tensor.
     """
 
     a: Entry
@@ -175,12 +173,10 @@ class Match(Struct, frozen=True):
 
 
 def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], list[Key]]:
-    """Pairs the tensors of two checkpoints, in the order of `a`.
+    """Pairs the tensors of two checkpoints; also returns the keys that only `a` or only `b` has.
 
-    Also returns the keys that only `a` has, and the keys that only `b` has. An F32 weight of a
-    checkpoint without masters is paired with the master of the other one. A weight of fewer bits is
-    paired with the master from which it was rounded. If `a` and `b` store a tied weight under
-    different names, the name in `a` is used.
+    A weight may be paired with the master of the other checkpoint (see `weights.counterpart`). A
+    tied weight has its name in `a`.
     """
     names = _names_in(a, b)
     ours, theirs = a.entries, _renamed(b, a, names)

@@ -78,11 +78,11 @@ def claimed(
     claim: Claim,
     progress: Callable[[int], None] | None,
 ) -> Iterator[Task]:
-    """Yields the tasks that this process must run; the others are left to other processes.
+    """Yields the tasks that this process must run; other processes run the others.
 
-    The tasks are divided into blocks of consecutive tasks, and `claim` decides which blocks are
-    this process's. `size_of` returns the number of bytes that a task reads. `progress` is called
-    with this number for each task that another process runs.
+    size_of     returns the number of bytes that a task reads
+    claim       returns the number of the next block of tasks for this process
+    progress    called with the bytes of each task that another process runs
     """
     claimed_block, number, filled = claim(), 0, 0
     for task in tasks:

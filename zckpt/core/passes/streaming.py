@@ -48,13 +48,13 @@ def chunk_size(dp: int, jobs: int, memory: int) -> int:
 
 
 def batches(groups: Iterable[Sequence[Entry]], chunk: int) -> Iterator[list[list[ReadRequest]]]:
-    """Divides the reading of tensors into batches of requests that each fit into `chunk` bytes.
+    """Divides the reading of tensors into batches of requests; a batch fits into `chunk` bytes.
 
-    A group has tensors with the same number of elements, such as a weight and its moments. A batch
-    reads the same range of elements of all tensors in a group. It has one list of requests for each
-    slot (what a tensor is for its parameter, such as `exp_avg`), since tensors of one slot are
-    neighbors in their files. Groups with the same slots come one after the other.
+    A group has tensors of equally many elements, such as a weight and its moments. A batch reads
+    the same elements of all tensors in a group. Item i of the batch has the requests for tensor i
+    of each group.
     """
+    # groups with the same slots follow each other: tensors of one slot are neighbors in files
     kinds = by_key((tuple((entry.slot, entry.dtype) for entry in group), group) for group in groups)
     for kind, alike in kinds.items():
         sizes = [SIZES[dtype] for _, dtype in kind]

@@ -52,12 +52,11 @@ def merge(
     """Merges the manifests of the ranks of one parallel axis into one manifest.
 
         table     how the ranks cut each parameter
-        policy    the value of --step-policy, which chooses a step if ranks differ, or None
-        beside    tensors that belong to no single rank, such as those in the files that DeepSpeed
-                  writes for each pipeline layer; they come first
+        policy    the value of --step-policy: which step counts if ranks differ
+        beside    tensors of no single rank, such as those in DeepSpeed's files of pipeline layers
 
-    Parameters are in the order of their param groups, tensors in the order of the ranks. Raises
-    InconsistentCheckpoint if ranks contradict each other, or are of different saves.
+    Raises InconsistentCheckpoint if ranks contradict each other or are of different saves, and
+    UnsupportedCheckpoint if a rank's param groups cannot be identified.
     """
     whole = united(ranks)
     ranks, groups = numbered_alike(ranks)
@@ -91,7 +90,7 @@ def merge(
 def in_order(manifest: Manifest) -> Manifest:
     """Sorts the tensors of a manifest in the order of its parameters and buffers.
 
-    Tensors of the slot `state` come last: they belong to the program, not to a parameter.
+    Tensors of the program itself (slot `state`), such as random states, come last.
     """
     names = (*manifest.parameters, *manifest.buffers)
     place = {name: number for number, name in enumerate(names)}
@@ -209,12 +208,11 @@ def _parameters(
 def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
     """Gives a param group the same number in all ranks; returns the manifests, and all groups.
 
-    A rank may have dropped groups of which it has no parameter. Its groups are then a subset of
-    those of the rank with most groups, in the same order, and are recognized by their
-    hyper-parameters. Raises UnsupportedCheckpoint if several subsets fit, and
-    InconsistentCheckpoint if none fits. If some rank has no groups, nothing is changed, and None is
-    returned in place of the groups.
+    A rank may lack groups; the others are recognized by their hyper-parameters. Raises
+    InconsistentCheckpoint if hyper-parameters differ, and UnsupportedCheckpoint if they fit several
+    groups. If some rank has no list of groups, nothing is changed, and the groups are None.
     """
+    # a rank may have dropped groups of which it has no parameter; the rest keep their order
     groups: list[dict[str, Any]] = max((list(m.groups or ()) for m in ranks), key=len)
     every = [to_json(group) for group in groups]
     if any(manifest.groups is None for manifest in ranks):
@@ -255,10 +253,8 @@ def _places(some: Sequence[Any], groups: Sequence[Any]) -> list[int]:
 def agreed_steps(ranks: Sequence[Manifest], policy: str | None) -> dict[str, Step]:
     """Maps each parameter that has a step to the step on which all ranks agree.
 
-    All parameters of a param group must have one step in all ranks. But if some rank states
-    different steps within the group, or if `policy` (--step-policy) is `keep`, ranks must agree on
-    each parameter only. If they disagree, another `policy` chooses a step; without one,
-    InconsistentCheckpoint is raised. Groups must be numbered alike in all ranks.
+    If ranks disagree, `policy` (--step-policy) chooses the step, but None and `keep` raise
+    InconsistentCheckpoint. Groups must have the same numbers in all ranks (`numbered_alike`).
     """
     steps_by_key: dict[str | int | None, dict[Step, str]] = {}
     groups: dict[str, int | None] = {}
@@ -272,6 +268,7 @@ def agreed_steps(ranks: Sequence[Manifest], policy: str | None) -> dict[str, Ste
                 for key in (name, item.group):
                     steps_by_key.setdefault(key, {}).setdefault(item.step, f"{name}, {file}")
         counts_each |= {group for group, steps in of_group.items() if len(steps) > 1}
+    # all parameters of a group must have one step, unless a rank has several, or each is kept
     alone = {*groups.values()} if policy == KEEP else counts_each
     agreed = {
         key: agree([(where, step) for step, where in places.items()], policy)
@@ -297,9 +294,8 @@ def with_steps(manifest: Manifest, steps: Mapping[str, Step]) -> Manifest:
 def united(ranks: Sequence[Manifest]) -> Manifest:
     """Merges everything but tensors and parameters, which remain those of the first rank.
 
-    Files, layout, steps and notices are those of all ranks. If ranks differ in a number of the
-    optimizer that belongs to no parameter, the number becomes an unsupported state. Raises
-    InconsistentCheckpoint if counters or loss scales differ, as in mixed saves.
+    Files, layout, steps and notices are those of all ranks. Raises InconsistentCheckpoint if
+    counters or loss scales differ, as in files of two saves.
     """
     first = ranks[0]
     for other in ranks[1:]:
@@ -391,10 +387,8 @@ def _file_of(manifest: Manifest) -> str:
 def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]], list[Notice]]:
     """Finds the values of the program's state in which a rank differs from the first rank.
 
-    Returns them by the name of the rank's file, and notices about values that the merged state
-    leaves out. A tensor in a later rank's client state gets a notice even if it equals the first
-    rank's, because it may be a random state. There is no notice if both were read from the same
-    file.
+    Returns these values by the name of the rank's file, and notices about values that the merged
+    state leaves out.
     """
     differing = {name: values for each in ranks for name, values in each.files.of_ranks.items()}
     keys = (*ranks[0].files.rank_keys, *OF_RANKS)
@@ -411,6 +405,7 @@ def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]]
             value = theirs.get(key)
             if value is ours.get(key):  # of the same file
                 continue
+            # a tensor counts as different, because it may be a random state
             if tensors_in(value) or to_json(ours.get(key)) != to_json(value):
                 lines.add(f"client_state {key!r}")
     return differing, [

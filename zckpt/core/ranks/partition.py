@@ -34,10 +34,9 @@ class FlatMember(Struct, frozen=True):
 class Partitioned(Struct, frozen=True):
     """A flat buffer that is cut over ranks: every rank holds one part of the buffer.
 
-    `members` are the tensors in the buffer; a tensor begins at its element `first`. Normally the
-    buffer is the concatenation of the parts, and `first` counts elements of the buffer. If
-    `interleaved` is true, every tensor is padded and cut into one equal slice per rank, and `first`
-    counts elements of each rank's part.
+    `members` are the tensors in the buffer. Normally the parts follow each other, and
+    `FlatMember.first` counts elements of the complete buffer. If `interleaved`, every tensor is
+    padded and cut into equal slices for the ranks, and `first` counts elements of a rank's part.
     """
 
     dtype: str
@@ -74,10 +73,9 @@ class Whole(Struct, frozen=True):
 class BoxPart(Struct, frozen=True):
     """One rank's block of a tensor: elements [offset, offset + size) along every axis.
 
-    Without `strides`, the byte range `extent` holds the block's elements in row-major order, from
-    the block's element number `first` on. The block's last elements may be missing. With `strides`,
-    which count elements, the block has another order in the file. Then `extent` reaches from the
-    block's first element in the file to its last one.
+    Without `strides`, `extent` holds the block's elements in row-major order from number `first`
+    on; the last elements may be missing. With `strides` (in elements), `extent` reaches from the
+    block's first element in the file to the last one.
     """
 
     offsets: tuple[int, ...]
@@ -130,11 +128,10 @@ class Joined(Struct, frozen=True):
 
 
 class Nameless(Struct, frozen=True):
-    """A tensor of an optimizer that identifies parameters by number, so no file states its name.
+    """A tensor whose name no file states, such as that of an optimizer that numbers parameters.
 
-    `slot` is the kind of the tensor, such as `exp_avg`. `verify --gather` takes the name from the
-    manifest's tensor with the same slot, dtype, shape and first byte. So it checks the elements of
-    such a tensor, but not its name.
+    `slot` is what the tensor is for its parameter, such as `exp_avg`. `verify --gather` takes the
+    name from the manifest, and so checks only the elements.
     """
 
     slot: str

@@ -15,12 +15,9 @@ from typing import Any, BinaryIO, Protocol
 
 from msgspec import Struct
 
+# Python's own number is 128 KiB since 3.14: a torch file in a store would need one more request
 READ_AHEAD = 8 << 10
-"""The least number of bytes that a file object asks for at a time.
-
-Python's own number is 128 KiB since 3.14. With that, each torch file in a store would need one more
-request.
-"""
+"""The least number of bytes that a file object asks for at a time."""
 
 
 class ByteSource(Protocol):

@@ -39,12 +39,11 @@ def flipped_bit(stated_crc: int, actual: int, length: int) -> tuple[int, int] | 
 def flipped_bits(stated_crc: int, actual: int, length: int) -> list[tuple[int, int]]:
     """All single bits whose flip explains a wrong CRC-32, as (byte, bit) in order.
 
-    A CRC is linear: the difference (XOR) of two CRCs depends only on the flipped bits. If one bit
-    is flipped, the difference is a power of x, and its exponent is the bit's distance from the end.
-    So the function looks for such exponents. The polynomial is primitive, so below 512 MiB all
-    powers are different. Damage of several bits looks like one flipped bit with a probability of
-    8 * length / 2**32.
+    Below 512 MiB, at most one bit does. Damage of several bits looks like one flipped bit with a
+    probability of 8 * length / 2**32.
     """
+    # the XOR of two CRCs depends only on the flipped bits: for one bit it is a power of x, and the
+    # exponent is the bit's distance from the end. The powers repeat only after 2**32 - 1 bits
     bits = 8 * length
     # the number of powers in the list; the difference is shifted by as many at a time
     steps = 1 << 16
@@ -123,14 +122,13 @@ class Cover(Struct, eq=False):
 class Scattered(Struct, eq=False):
     """Computes the CRC-32 of `length` bytes from pieces in any order, without storing the pieces.
 
-    A CRC is linear, so each piece adds its share independently. A matrix that lies in files by
-    columns has millions of pieces without neighbors, which `Cover` would store. In return, a piece
-    that arrives twice is not noticed.
+    `Cover` stores pieces without neighbors: a matrix that lies in files by columns has millions.
+    Unlike `Cover`, this class does not notice a piece that arrives twice.
     """
 
     length: int
     seen: int = 0
-    _sum: int = 0
+    _sum: int = 0  # a CRC is linear, so each piece adds its share independently
 
     def add(self, start: int, stop: int, crc: int) -> None:
         """Adds bytes [start, stop) with their CRC-32."""
@@ -159,10 +157,10 @@ class Scattered(Struct, eq=False):
 
 
 def crc_of_runs(data: memoryview, length: int, stride: int) -> int:
-    """Computes the share of byte ranges at equal distances in the CRC-32 of the complete bytes.
+    """Computes what byte ranges at equal distances add to the CRC-32 of the complete bytes.
 
-    `data` holds the ranges, of `length` bytes each, one after the other. In the complete bytes, a
-    range begins every `stride` bytes. `Scattered.add_runs` takes the result.
+    `data` holds the ranges, of `length` bytes each. In the complete bytes, a range begins every
+    `stride` bytes. `Scattered.add_runs` takes the result.
     """
     crc = 0
     for start in range(0, len(data), length):

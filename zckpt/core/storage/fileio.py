@@ -160,10 +160,9 @@ def is_small(size: int) -> bool:
 class Writer:
     """Writes at given offsets into one existing file of `size` bytes below `folder`.
 
-    `mode` is direct, buffered, or auto. With direct, OSError is raised if the filesystem refuses
-    direct writes. With auto, writes are direct unless the file is small or the filesystem refuses.
-    All offsets and lengths passed to `write` must be multiples of 4096, except the length of the
-    file's last write.
+    `mode` is `direct` (OSError if the filesystem refuses), `buffered`, or `auto`: direct, unless
+    the file is small or the filesystem refuses. Offsets and lengths of writes must be multiples of
+    4096, except the length of the file's last write.
     """
 
     def __init__(self, folder: Folder, path: str, size: int, mode: str) -> None:
@@ -198,16 +197,12 @@ class Writer:
             return -1
 
     def write(self, buffer: memoryview, length: int, offset: int) -> None:
-        """Writes `length` bytes of an aligned buffer.
-
-        An incomplete block at the end of the file is always written buffered. A direct write would
-        pad this block and make the file longer, while another process may be reading the file.
-        After a buffered write, the writeback to the disk starts immediately. Otherwise the kernel
-        would collect gigabytes and then stop the writer.
-        """
+        """Writes the first `length` bytes of a page-aligned buffer at `offset` of the file."""
         done = 0
         with naming(self.path):
             if self._is_direct:
+                # the direct write of an incomplete block would pad the block and make the file
+                # longer, while another process may be reading the file
                 whole = length - length % ALIGNMENT
                 try:
                     write_all(self._direct, buffer[:whole], offset, len(buffer))
@@ -220,7 +215,8 @@ class Writer:
                 return
             with self._in_turn:
                 write_all(self.file, buffer[done:length], offset + done, BUFFERED_WRITE)
-            # starts the writeback of dirty pages (and drops clean ones)
+            # starts the writeback of dirty pages (and drops clean ones); otherwise the kernel would
+            # collect gigabytes and then stop the writer
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self.file, offset, length, os.POSIX_FADV_DONTNEED)
 

@@ -30,10 +30,7 @@ NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 NO_FILE = (errno.ELOOP, errno.EMLINK, errno.ENOTDIR, errno.ENXIO)
 JOURNAL = "journal"  # beside an unfinished target: lists the complete parts
 PROBE = "owner-"
-"""The first letters of the name of a probe: an empty file that shows the owner of new files.
-
-A probe is removed immediately.
-"""
+"""Begins the name of a probe: a short-lived empty file that shows the owner of new files."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """The errors of flock on a filesystem without locks, such as Lustre without its option `flock`."""
 
@@ -85,10 +82,11 @@ def mark_file(target: str) -> str:
 class Folder(Struct, eq=False):
     """An open directory whose methods work on paths below it and follow no links.
 
-    `owner` is the number of the user that everything below must belong to; None if any user may own
-    it. `top` is the path of the outermost folder opened by `own_folder`. OSErrors have complete
-    paths. Raises TargetExists for a link or for a file of another owner, and CorruptCheckpoint for
-    a path that is not below the folder.
+    owner    the number of the user who must own everything below; None for any user
+    top      the outermost folder that `own_folder` has opened
+
+    Raises TargetExists for a link or another user's file, and CorruptCheckpoint for a path that is
+    not below the folder. OSErrors have complete paths.
     """
 
     path: str

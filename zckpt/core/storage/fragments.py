@@ -48,10 +48,10 @@ class Extent(Struct, frozen=True):
 
 
 class Planned(Protocol):
-    """Returns the CRC-32 of a byte range that was computed without opening its file.
+    """Returns the CRC-32 that a file states for a byte range; only the first call opens the file.
 
-    The file states this CRC-32, but opening the file takes long. So only the first call opens it,
-    and raises an error if the computed byte range is wrong.
+    The range was computed without opening the file. The first call raises an error if the range is
+    wrong.
     """
 
     @property
@@ -220,9 +220,11 @@ def solid(numel: int, extent: Extent) -> Runs:
 class Slices(Fragments):
     """The fragments of a tensor that ZeRO-3 cuts evenly over ranks; the last slices are padded.
 
-    Rank r has a flat buffer, `flats[r]`, with slices of many tensors. The slice of this tensor has
-    `width` elements, and begins at element `offset` of the buffer. The tensor has `numel` elements
-    of `size` bytes. They fill the slices of the first `filled` ranks; the others have only padding.
+    flats     each rank's flat buffer, with slices of many tensors
+    offset    the element at which this tensor's slice begins in every buffer
+    size      bytes per element
+    width     the number of elements in a slice, with padding
+    filled    the number of ranks that hold elements; the others have only padding
     """
 
     __slots__ = ("filled", "flats", "numel", "offset", "size", "width")
@@ -263,11 +265,14 @@ class Slices(Fragments):
 
 
 class Box(Fragments):
-    """A block of a tensor of shape `whole`: elements [offset, offset + size) along every axis.
+    """A block of shape `sizes`, which begins at `offsets` in a tensor of shape `whole`.
 
-    The byte range `extent` holds the block. Counted in elements from the start of `extent`, the
-    block's first element has the number `first`, and `strides` are the steps along the axes. `size`
-    is bytes per element. A fragment is a part of the block that is contiguous in the file.
+    extent     the byte range that holds the block
+    first      the number of elements in `extent` before the block's first element
+    strides    the steps along the axes in the file, in elements
+    size       bytes per element
+
+    A fragment is a part of the block that is contiguous in the file.
     """
 
     __slots__ = (
@@ -415,14 +420,10 @@ class Boxes(Fragments):
 
 
 def tile(whole: Sequence[int], parts: Iterable[Sequence[Sequence[int]]]) -> bool:
-    """Whether boxes, given as (offsets, sizes), hold every element of a tensor exactly once.
-
-    Two conditions are checked. First, every corner of a box is shared by an even number of boxes;
-    only the corners of the tensor itself belong to an odd number. This means that every element is
-    in an odd number of boxes. Second, all boxes together have as many elements as the tensor. So
-    the odd number is always 1. The time is linear in the boxes, and doubles with every axis that is
-    cut. Comparing all pairs would take hours for a tensor of 100,000 boxes.
-    """
+    """Whether boxes, given as (offsets, sizes), hold every element of a tensor exactly once."""
+    # Every element is in an odd number of boxes if each corner belongs to an even number of boxes,
+    # and only the tensor's own corners to an odd one. That number is 1 if all boxes together have
+    # as many elements as the tensor. To compare all pairs of 100,000 boxes would take hours.
     filled = [(offsets, sizes) for offsets, sizes in parts if prod(sizes)]
     inside = all(
         0 <= offset <= offset + size <= length
@@ -451,9 +452,11 @@ def range_of_box(
 ) -> Iterator[Box]:
     """Converts a ZeRO partition of a tensor-parallel slice to boxes (blocks) of the whole tensor.
 
-    The tensor has the shape `whole`. The slice is its block of shape `sizes` at `offsets`. The
-    partition has elements [start, stop) of the slice, in the slice's row-major order. The byte
-    range `extent` holds these elements without gaps. `size` is bytes per element.
+    whole             the shape of the tensor
+    offsets, sizes    the place and the shape of the slice in the tensor
+    start, stop       the partition, as a range of the slice's row-major elements
+    size              bytes per element
+    extent            the bytes of the partition, without gaps
     """
     assert 0 <= start <= stop <= prod(sizes), (start, stop, sizes)
     place = start

@@ -27,8 +27,10 @@ from . import sources
 State = Literal["ok", "missing", "empty", "zeros", "cut", "unreadable", "foreign", "unexpected"]
 """The state of a file.
 
-`cut` ends too early. `unreadable` cannot be parsed, or has a wrong checksum. `foreign` is a file of
-another run, engine or rank. `unexpected` is the file of a rank that the other files do not count.
+    cut           the file ends too early
+    unreadable    it cannot be parsed, or has a wrong checksum
+    foreign       it is of another run, engine or rank
+    unexpected    it is of a rank that the other files do not count
 """
 Rank = tuple[tuple[str, int], ...]
 """The numbers in a file's name with their axes, the outermost axis first: dp 3, mp 0."""
@@ -39,12 +41,11 @@ Numbers = tuple[int, ...]
 class Role(Struct, frozen=True):
     """A kind of files with one form of names, such as `model`, `optimizer` or `scheduler`.
 
-    names      a regular expression for the names, with folders; its group `stem` matches text that
-               the program chose, its unnamed groups match the numbers of a rank
-    axes       the axes of these numbers, such as `dp`, in order; a group that matches "" means 0
-    fixed      an axis along which files have different contents, such as `layer`: the file of
-               another layer cannot stand in for a lost file
-    is_last    True if a program writes the file after all ranks have written their files
+    names      a regular expression; its unnamed groups match the numbers of a rank ("" means 0),
+               its group `stem` matches text that the program chose
+    axes       the axes of these numbers, such as `dp`, in order
+    fixed      an axis, such as `layer`, along which files cannot replace each other
+    is_last    whether the file is written after the files of all ranks
     """
 
     name: str
@@ -75,10 +76,7 @@ def role(name: str, names: str, *axes: str, fixed: str = "", is_last: bool = Fal
 
 
 ANY = role("file", r"(?P<stem>.*)")
-"""The role of files whose names have no numbers of ranks: it matches every name.
-
-Two names of this role are alike (`is_like`) only if they are equal.
-"""
+"""A role that matches every name, for files whose names have no numbers of ranks."""
 
 
 class ParsedName(Struct, frozen=True):
@@ -112,9 +110,9 @@ class ParsedName(Struct, frozen=True):
 class Row(Struct, frozen=True):
     """One file of a checkpoint in the inventory: role, name, path, rank and state.
 
-    `name` is the path below the checkpoint. `size` is in bytes; None if unknown. `saved_as` is the
-    name under which torch.save wrote the file, with the file's present ending. It is None unless a
-    reader has looked for this name.
+    name        the path below the checkpoint, or only the file's name
+    size        in bytes; None if unknown
+    saved_as    the name under which torch.save wrote the file; None if unknown
     """
 
     role: str
@@ -254,12 +252,13 @@ def refuse_gaps(
         hint      what else the user can do
         code      the stable code of the error
 
-    If a row has no file name, because the training program chooses it, the message has the rank.
+    If no row has a file name, the message lists ranks.
     """
     if not rows:
         return
     paths = [row.path for row in rows if row.name]
     names = [os.path.relpath(path, where) for path in paths]
+    # the training program may choose the names
     unnamed = [f"the file of rank {row.rank[0][1]}" for row in rows if not row.name]
     raise IncompleteCheckpoint(
         code,
@@ -298,9 +297,8 @@ NAME_MAX = 255
 class SavedName(Struct, frozen=True):
     """The present name of a rank's file, and the name under which torch.save wrote it.
 
-    `saved_name` is None if the file does not state the name, or if no role (kind of files) has such
-    names. It is also None if the saved name differs from the present one in more than numbers,
-    unless a file in the same directory has the saved name.
+    `saved_name` is None if the file states no name, or a name that no file of this checkpoint has
+    had.
     """
 
     row: Row
@@ -340,6 +338,7 @@ def saved_names(
         if saved_as is not None and len(saved_as) > NAME_MAX:
             saved_as = None  # no file has had this name
         saved_file = parse_name(roles, saved_as) if saved_as else None
+        # a name that differs in more than numbers counts only if a file beside this one has it
         if saved_file is not None and not named_file.is_like(saved_file) and folder not in stems:
             saved_file = None
         row = Row(named_file.role.name, name, path, named_file.rank, saved_as=saved_as)

@@ -53,11 +53,10 @@ def lines_in(data: bytes) -> list[bytes]:
 
 
 def is_begun(folder: Folder, name: str) -> bool:
-    """Whether `folder` may be `NAME.partial`, in which an unfinished run writes the target `name`.
+    """Whether `folder` contains only what an unfinished run that writes the target `name` leaves.
 
-    Such a folder is empty, or it has only a journal (the list of what was written) and the target's
-    directory `name`. Raises TargetExists if the journal is a link. If `folder` refuses files of
-    other users, it also raises this error for a journal of another user.
+    Such a folder is empty, or has a journal (a list of what was written) and perhaps the directory
+    `name`. Raises TargetExists for a journal that is a link or of a user whom `folder` refuses.
     """
     contents = folder.names()
     files = {item for item in contents if not is_journal(item)}

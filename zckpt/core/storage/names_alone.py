@@ -34,11 +34,10 @@ def note_of(source: str, tag: str | None) -> bytes:
 
 
 def source_of(path: str) -> str | None:
-    """The path of the real checkpoint, if `path` is in a directory that has only file names.
+    """The path of the real checkpoint, if `path` is in a directory with only its file names.
 
-    zckpt makes such a directory, with empty files, for a program that loads the real checkpoint
-    through it. The path is stated in zckpt-names.json, at `path` or in a directory above. None if
-    there is no such file; "" if the file cannot be parsed.
+    zckpt-names.json states this path, at `path` or in a directory above. None if there is no such
+    file; "" if the file cannot be parsed.
     """
     path = os.path.realpath(path)
     for folder in with_parents(path):

@@ -68,19 +68,17 @@ def mark_of(records: Iterable[Record]) -> int:
 
 
 PassedRecord = tuple[int, int, int, int]
-"""A part of a record that was read: the record's number, start and stop in it, and the CRC-32.
+"""The number of a record (such as a zip member), and start, stop and CRC-32 of a part of it.
 
-These are the arguments of `RecordChecker.passed_before`.
+These are arguments of `RecordChecker.passed_before`.
 """
 
 
 class RecordChecker:
     """Checks the CRC-32s of records (such as zip members) whose bytes may arrive in any order.
 
-    A record is identified by its index in `records`: this sequence may have millions of records,
-    and may make a record only on access. Damage raises CorruptCheckpoint; with `collect`, it is
-    added to `damage` instead. A file must have its fingerprint in `fingerprints` when it is opened.
-    `counts` says how many records were checked; it is complete after `finish`.
+    The number of a record is its index in `records`. Damage raises CorruptCheckpoint; with
+    `collect`, it is added to `damage` instead. `counts` is complete after `finish`.
     """
 
     def __init__(
@@ -89,8 +87,8 @@ class RecordChecker:
         collect: bool = False,
         fingerprints: Fingerprints = MappingProxyType({}),
     ) -> None:
-        self.fingerprints = fingerprints
-        self._records = records
+        self.fingerprints = fingerprints  # for those who open the files
+        self._records = records  # perhaps millions, each made when it is accessed
         self._numbers: dict[str, array[int]] = {}  # of each file's records, in order
         self._starts: dict[str, array[int]] = {}  # where they begin
         self._index()
@@ -126,9 +124,9 @@ class RecordChecker:
     ) -> int | None:
         """Hashes bytes that were read from a file, for each record that contains some of them.
 
-        A record is a byte range with a stated CRC-32, such as a zip member. Appends the hashed
-        parts of records to `log`. Returns the CRC-32 of the bytes if they lie within one record
-        whose CRC-32 is stated, otherwise None. Raises CorruptCheckpoint for damage.
+        Appends the hashed parts of records to `log`. Returns the CRC-32 of the bytes if they lie
+        within one record whose CRC-32 is stated, otherwise None. Raises CorruptCheckpoint for
+        damage, unless damage is collected.
         """
         end, needed = offset + len(data), None
         for number in self._within(file, offset, end):  # one read may pass over several records
@@ -208,12 +206,13 @@ class RecordChecker:
         everything: bool = False,
         beside: Callable[[Record, Extent, memoryview], None] | None = None,
     ) -> None:
-        """Completes records (zip members etc.) that were read in part; checks and counts records.
+        """Reads missing bytes of records that were read in part, to check them; counts records.
 
-        The missing bytes of a record are read if at least half of it was read, if at most 1 MiB is
-        missing, or if `require` was called for a part of it. Otherwise the record stays unchecked.
-        With `everything`, all records that have a CRC-32 are read, even those that no tensor
-        needed. `beside` is called with the bytes of a record that belong to no tensor.
+            everything    reads all records with a CRC-32, even those that no tensor needed
+            beside        called with the bytes of a record that belong to no tensor
+
+        A record stays unchecked if more than half of it and more than 1 MiB is missing, unless
+        `require` was called for a part of it.
         """
         buffer = Buffer(LITTLE)
         for number in self._whole:

@@ -42,10 +42,7 @@ NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 Fingerprints = Mapping[str, Fingerprint]
-"""Maps the path of a file to its fingerprint (inode, size and time), to notice if it changes.
-
-Paths are written as in `Extent.file`.
-"""
+"""Maps a file (as in `Extent.file`) to its fingerprint, by which a change is noticed."""
 
 
 def files_seen(root: str, fingerprints: Fingerprints) -> dict[str, list[int]]:
@@ -58,11 +55,10 @@ def files_seen(root: str, fingerprints: Fingerprints) -> dict[str, list[int]]:
 class Watch(Struct, eq=False):
     """What `watching` has seen of the files that a thread opened.
 
-    first      maps each path to its first fingerprint (size and time)
+    first      maps each path to its first fingerprint (size, time etc.)
     changed    the files that had another fingerprint later
     objects    the classes and functions that pickles name
-    beside     byte ranges in containers, such as zip members, that no reader needs; None if they
-               are not collected
+    beside     zip members etc. that no reader needs; None if they are not collected
     """
 
     first: dict[str, Fingerprint] = field(default_factory=dict)
@@ -96,15 +92,12 @@ _watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 def watching(keeps_records: bool = False) -> Iterator[Watch]:
     """Inside the block, records the fingerprint of every file that this thread opens.
 
-    This includes files whose size the thread reads. The fingerprints show whether a file changes
-    later. One thread reads a checkpoint's structure, so a context variable is enough. Threads that
-    read tensors open the files again, and compare them with the fingerprints in the manifest
-    (`Files.fingerprints`). If the block raises an error, and one of the files changed meanwhile,
-    SourceChanged is raised instead.
-
-    With `keeps_records`, the block also records zip members that no reader needs, such as the
-    version in a torch file. This takes memory: 100,000 files have many such members.
+    If the block raises a ZckptError, and one of the files has changed, SourceChanged is raised
+    instead. With `keeps_records`, the block also records zip members that no reader needs, such as
+    the version in a torch file; this takes memory.
     """
+    # one thread reads a checkpoint's structure, so a context variable is enough; threads that read
+    # tensors compare the files with `Files.fingerprints`
     watch = Watch(beside={} if keeps_records else None)
     token = _watch.set(watch)
     try:
@@ -453,12 +446,12 @@ def is_denied(path: str) -> bool:
 def walk(
     folder: str, enter: Callable[[str], bool] = lambda path: True
 ) -> Iterator[os.DirEntry[str]]:
-    """Yields directory entries of everything below a folder; it follows no links.
+    """Yields directory entries of everything below a folder; follows no links.
 
-    The contents of a folder come first, sorted by name, then those of its subfolders. A subfolder
-    is entered if `enter(path)` is true. Raises OSError if a folder cannot be listed. os.walk would
-    give names without sizes and kinds.
+    The contents of a folder come first, sorted by name, then those of its subfolders, if
+    `enter(path)` is true for them. Raises OSError if a folder cannot be listed.
     """
+    # os.walk would give names without sizes and kinds
     waiting = [folder]
     while waiting:
         with os.scandir(waiting.pop()) as items:

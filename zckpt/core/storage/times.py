@@ -31,8 +31,8 @@ def odd_times(times: Mapping[str, int], last: int | None) -> OddTimes:
     """Finds files that were written at another time than the other files of the save.
 
     `times` maps names to nanoseconds. `last` is the time of the file that the program writes after
-    all others; None if there is no such file. Files are reported only if more than half of all
-    files were written together as one group, and this group does not begin after `last`.
+    all others; None if there is no such file. The result is empty unless more than half of the
+    files were written together, and not after `last`.
     """
     every = [*times.values()] if last is None else [*times.values(), last]
     most = max(_together(every), key=len, default=[])

@@ -38,7 +38,7 @@ class Note(Struct, frozen=True):
     """The file zckpt-unfinished.json: the progress of sending a target to an object store.
 
     files    all files of the target, with their sizes
-    last     the file that is sent last; without it no program recognizes the target as a checkpoint
+    last     the file that makes the target recognizable, which is sent last
     sent     the CRC-32s of files that have arrived
     lost     names of files that the store holds with other bytes
     zckpt    the version that wrote the note
@@ -91,9 +91,8 @@ def _major_and_minor(version: str) -> list[int]:
 def refuse_unfinished(paths: Iterable[str]) -> None:
     """Raises IncompleteCheckpoint if a path is in a target that is not complete.
 
-    A target that is still being written has a journal. A target that is still being sent to an
-    object store has a note, and a copy of this target has the note too. Journal and note are looked
-    for at the path and in all folders above it.
+    Such a target has a journal while it is written, or a note (zckpt-unfinished.json) that lists
+    missing files or is malformed. Both are looked for at the path and in all folders above it.
     """
     places = {
         place: path for path in paths for place in (os.path.realpath(path), os.path.abspath(path))

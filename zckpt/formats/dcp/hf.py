@@ -116,11 +116,10 @@ def require_last(folder: str, weights: Mapping[str, Any], saved: SavedTree) -> N
 def _stated_shapes(
     folder: str, weights: Mapping[str, Any], saved: SavedTree
 ) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Yields the full shapes of weights that files other than the shards state.
+    """Yields the full shapes of weights, as states of the optimizer and other files show them.
 
-    The shapes come from moments of the optimizer, files of full weights, and a configuration's
-    `vocab_size`. Each result is a triple: the weight's name, its shape, and the beginning of a
-    sentence for an error ("its moments have").
+    Each result is the weight's name, its shape, and the beginning of an error's sentence ("its
+    moments have").
     """
     for path in find_optimizers(saved.tree):
         for name, state in read_optimizer(value_at(saved.tree, path)).state.items():
@@ -144,11 +143,9 @@ def _stated_shapes(
 def state_dicts(tensors: Mapping[str, Leaf]) -> dict[Any, Any]:
     """Splits tensors into the state dicts of a model and of an optimizer.
 
-    Returns {"fc.weight": ..., "optim": {"state": {"fc.weight": {"exp_avg": ...}},
-    "param_groups": [...]}} for tensors named `fc.weight` and `optim.state.fc.weight.exp_avg`.
-    A common prefix of the weights, such as `model.`, becomes a key too. The files have only
-    tensors, so the hyper-parameters of the groups are lost: all parameters are put into one
-    group. If no tensor is an optimizer state, `tensors` is returned as it is.
+    `fc.weight` and `optim.state.fc.weight.exp_avg` become {"fc.weight": ..., "optim": {"state":
+    {"fc.weight": {"exp_avg": ...}}, "param_groups": [...]}}. All parameters are in one group,
+    without hyper-parameters. Without states of an optimizer, `tensors` stays as it is.
     """
     for root in dict.fromkeys(match[0] for name in tensors if (match := STATE.match(name))):
         states = [name for name in tensors if name.startswith(root)]
@@ -167,8 +164,9 @@ def state_dicts(tensors: Mapping[str, Leaf]) -> dict[Any, Any]:
                 for name in weights
                 if name not in other_weights
             }
+            # the files have only tensors, and no hyper-parameters
             optimizer = {"state": state, "param_groups": [{"params": list(owners)}]}
-            return {
+            return {  # a common prefix of the weights, such as `model.`, becomes a key too
                 **(other_weights | _nested_in(front, model)),
                 **_nested_in(root.removesuffix("state."), optimizer),
             }

@@ -43,7 +43,8 @@ class OpenedItem(Struct, frozen=True):
 class StoredBox(Struct, frozen=True):
     """A shard of a tensor, in one file or a part of a file.
 
-    `open()` reads the file; the result's `value` describes the shard's tensor.
+    `sizes` is the shard's shape. `open()` opens the file; the result's `value` has the shard's
+    dtype, shape and place in the file, not its elements.
     """
 
     sizes: tuple[int, ...]
@@ -79,10 +80,8 @@ class StoredValue(Struct, frozen=True):
 class StoredItems(Struct, frozen=True):
     """Everything that is saved in a checkpoint, by key, in the order of `.metadata`.
 
-    root       the checkpoint's directory
-    files      the metadata files that state all of this
-    items      tensors and other values by key
-    paths      maps a key to its path in the program's state dict, if `.metadata` states it
+    files      the metadata files
+    paths      each key's path in the program's state dict, if `.metadata` states it
     version    the version in `.metadata`
     saving     facts about the save: checkpoint_id, save_id, ...
     """

@@ -242,18 +242,16 @@ class _FolderReader:
         self._add_warnings()
 
     def _key_of_folder(self) -> TreePath:
-        """The key under which the folder's values are put in the tree: () or ("model/",).
+        """The key under which the folder's values are put in the tree: ("model/",), or () for none.
 
-        A key is needed in a pair such as `model` and `optim`, if the folder is itself a state dict.
-        In a model's state dict, the keys of tensors are parameter names. In an optimizer's, the
-        keys are `state` and `param_groups`. Any other folder has state dicts under a program's
-        keys.
+        A key is needed if the folder is one of a pair, such as `model` and `optim`, and is itself a
+        state dict. Any other folder has state dicts under a program's keys.
         """
         if not is_pair(self.saved.layout.folders):
             return ()
         folder, items = self.table.folder, self.table.items
         paths = {key: self.table.paths.get(key) or (key,) for key in items}
-        if os.path.basename(folder) == MODEL:
+        if os.path.basename(folder) == MODEL:  # a state dict's keys are parameter names
             tensors = [paths[key] for key, item in items.items() if item is not None]
             is_own = all(len(path) == 1 or is_extra(path[0]) for path in tensors)
         else:

@@ -59,11 +59,10 @@ def read_rest(folder: str, saved: SavedTree) -> list[str]:
 
 
 def rest_for(source: Manifest, options: Options, dicts: StateDicts) -> str | None:
-    """Returns "meta.pt" if the target needs this file; None if its program does not read one.
+    """Returns "meta.pt" if the target needs this file; else None.
 
-    The program is the one that saved the source, such as Lightning. If Lightning saved the source
-    in another format, such as a single file, this function also changes `dicts`: the model and the
-    optimizer get the keys that Lightning uses in a directory of torch.distributed.checkpoint.
+    Lightning and Fabric read it, so it is needed if they saved the source. If Lightning saved the
+    source in another format, `dicts` gets the keys that Lightning uses with .distcp files.
     """
     keys = dicts.keys
     if options[DIALECT] is not None or options.weights_only:

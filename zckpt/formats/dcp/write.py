@@ -275,9 +275,8 @@ class DcpWriter(Struct, eq=False, dict=True):
     def _pair(self, folders: Sequence[str]) -> dict[str, list[PathValue]]:
         """The paths and values to save in two folders, such as `model` and `optim`, by folder.
 
-        The keys are those of the source. A program asks each folder for the keys it expects, so the
-        program's own state is saved in both folders, except in a folder that is itself a state dict
-        or has weights only. Without an optimizer, the target is a single folder with the content of
+        The program's own state is saved in both folders, except in a folder that is itself a state
+        dict or has weights only. Without an optimizer, the one folder "" has the content of
         `model`.
         """
         dicts = self.dicts
@@ -291,6 +290,7 @@ class DcpWriter(Struct, eq=False, dict=True):
         lost: dict[Any, None] = {}
         for path, value in dicts.items():
             root = next((own for own in roots if path[: len(own)] == own), None)
+            # a program asks each folder for all keys that it expects
             names = sorted({*roots.values()} - full) if root is None else [roots[root]]
             if not names:
                 lost[path[0]] = None

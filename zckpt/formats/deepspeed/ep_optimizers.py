@@ -63,9 +63,9 @@ def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Read
     """Reads a MoE checkpoint of ZeRO stage 0 that has one model rank; returns its manifest.
 
     Raises IncompleteCheckpoint (an ep rank or an expert is missing), InconsistentCheckpoint (files
-    of different saves, or swapped), MissingData (nothing shows the names of parameters) and
-    UnsupportedCheckpoint (AutoEP, or expert-parallel sizes that no file shows or that do not divide
-    each other).
+    of different saves, or swapped), MissingData (unknown names of parameters) and
+    UnsupportedCheckpoint (AutoEP, expert-parallel sizes that are unknown or do not divide each
+    other).
     """
     (file, *_) = open_files(files.models, files.parsed)
     model = dictionary(file, file.value)
@@ -188,9 +188,8 @@ def _named(
 def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str, str]:
     """Maps second names of rank 0's tied weights to the first names: DeepSpeed saves both.
 
-    Two names count as one tied weight if their bytes are equal (DeepSpeed 0.19.8 saves copies), or
-    if they share a storage in a file that zckpt wrote. Weights with a single element, or with all
-    elements equal, are skipped, because two such weights may be equal without being tied.
+    Tied weights have equal bytes (DeepSpeed 0.19.8 saves copies), or share a storage in a file that
+    zckpt wrote. Equal bytes do not count if the first elements are all equal.
     """
     lists_shapes = bool(ranks.listed_shapes)
     buffers = {*ranks.buffer_names}
@@ -233,9 +232,8 @@ def _names_on_first_rank(
 ) -> Named:
     """The names of ep rank 0's optimizer parameters: stated, or found by matching weights.
 
-    If neither the files nor the user states names, each parameter is matched with a weight by bytes
-    or shape. Dense parameters and experts are matched separately. Raises the errors of `names_of`
-    (MissingData, for example).
+    Dense parameters and experts are matched separately, by bytes or shape. Raises the errors of
+    `names_of`, such as MissingData.
     """
     if ranks.listed_shapes or param_names is not None:
         return names_of([ranks], weights, param_names)[0]

@@ -72,14 +72,13 @@ SOME_STAGES = "mixture-of-experts layers in only some stages of a pipeline"
 class RankFiles(Struct, frozen=True):
     """The paths of the files that belong to one model rank, each list sorted by rank.
 
-    models       the model file in stages 0 to 2; one per data-parallel rank in stage 3
-    optimizers   one per data-parallel rank; empty in stage 0
-    experts      (layer of experts, expert) -> path; layers are counted in this model rank
-    of_ep        one optimizer file per ep rank, if a run with experts was in stage 0
-    parsed       a cache, which all model ranks share: files with equal pickles are parsed once
-    number       the model rank
-    sp           the number of sequence-parallel ranks if file names count them as model ranks;
-                 otherwise 1
+    models        the model file; in stage 3 one per data-parallel rank
+    optimizers    one per data-parallel rank; empty in stage 0
+    experts       (layer of experts, expert) -> path; layers are counted in this model rank
+    of_ep         one optimizer file per ep rank, in stage 0 with experts
+    parsed        a cache of equal pickles, which all model ranks share
+    number        the model rank
+    sp            the number of sequence-parallel ranks that file names count as model ranks; else 1
     """
 
     models: Sequence[str]
@@ -168,9 +167,9 @@ def counter(path: str) -> int | None:
 def locate(path: str, tag: str | None) -> TagDirectory:
     """Finds the directory of `tag`; without `tag`, of the tag that the file `latest` names.
 
-    Raises NotACheckpoint (no tag, or none with the given name), AmbiguousCheckpoint (several tags
-    and no file `latest`), IncompleteCheckpoint (the tag in `latest` does not exist) and
-    UnsupportedCheckpoint (files that torch.save did not write).
+    Raises NotACheckpoint (no such tag), AmbiguousCheckpoint (several tags and no file `latest`),
+    IncompleteCheckpoint (the tag in `latest` does not exist) and UnsupportedCheckpoint (files of
+    another writer than torch.save, or a link `latest` that leads elsewhere).
     """
     if is_foreign(path):
         folder, name = os.path.split(path)
@@ -183,10 +182,9 @@ def locate(path: str, tag: str | None) -> TagDirectory:
 def grid_files(directory: TagDirectory, written: Grid | None = None) -> GridFiles:
     """Finds the files of all model ranks, and the layer files of a pipeline.
 
-    Give `written` only for a target that is still being written: its numbers of pipeline stages and
-    tensor ranks cannot be found from layer files, which do not exist yet. Raises
-    IncompleteCheckpoint if the names show that a file is missing. Raises UnsupportedCheckpoint for
-    NVMe offload, AutoEP with AutoTP, and a pipeline in which only some stages have experts.
+    `written` is the grid of a target that is still being written, and has no layer files yet.
+    Raises as `files_in` and `rank_files`, and UnsupportedCheckpoint for AutoEP with AutoTP, and for
+    a pipeline in which only some stages have experts.
     """
     files = files_in(directory, os.listdir(directory.path))
     layers, has_experts = files[LAYER], bool(files[EXPERT])
@@ -229,12 +227,9 @@ def _parameters(ranks: Sequence[RankFiles]) -> list[set[str]]:
 def files_in(directory: TagDirectory, names: Iterable[str]) -> FilesByRole:
     """Sorts the names in a directory by kind of file; returns the paths of the checkpoint's files.
 
-    The kinds ("roles") are model file, optimizer file, layer file and file of an expert. The result
-    maps a role, and then the numbers in a file's name, to the file's path. For example, the path
-    .../zero_pp_rank_3_mp_rank_00_optim_states.pt has the keys OPTIMIZER and (3, 0). Other names are
-    left out. Raises InconsistentCheckpoint if the files are of more than one run (two files of one
-    rank, for example). Raises UnsupportedCheckpoint if the names show NVMe offload, or experts of
-    an old release.
+    The result maps a kind (role), and then the numbers in a name, to the path: OPTIMIZER, (3, 0) to
+    .../zero_pp_rank_3_mp_rank_00_optim_states.pt. Raises InconsistentCheckpoint (files of two runs)
+    and UnsupportedCheckpoint (NVMe offload, experts of an old release).
     """
     names = sorted(names)
     if any(map(OLD_EXPERT.names.fullmatch, names)):
@@ -275,9 +270,8 @@ def files_in(directory: TagDirectory, names: Iterable[str]) -> FilesByRole:
 def rank_files(directory: TagDirectory, by_role: FilesByRole, parsed: Parsed) -> list[RankFiles]:
     """The files of each model rank; raises IncompleteCheckpoint if the names show a missing file.
 
-    Up to DeepSpeed 0.19.5, file names count sequence-parallel ranks as model ranks. Then the result
-    has a single model rank, and the sequence-parallel ranks are among its data-parallel ranks.
-    `parsed` is a cache: files with equal pickles are parsed once.
+    If names count sequence-parallel ranks as model ranks (up to DeepSpeed 0.19.5), the result has
+    one model rank, and these ranks are data-parallel ranks. `parsed` is a cache of equal pickles.
     """
     if not (by_role[MODEL] or by_role[MODEL_3]):
         raise IncompleteCheckpoint(
@@ -331,16 +325,15 @@ def need_files(
 def without_pointer(directory: TagDirectory) -> list[Notice]:
     """A warning if a run directory has no file `latest`, so that the engine would load nothing.
 
-    `load_checkpoint` only logs that the file is missing, returns (None, None), and the program
-    continues (0.19.8). A trainer's directory gets no warning here, because trainers find their
-    checkpoints by other rules (judging/verdict.py).
+    Trainers find their checkpoints by other rules, so their directories get no warning here.
     """
     run, tag = directory.run, directory.tag
     if run is None or pointer(run) is not None:
         return []
+    # the rules of trainers are in judging/verdict.py
     if OF_MODELS.fullmatch(tag) or is_of_trainer(run) or run.endswith(".ckpt"):
         return []
-    message = (
+    message = (  # it only logs this, and returns (None, None); the program continues (0.19.8)
         f"{run} has no file `latest`: without tag={literal(tag)}, load_checkpoint loads nothing "
         "from it"
     )

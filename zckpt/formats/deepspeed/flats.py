@@ -40,8 +40,8 @@ GROUP_STEP = "base_optimizer_state_step"  # elastic files have this key instead 
 Sharing = Callable[[int, ParameterShapes], Sequence[tuple[EngineStates, ParameterShapes]]]
 """A function that returns the flat buffers of a param group.
 
-It gets the group's number and the shapes of the group's parameters on rank 0. A buffer is a pair:
-the files of the ranks that share the buffer, and the shapes of its parameters.
+Arguments: the group's number, and its parameters' shapes on rank 0. Each result: the files of the
+ranks that share a buffer, and the shapes of the parameters in the buffer.
 """
 
 
@@ -50,10 +50,9 @@ def flat_buffers(
 ) -> Iterator[FlatBuffer]:
     """Yields every flat buffer of the checkpoint: masters and optimizer states from all ranks.
 
-    By default all ranks share one buffer per param group (in stage 3, per sub-group). In a run with
-    experts, a group of experts has one buffer per ep rank. The caller then passes `sharing`, which
-    returns the buffers of a group (see `Sharing`). If ranks state different steps, `step_policy`
-    chooses one: "max", "min" or a number such as "7".
+    All ranks share one buffer per param group (in stage 3, per sub-group). With experts, ep ranks
+    have separate buffers, which `sharing` returns. `step_policy` chooses a step if ranks differ:
+    "max", "min" or a number such as "7".
     """
     shapes = ranks.param_shapes()
     masters = [_masters(ranks, state) for state in ranks.states]
@@ -112,11 +111,10 @@ def _contradiction(ranks: EngineStates, what: str, hint: str = "") -> Inconsiste
 class _RankedBuffer(Struct, dict=True):
     """Joins the ranks' partitions of one flat buffer into a `FlatBuffer`; see `read`.
 
-    ranks      the opened files of the ranks that share the buffer
-    place      the number of the buffer: one per param group, in stage 3 one per sub-group
-    shapes     names and shapes of the parameters in the buffer
-    paddings   elements of padding after each parameter
-    masters    each rank's partition of the fp32 masters
+    ranks       the opened files of the ranks that share the buffer
+    place       the number of its param group; in stage 3, of its sub-group
+    paddings    elements of padding after each parameter
+    masters     each rank's partition of the fp32 masters
     """
 
     ranks: EngineStates
@@ -149,12 +147,12 @@ class _RankedBuffer(Struct, dict=True):
             )
 
     def _as_lost(self, total: int) -> Sequence[Tensor]:
-        """The ranks' partitions of masters; one read in place of a lost one gets its length.
+        """The ranks' partitions of masters; one in place of a lost one gets the lost one's length.
 
-        `zckpt mend` can read another rank's file in place of a lost one. The partition in that file
-        may be longer or shorter: the last rank's partition is saved without padding.
-        `total` is the number of elements in all partitions, without padding.
+        `zckpt mend` can read another rank's file in place of a lost one. `total` is the number of
+        elements in all partitions, without padding.
         """
+        # lengths differ, because the last rank's partition is saved without padding
         files, dp = self.ranks.optimizers, self.ranks.dp
         lost = {rank for rank in range(dp) if sources.is_stand_in(files[rank].path)}
         lengths = [own.numel for own in self.masters]
@@ -172,11 +170,10 @@ class _RankedBuffer(Struct, dict=True):
     def _is_of_more_ranks(self, numels: Sequence[int], held: Sequence[int]) -> bool:
         """Whether stage 3's partitions are so short that several ranks wrote the same file.
 
-        They are then as short as in a run with several times as many ranks.
-        Ranks that share a sequence may write to one file, one after the other. The file then has
-        only the last rank's partition, and parts of all parameters are lost. `numels` are the
-        parameters' numbers of elements, `held` the lengths of the partitions.
+        `numels` are the parameters' numbers of elements, `held` the lengths of the partitions.
         """
+        # ranks that share a sequence may write to one file, one after the other: it then has the
+        # last rank's partition, as short as in a run with several times as many ranks
         worlds = range(2 * self.ranks.dp, MOST_IN_SEQUENCE * self.ranks.dp + 1, self.ranks.dp)
         lengths = (sum(-(-numel // world) for numel in numels) for world in worlds)
         return len({*held}) == 1 and held[0] in lengths
@@ -239,10 +236,10 @@ class _RankedBuffer(Struct, dict=True):
     def _values(self, key: Any, is_number: bool) -> list[Any]:
         """A state's value on every rank; a number that an elastic save emptied is restored.
 
-        DeepSpeed's elastic save removes a partition's padding from every tensor that is not 0-d,
-        even from a single number (0.19.8). The tensor's storage may still have the number
-        (`_restored`). If not, another rank's number is used.
+        If the tensor's storage no longer has the number, another rank's number is used.
         """
+        # DeepSpeed's elastic save removes a partition's padding from every tensor that is not 0-d,
+        # even from a single number (0.19.8)
         values = [state.get(key) for state in self.states]
         if not (is_number and self.ranks.elastic and any(map(_is_empty, values))):
             return values
@@ -255,9 +252,9 @@ class _RankedBuffer(Struct, dict=True):
     def _slot(self, key: str, values: Sequence[Any]) -> BufferSlot | None:
         """Divides the optimizer state `key` among the buffer's parameters; None if impossible.
 
-        It is possible if each rank's tensor (in `values`) is as long as the rank's partition, with
-        or without padding. It is also possible if each rank has complete states of the parameters
-        in its partition, as Muon does (`_whole`).
+        `values` has the ranks' tensors. Each must be as long as the rank's partition, with or
+        without padding, or have complete states of its parameters (`_whole`). Raises
+        InconsistentCheckpoint if only some ranks have the state.
         """
         tensors = [value for value in values if isinstance(value, Tensor) and value.shape]
         if len(tensors) == self.ranks.dp and all(
@@ -294,11 +291,10 @@ class _RankedBuffer(Struct, dict=True):
     def _whole(self, key: str, values: Sequence[Any]) -> BufferSlot | None:
         """Reads a state that ranks keep complete for each parameter in their partition.
 
-        Example: Muon's `momentum_buffer` in stages 1 and 2 without offload. Muon orthogonalizes
-        full matrices, so a rank's tensor has the complete states of its parameters, one after
-        another. If several ranks have a parameter's state, the first rank's is used. None if some
-        tensor is not as long as the parameters in its rank's partition.
+        Example: Muon's `momentum_buffer` in stages 1 and 2 without offload. If several ranks have a
+        parameter's state, the first one is used. None if a tensor is not as long as these states.
         """
+        # Muon orthogonalizes full matrices; a rank's tensor has its states one after another
         group = self._group(self.masters)
         dtypes = {value.dtype for value in values if isinstance(value, Tensor) and value.numel}
         fragments: dict[str, Fragments] = {}
@@ -323,10 +319,9 @@ class _RankedBuffer(Struct, dict=True):
     ) -> tuple[list[Sighting], StepPlace | None, list[Notice]]:
         """Compares the steps of all ranks, in the buffer's optimizer state and in its param group.
 
-        `kept` has each rank's step in the optimizer state. Returns three values: a `Sighting` for
-        each place in the files that states a step; the place that the optimizer itself reads, or
-        None if no step is stated; warnings. Raises unless all ranks agree, or `policy` chooses a
-        step.
+        `kept` has each rank's step in the optimizer state. Returns a `Sighting` for each place that
+        states a step, the place that the optimizer reads, and warnings. Raises if ranks disagree,
+        unless `policy` chooses a step.
         """
         if any(map(_is_empty, kept)):
             what = f"the step of flat group {self.place} is lost: DeepSpeed's elastic save took it "

@@ -72,16 +72,14 @@ def obstacles(source: Manifest, options: Options) -> list[Notice]:
 def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
     """Errors for the settings in which the target's engine differs from the engine of `run`.
 
-    `run` is a checkpoint that the next program has saved; `source` and `options` describe the
-    target. Returns [] if the user gives a ds_config, because a ds_config states the next program's
-    engine. Weight types may differ: the loader casts tensors, and finds optimizer files with and
-    without the prefix `bf16_` (0.19.8). There is also an error if `run` has a scheduler and the
-    source lacks the scheduler's state.
+    `run` is a checkpoint that the next program has saved. Also an error if `run` has a scheduler
+    and the source lacks its state. [] if the user gives a ds_config, which states the next engine.
     """
-    if options[CONFIG] is not None:  # the ds_config states the engine
+    if options[CONFIG] is not None:
         return []
     engine, new = _engine_of(source, options), _engine_of(run, Options())
     pairs = _pairs(engine, new)
+    # the loader casts tensors, and finds optimizer files with and without `bf16_` (0.19.8)
     del pairs["type"]
     if is_other_optimizer(new, source):
         pairs["optimizer"] = source.optimizer, new.optimizer

@@ -47,9 +47,9 @@ CONSTANT = OF_GROUPS | {
     *("step_size", "gamma", "milestones", "T_max", "eta_min", "factor", "total_iters", "power"),
     *("start_factor", "end_factor", "verbose", "_get_lr_called_within_step", "_is_initial"),
 }
-"""Keys of a torch scheduler's state that no step changes, or whose values `with_rates` replaces.
+"""Keys of a torch scheduler's state whose values are constants or learning rates (torch 2.13).
 
-A state with only these keys and counters can be advanced to a later step (torch 2.13).
+A state with only these keys and counters can be advanced to a later step.
 """
 COUNTS = (OF_TORCH, "_step_count")
 """The keys of torch's schedulers that grow by one with each call of `step()`."""
@@ -58,11 +58,9 @@ COUNTS = (OF_TORCH, "_step_count")
 def continued(manifest: Manifest, older: Manifest) -> tuple[Manifest, list[MadeValue], bool]:
     """Fills in the values of a lost model file, derived from the model file of an older save.
 
-    `manifest` was read with the model file of the checkpoint `older` in place of the lost one.
-    Returns three values: the manifest with the derived values; the list of these values; whether
-    the optimizer's files confirm the order of the parameters in their flat buffers. Raises
-    InconsistentCheckpoint if the older file is of another model, precision or stage, or of a later
-    save.
+    `manifest` was read with the model file of `older`. Returns the manifest with derived values,
+    the report's list of values, and whether the optimizer's files confirm the parameters' order.
+    Raises InconsistentCheckpoint if the older file does not fit, or is of a later save.
     """
     names = {
         path: own for path in manifest.files.paths if (own := parse_name(ROLES, path)) is not None
@@ -94,19 +92,18 @@ def _unfit(older: Manifest, why: str) -> ZckptError:
 
 
 def _need_same_model(model: TorchFile, optimizers: Sequence[TorchFile], older: Manifest) -> bool:
-    """Raises InconsistentCheckpoint unless the model file lists the optimizer's parameters.
+    """Compares the parameters in a model file with those that the optimizer's files list.
 
-    Returns whether their order was compared too. For that, each rank's optimizer file must list the
-    number of elements of each parameter in its partitions, in the order of the flat buffer. Old
-    versions of DeepSpeed have no such list, and under `round_robin_gradients` the list has another
-    order (0.19.8).
+    Raises InconsistentCheckpoint if they differ, or if the run has experts. Returns whether their
+    order was compared too: not if the optimizer's files have no such list, nor under
+    `round_robin_gradients`.
     """
     if model.value.get("num_experts"):
         raise _unfit(older, "is of a run with experts, and zckpt does not write such a file again")
     states = [file.value["optimizer_state_dict"] for file in optimizers]
     of_ranks = [state.get(SLICES) for state in states]
     if not all(isinstance(groups, list) for groups in of_ranks):
-        return False
+        return False  # old versions of DeepSpeed have no such list
     shapes = enumerate(shapes_of_groups(model.value.get("param_shapes"), model))
     sizes = {(n, name): prod(shape) for n, group in shapes for name, shape in group.items()}
     counted: dict[tuple[int, str], int] = {}
@@ -120,6 +117,7 @@ def _need_same_model(model: TorchFile, optimizers: Sequence[TorchFile], older: M
         names = sorted({name for (_, name), _ in sizes.items() ^ counted.items()})
         raise _unfit(older, f"has other parameters than the optimizer's files: {listed(names, 4)}")
     config = optimizers[0].value.get("ds_config") or model.value.get("ds_config")
+    # under round robin, the list does not have the flat buffer's order (0.19.8)
     is_dealt = nested(config, "zero_optimization", "round_robin_gradients")
     if not is_dealt and sorted(counted, key=itemgetter(0)) != [*sizes]:
         raise _unfit(older, "has the parameters in another order than the optimizer's files")
@@ -208,12 +206,11 @@ def _iterations(manifest: Manifest) -> int | None:
 def _scheduler(
     manifest: Manifest, updates: int | None, before: int | None
 ) -> tuple[Any, list[MadeValue]]:
-    """The scheduler's state to write, and the report's lines about its values, derived or older.
+    """The scheduler's state to write, and the report's lines about its values.
 
-    `updates` and `before` are the updates that this save and the older one have completed. The
-    older state is advanced to `updates` if its counter shows one count per update, and if its other
-    values are constants or learning rates (which the optimizer's groups state too). Otherwise it is
-    used unchanged.
+    `updates` and `before` are the completed updates of this save and of the older one. If the older
+    state has only constants, learning rates and a counter of updates, it is advanced to `updates`.
+    Any other state stays unchanged.
     """
     state = manifest.state.get("lr_scheduler")
     if state is None:

@@ -113,15 +113,14 @@ class _RankFile:
     def _base_and_step(self, states: Mapping[int, Any]) -> dict[str, Any]:
         """The items of an optimizer file that have the base optimizer's state.
 
-        `states` are the states of each flat buffer, by the buffer's number. Usually the only item
-        is the base optimizer's state_dict. Elastic files have two items: a list of `states`, and
-        one step. The engine requires that step even if its optimizer keeps the step elsewhere
-        (0.19.8: without it, loading fails, even for files that the engine wrote).
+        `states` are the states of each flat buffer, by the buffer's number. Elastic files get a
+        list of `states` and one step, other files get the optimizer's state dict.
         """
         target = self.target
         if not self.is_elastic:
             return {"base_optimizer_state": base_state(target, states, self.storages, self.rank)}
         step = group_step(target, target.buffers, self.storages)
+        # 0.19.8 cannot load elastic files without a step, even if the optimizer keeps it elsewhere
         return {
             "base_optimizer_state": list(states.values()),
             "base_optimizer_state_step": step.get("step", target.buffers[0].step),
@@ -205,19 +204,8 @@ class _RankPartition:
 def is_elastic(target: DeepSpeedTarget) -> bool:
     """Whether to write elastic files: if hyper-parameters are unknown, and elastic files suffice.
 
-    Elastic files contain no hyper-parameters, so the engine keeps the values that it was built
-    with. In other files, zckpt would have to guess the values. Resuming from elastic files is exact
-    under these conditions (DeepSpeed 0.19.8, stage_1_and_2.py `_restore_base_optimizer_state`):
-
-    * The stage is 1 or 2, and the optimizer is not BF16_Optimizer.
-    * All groups have the same states, because the loader uses the keys of the first group. If param
-      groups state the step, all of them state the same step.
-    * The optimizer is not Muon. Muon keeps momenta of complete parameters, and the loader would
-      give rank 0's momenta to every rank.
-    * Moments are fp32, because the loader casts all moments to fp32.
-    * A state that is one number, such as a step, is a Python number. A tensor of one number, such
-      as the step of torch's Adam, is accepted only if there is no padding, or if the engine itself
-      is elastic: the loader pads such a tensor like a partition.
+    Elastic files contain no hyper-parameters: the engine keeps the values that it was built with
+    (0.19.8). In other files, zckpt would have to guess the values.
     """
     engine, buffers, options = target.engine, target.buffers, target.options
     is_unknown = are_inferred(target.source) and not are_given(target.source)
@@ -225,11 +213,16 @@ def is_elastic(target: DeepSpeedTarget) -> bool:
     types = {dtype for buffer in buffers for dtype in buffer.slots.values()}
     steps = {buffer.step for buffer in buffers}
     paddings = any(-buffer.starts[-1] % (2 * target.dp) for buffer in buffers)
+    # what the loader does: DeepSpeed 0.19.8, stage_1_and_2.py `_restore_base_optimizer_state`
     return (
         (is_unknown and not options[GROUP_DEFAULTS] and not options.weights_only)
+        # it uses the keys of the first group for all groups, and casts moments to fp32
         and (engine.cuts_groups and len(keys) <= 1 and types <= {"F32"})
+        # it gives rank 0's momenta of complete parameters (Muon) to every rank
         and not any(map(target.keeps_whole_momenta, buffers))
+        # it gives all groups the same step
         and not (target.step_place.where == "group" and len(steps) > 1)
+        # unless the engine is elastic, it pads a tensor of one number like a partition
         and (engine.elastic or not (paddings and _keeps_numbers_as_tensors(target)))
     )
 
@@ -243,11 +236,9 @@ def _keeps_numbers_as_tensors(target: DeepSpeedTarget) -> bool:
 
 
 def warnings_of_elastic(target: DeepSpeedTarget) -> Iterator[Notice]:
-    """Warnings about what an engine lacks after resuming from elastic files (`elastic_checkpoint`).
+    """Yields warnings about elastic files: no hyper-parameters, and no rate for the first update.
 
-    These files have no hyper-parameters, and no learning rate for the first update. All ranks load
-    rank 0's states. If the loader has turned the step into a tensor of one element, the engine's
-    next elastic save takes this element for padding and removes it (0.19.8).
+    A warning also says if the engine's next elastic save will lose the step (0.19.8).
     """
     message = (
         "the source holds no hyper-parameters, and neither does the target: the engine "
@@ -264,6 +255,7 @@ def warnings_of_elastic(target: DeepSpeedTarget) -> Iterator[Notice]:
     lengths = enumerate(buffer.starts[-1] for buffer in target.buffers)
     padded = [str(n) for n, length in lengths if length < zero.partition_size(length, target.dp)]
     if padded and _keeps_numbers_as_tensors(target):
+        # all ranks load rank 0's states, in which the step is a tensor of one element
         message = (
             "DeepSpeed (0.19.8) resumes from these files, but cannot resume from the elastic "
             "checkpoint that it saves next. That save removes the padding of rank 0's partition "

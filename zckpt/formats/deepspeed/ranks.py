@@ -50,11 +50,9 @@ def open_ranks(
 ) -> EngineStates:
     """Opens and checks the files of all data ranks of one model rank.
 
-    If the model rank is a pipeline stage, `layers` are the files of the pipeline's layers by
-    number, and these files contain the module's tensors.
-
-    Raises if the files are not one complete ZeRO checkpoint: a rank is missing, world sizes or
-    saves differ, or zckpt does not read this kind of file.
+    `layers` are a pipeline's layer files by number, which have the module's tensors; None without a
+    pipeline. Raises if the files are not one complete ZeRO checkpoint, or if zckpt does not read
+    this kind of file.
     """
     models = open_files(files.models, files.parsed)
     for file in models:
@@ -125,18 +123,15 @@ def without_optimizer(directory: TagDirectory) -> IncompleteCheckpoint:
 def check_kind(directory: TagDirectory, version: str, module: Any, config: Any) -> None:
     """Raises UnsupportedCheckpoint for old versions and for features that zckpt does not read.
 
-    `module` is the module's state dict; raises IncompleteCheckpoint if it is missing. `config` is
-    the ds_config.
-
-    ZenFlow is refused if its files may have transposed matrices: they state the shapes that the
-    matrices have without the transposition. In stages 1 and 2 before 0.19.7,
-    `_flatten_dense_tensors` transposes parameters before they are saved
-    (runtime/zenflow/zenflow_utils.py); later versions do not. Stage 3 transposes the
-    parameters themselves, in all versions (engine_stage3.py).
+    `module` is the module's state dict, `config` the ds_config. Raises IncompleteCheckpoint if
+    `module` is missing.
     """
     numbers, settings = version_numbers(version), nested(config, "zero_optimization")
     zenflow, stage = nested(settings, "zenflow"), nested(settings, "stage")
     transposed = TRANSPOSED.message
+    # ZenFlow's files state the shapes that transposed matrices have without the transposition.
+    # Stages 1 and 2 save transposed matrices before 0.19.7 (runtime/zenflow/zenflow_utils.py
+    # `_flatten_dense_tensors`), stage 3 in all versions (engine_stage3.py)
     refused = {
         f"DeepSpeed {version}, before 0.5.10": numbers < (0, 5, 10),
         "optimizer states offloaded to NVMe": nested(settings, "offload_optimizer", "device")
@@ -231,15 +226,12 @@ def shapes_of_stage(
 ) -> list[dict[str, tuple[int, ...]]] | None:
     """The shapes of the parameters in each flat buffer, for a model file that does not list them.
 
-    DeepSpeed 0.19.8 saves a bf16 pipeline without ZeRO (stage 0) with BF16_Optimizer's files, but
-    with `param_shapes: None`. The optimizer files state the name, the place and the number of
-    elements of each parameter's slice (`param_slice_mappings`). The layer files have the shapes.
-
     `states` are the optimizer states of all data ranks, `layers` the layer files of one tensor
-    rank. Returns None if the optimizer files list no parameters either. Raises
-    InconsistentCheckpoint if no layer has a parameter of the stated size, UnsupportedCheckpoint if
-    several tied layers may have it.
+    rank. None if `states` list no parameters either. Raises InconsistentCheckpoint (no layer has a
+    stated parameter) and UnsupportedCheckpoint (several tied layers may have it).
     """
+    # DeepSpeed 0.19.8 saves a bf16 pipeline without ZeRO (stage 0) with BF16_Optimizer's files, but
+    # with `param_shapes: None`. Only layer files have shapes; the mappings state sizes
     mappings: list[Any] = [state.get("param_slice_mappings") for state in states]
     if not all(isinstance(groups, list) for groups in mappings):
         return None
@@ -297,10 +289,9 @@ def _shape(
 def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates]) -> int:
     """Checks that files state the pipeline and tensor ranks that their names show.
 
-    Returns the sequence-parallel size. Older files state no sizes: then all tensor ranks of a
-    pipeline stage must have the same parameters, and a stage's layer numbers must be higher than
-    the previous stage's. Raises InconsistentCheckpoint if contents and names do not match,
-    UnsupportedCheckpoint for unknown parallel axes.
+    Returns the sequence-parallel size: the number of ranks that share a sequence. Raises
+    InconsistentCheckpoint if contents and names do not match, UnsupportedCheckpoint for unknown
+    parallel axes.
     """
     pp, tp = files.grid.pp, files.grid.tp
     named = files.ranks[0].sp if files.ranks else 1
@@ -320,6 +311,7 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
         sp = sequence_ranks.of_model(rank.model, path, files.grid, rank.dp, named)
         if isinstance(rank.model.get(sequence_ranks.DIMENSIONS), dict):
             continue
+        # older files state no sizes: all tensor ranks of a stage must have the same parameters
         first = number - number % tp
         if odd := sorted(_parameters(rank) ^ _parameters(ranks[first])):
             raise InconsistentCheckpoint(
@@ -360,10 +352,7 @@ LISTS = (
     "partition_count",
     "param_alignment_paddings",
 )
-"""Keys of a rank's optimizer state whose values are lists with one item per group.
-
-Keys that zckpt does not read are left out.
-"""
+"""Keys of a rank's optimizer state that zckpt reads, and whose values have an item per group."""
 
 
 def _in_order_of_first_rank(
@@ -371,16 +360,15 @@ def _in_order_of_first_rank(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Sorts one rank's param groups into the order of rank 0's.
 
-    `first` has (name, whether it is a group of experts) for each of rank 0's groups: [("dense",
-    False), ("ep_size_2", True)]. `state` is the rank's optimizer state, and `base` the base
-    optimizer's state in it. Returns both, sorted. Only layers of experts
-    with several expert-parallel sizes need this: DeepSpeed iterates over a set of group names, so
-    every process may list its groups of experts in another order (0.19.8, moe/utils.py). A rank
-    whose groups have other names keeps its order, and is refused later.
+    Returns `state` (the rank's optimizer state) and `base` (the base optimizer's state in it),
+    sorted; unchanged if the groups have other names than rank 0's. `first` has a pair for each of
+    rank 0's groups: its name, and whether it is a group of experts.
     """
+    # DeepSpeed iterates over a set of names, so every process may list its groups of experts in
+    # another order, if these have several expert-parallel sizes (0.19.8, moe/utils.py)
     names = _names_of_groups(base)
     if names == first or sorted(names) != sorted(first):
-        return state, base
+        return state, base  # other names are refused later
     places = by_key((name, place) for place, name in enumerate(names))
     order = [places[name].pop(0) for name in first]  # equal names keep their order
     flats, groups = base["state"], base["param_groups"]  # a group has one flat tensor

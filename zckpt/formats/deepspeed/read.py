@@ -48,8 +48,8 @@ from .weights import without_optimizer
 Keys = Mapping[int, str] | None
 """Maps the numbers of layer files to the keys of tied layers: {0: "embed"}.
 
-It is given for a target whose tensors are not written yet. It is None for a source: there the
-reader finds the keys by comparing the files' bytes.
+None for a source: the reader then finds the keys by comparing the files' bytes. A target's tensors
+are not written yet, so there the keys are given.
 """
 OF_MODEL_RANKS = (
     "zckpt does not read a state that belongs to a rank's partition as a whole, if the run has "
@@ -60,16 +60,10 @@ OF_MODEL_RANKS = (
 def read(path: str, reading: Reading = USUAL) -> Manifest:
     """Reads a run directory, a tag directory, or a trainer's directory around one of these.
 
-    Only stage 0 needs `reading.param_names`. With `reading.ranks_apart` pipeline stages and tensor
-    ranks are not joined: the manifest keeps them separately. With `reading.with_slicings` the
-    manifest of a run with one tensor rank also states how several tensor ranks would cut its
-    tensors.
-
-    Raises NotACheckpoint, IncompleteCheckpoint (a rank is missing), InconsistentCheckpoint (ranks
-    contradict each other), CorruptCheckpoint, MissingData (nothing shows how parameters are cut, or
-    their names), UnsupportedCheckpoint (AutoEP, NVMe offload, before 0.5.10). If the optimizer is
-    lost or unreadable, only the weights are read, provided that the user asks for no more, or that
-    no optimizer file is left. The manifest's `lost` then states this.
+    If the optimizer cannot be read, a command that needs only weights gets them. So does every
+    command if no optimizer file is left. The manifest's `lost` then states this. Raises
+    NotACheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, CorruptCheckpoint, MissingData
+    (parameters' names or cuts are unknown) and UnsupportedCheckpoint.
     """
     directory = locate(path, reading.tag)
     try:
@@ -236,12 +230,11 @@ def stacked(manifests: Sequence[Manifest]) -> Manifest:
 def _with_weights_of_layers(
     ranks: Sequence[Manifest], models: Sequence[Manifest]
 ) -> Iterator[Manifest]:
-    """Adds to each stage's manifest the weights in layer files that belong to its masters.
+    """Adds to each model rank's manifest the weights in layer files that belong to its masters.
 
-    `ranks` are the manifests of the model ranks, `models` the full models of the tensor ranks. No
-    file states which stage a copy of a tied weight comes from, so each stage gets all copies. If
-    there are fewer copies than stages, only the first stage gets them: a stage that uses the tied
-    layer through a function saves no weight.
+    `ranks` are the manifests of the model ranks, `models` those of the tensor ranks. Each stage
+    gets all copies of a tied weight. If there are fewer copies than stages that use it, only the
+    first one gets them.
     """
     tp = len(models)
     tensors = (chain(model.entries.values(), model.replicas) for model in models)
@@ -252,6 +245,8 @@ def _with_weights_of_layers(
         n, weights_of_rank = number % tp, list[Entry]()
         names = [name for name in rank.parameters if (name, "param") not in rank.entries]
         for name in names:
+            # no file states a copy's stage; a stage may use the tied layer through a function: then
+            # it saves no weight
             copies = weights[n].get(name, [])
             if name not in seen[n] or len(copies) >= uses[n][name]:
                 weights_of_rank += copies

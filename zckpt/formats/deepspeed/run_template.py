@@ -36,17 +36,19 @@ SCHEDULED = ("last_batch_iteration", "last_epoch", "_step_count")  # counters of
 OF_THE_NEXT = ("data_sampler", "random_ltd")  # states of RUN that count its own batches
 ITERATION = "iteration"  # the step in Megatron-DeepSpeed's client state
 OF_SOURCE: tuple[Form, ...] = ("number", "other", "unsupported")
-"""Kinds (forms) of optimizer states that come from the source; all other kinds come from RUN."""
+"""Kinds of optimizer states that the target takes from the converted checkpoint (the source).
+
+All other kinds are taken from the run that the user names with `--like`.
+"""
 OF_RANKS = ("args", INFO)  # keys of the client state that describe the grid
 
 
 def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
     """Gives the source the pipeline stages, slices, groups and configuration of the run `like`.
 
-    Raises UnsupportedCheckpoint (a run with experts or elastic files), WrongOption (the source's
-    model ranks are not joined, or it has another optimizer), MissingData (a parameter, a shape or a
-    state does not fit), InconsistentCheckpoint (parameters that are in one group of the run have
-    different hyper-parameters in the source).
+    Raises UnsupportedCheckpoint (`like` has experts or elastic files), WrongOption (the source's
+    ranks are not joined, or its optimizer differs), MissingData (a parameter, shape or state does
+    not fit) and InconsistentCheckpoint (hyper-parameters differ within a group of `like`).
     """
     if source.ranks:
         raise WrongOption(

@@ -30,15 +30,15 @@ WORLDS = ("dp_world_size", "mp_world_size")
 
 
 def of_names(files: FilesByRole) -> int:
-    """The sequence-parallel size, if the file names show it; else 1.
+    """The number of ranks that share each sequence, if the file names show it; else 1.
 
-    Up to 0.19.5, the model rank in a file's name is the rank's index in its sequence. Each data
-    rank then has files of one model rank only. In a run with real model ranks, each data rank has
-    files of every model rank.
+    Names show it up to DeepSpeed 0.19.5: there, `mp_rank_NN` counts the ranks that share a
+    sequence.
     """
     places = {*files[MODEL_3], *files[OPTIMIZER]}
     sp = 1 + max((model for _, model in places), default=0)
     is_grid = files[LAYER] or files[EXPERT] or any(number for (number,) in files[MODEL])
+    # with real model ranks, each data rank has files of every model rank
     return 1 if is_grid or any(model != rank % sp for rank, model in places) else sp
 
 
@@ -73,11 +73,11 @@ def stated_sizes(model: Mapping[str, Any]) -> str:
 
 
 def of_model(model: Mapping[str, Any], path: str, grid: Grid, dp: int, named: int) -> int:
-    """The sequence-parallel size of a run, as one of its model files states it.
+    """The number of ranks that share each sequence, as a model file states it.
 
-    The file names show `grid` (the pipeline and tensor ranks), `dp` data ranks and `named`
-    sequence-parallel ranks. Raises UnsupportedCheckpoint if the file states sizes that zckpt does
-    not understand, and InconsistentCheckpoint if it states other sizes than the names.
+    File names show `grid`, `dp` data ranks, and `named` ranks for each sequence. If the file states
+    no sizes (before 0.19.5), the result is `named`. Raises UnsupportedCheckpoint (unknown sizes)
+    and InconsistentCheckpoint (sizes and names do not match).
     """
     dimensions = model.get(DIMENSIONS)
     if not isinstance(dimensions, dict):  # before 0.19.5

@@ -70,8 +70,7 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
 
     source   the manifest that has the tensors for the ranks' files
     ranks    one manifest per model rank, in order
-    grid     the numbers of pipeline stages and tensor ranks; None for one model rank without a
-             pipeline
+    grid     the pipeline stages and tensor ranks; None for one rank without a pipeline
     """
 
     source: Manifest
@@ -88,10 +87,9 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
     The target gets one copy.
     """
     layers: Sequence[Manifest] = ()
-    """Manifests of models whose files of pipeline layers are copied unchanged.
+    """Models whose pipeline layer files are copied unchanged; empty if new layer files are written.
 
-    The checksums of these files are in the records of `source`, and are compared during the copy.
-    Empty if the target's files of layers are written anew.
+    The records of `source` have the checksums of these files, for a comparison during the copy.
     """
     pipeline: Pipeline | None = None
     """The pipeline whose layer files are written; None if there are none, or if they are copied."""
@@ -132,10 +130,9 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
 def target_ranks(source: Manifest, options: Options) -> TargetRanks:
     """Decides the target's model ranks (its pipeline stages and tensor ranks).
 
-    If the source keeps its model ranks separate, the target gets the source's tensor ranks. It also
-    gets the source's stages, unless the options ask for other stages. Raises WrongOption for
-    options and bounds of stages that do not fit, MissingData if nothing shows how a parameter is
-    cut, and UnsupportedCheckpoint for a source that cannot be cut.
+    If the source's model ranks were not joined (`source.ranks`), the target keeps their tensor
+    ranks, and their stages unless the options ask for others. Raises WrongOption (options do not
+    fit), MissingData (nothing shows how a parameter is cut) and UnsupportedCheckpoint.
     """
     if source.ranks:
         place = source.ranks[0].place

@@ -32,10 +32,8 @@ from .target_ranks import TargetRanks, layer_files, target_ranks
 def lay_out(source: Manifest, options: Options) -> Layout:
     """Lays out the target's files (without their tensors' bytes), and lists what they cannot store.
 
-    Raises before anything is written: WrongOption (options or a ds_config that contradict each
-    other or the source), MissingData (states that the target needs, or the order of the parameters
-    in the flat buffers), InconsistentCheckpoint (parameters of one flat buffer whose steps differ),
-    UnsupportedCheckpoint (a target that DeepSpeed or zckpt does not write).
+    Raises WrongOption, MissingData, InconsistentCheckpoint (different steps in one flat buffer) and
+    UnsupportedCheckpoint before anything is written.
     """
     need_order(source)
     ranks = target_ranks(source, options)

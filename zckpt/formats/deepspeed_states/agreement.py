@@ -121,23 +121,12 @@ def _difference(value: Any, first: Any, fact: str = "") -> tuple[str, Any, Any] 
 def check_names(files: Iterable[TorchFile]) -> list[Notice]:
     """Checks that every file was saved under its present name; returns notes on what is unknown.
 
-    torch.save stores a file's name in the file. `files` are all files of a directory. All numbers
-    in the names are compared: the data rank, the model rank, a layer, an expert. A wrong name
-    shows that a file was swapped or copied.
-
-    Earlier versions of zckpt stored one name in the files of several ranks:
-
-        optimizer files in stage 3          "archive", which names no rank
-        model files in stage 3              from rank 2 on, the name of rank 1's file
-        several model ranks                 the name of model rank 0's file (not in layer files)
-
-    If all files of the directory have these names, wrong names show nothing, and a note reports
-    this. zckpt then compares the bytes of the model ranks' optimizers: equal bytes show that the
-    files of one rank were copied over the files of another rank.
-
-    Raises InconsistentCheckpoint for a swapped or copied file.
+    `files` are all files of a directory. Raises InconsistentCheckpoint for a swapped or copied
+    file. If an earlier version of zckpt gave several files one name, only the bytes of the model
+    ranks' optimizers are compared.
     """
     opened = {file.path: file for file in files}
+    # torch.save stores a file's name in the file
     names = saved_names(ROLES, {path: file.saved_as for path, file in opened.items()})
     other_count = sum(name.is_other for name in names)
     if not other_count or not _are_named_by_earlier_versions(names):
@@ -173,19 +162,18 @@ def _place(name: ParsedName) -> tuple[Role, Numbers]:
 def _named_by_earlier_versions(
     role: Role, numbers: Numbers, in_stage_3: bool
 ) -> tuple[Role, Numbers] | None:
-    """The role and rank numbers in the name that earlier versions of zckpt stored in a file.
+    """The role and numbers in the name that earlier versions of zckpt stored in a file.
 
-    torch.save stores a file's name in the file. These versions stored the same name in several
-    ranks' files. `role` and `numbers` are parsed from the file's name on disk. None if the stored
-    name was `archive`, which states no role and no rank.
+    `role` and `numbers` are those in the file's name on disk. None if the stored name was
+    `archive`, which states no role and no rank.
     """
     if role is LAYER:
         return role, numbers
     if role is OPTIMIZER and in_stage_3:
         return None
-    if role is MODEL_3:
+    if role is MODEL_3:  # from rank 2 on, the name of rank 1's file
         return role, (min(numbers[0], 1), 0)
-    return role, (*numbers[:-1], 0)
+    return role, (*numbers[:-1], 0)  # the name of model rank 0's file
 
 
 def _refuse_copied_ranks(names: Sequence[SavedName], files: Mapping[str, TorchFile]) -> None:

@@ -82,10 +82,10 @@ class TagDirectory(Struct, frozen=True):
 
 
 class TagKind(Struct, frozen=True):
-    """One of two kinds of tag directories: of a run, or of DeepSpeed's universal checkpoints.
+    """A kind of tag directory (a folder with one save): a run's, or DeepSpeed's universal one.
 
     what      the kind's name in errors
-    pointer   the file that names the current tag: "latest" or "latest_universal"
+    pointer   the file that names the current tag, such as "latest"
     holds     tells whether a folder has a checkpoint of this kind
     tags      lists the tags in a run directory
     """
@@ -110,11 +110,11 @@ class TagKind(Struct, frozen=True):
         return models if len(models) > 1 and OF_MODELS.fullmatch(latest) else [latest]
 
     def locate(self, path: str, tag: str | None) -> TagDirectory:
-        """The directory of the tag that the user or the pointer file names.
+        """The directory of `tag`; if `tag` is None, of the tag in the pointer file (`latest`).
 
-        Raises AmbiguousCheckpoint (several tags and no pointer file), NotACheckpoint (no tag, or
-        none with the user's name), UnsupportedCheckpoint (a pointer file that leads out of the
-        directory), and IncompleteCheckpoint (the pointer file names a tag that does not exist).
+        Raises AmbiguousCheckpoint (several tags, no pointer file), NotACheckpoint (no such tag),
+        IncompleteCheckpoint (the pointer file names a missing tag) and UnsupportedCheckpoint (the
+        pointer file is a link out of the directory).
         """
         if tag is not None and self.holds(path) and self.detect(path) == [tag]:
             return TagDirectory(path, tag, None)
@@ -370,20 +370,19 @@ def is_foreign(path: str) -> bool:
 
 
 def refuse_foreign(folder: str, names: Sequence[str]) -> None:
-    """Raises UnsupportedCheckpoint if a writer other than torch.save wrote files of a folder.
+    """Raises UnsupportedCheckpoint if FastPersist or DataStates-LLM wrote files of a folder.
 
-        mp_rank_00_model_states.pt-0.2    FastPersist (`checkpoint.writer`): part 0 of 2 of the file
-        mp_rank_00_model_states.pt        DataStates-LLM (`datastates_ckpt`): 8 bytes with the
-                                          length of the JSON, the JSON, tensors, a pickle
-
-    zckpt reads neither kind. DeepSpeed 0.19.8 can save both, but does not load FastPersist's parts.
-    In stage 3 FastPersist adds no numbers to the names: these files are complete files of
-    torch.save, so zckpt reads them.
+    `names` are the names of its files. FastPersist's files of stage 3 are not refused: they are
+    complete files of torch.save.
     """
+    # FastPersist (`checkpoint.writer`): mp_rank_00_model_states.pt-0.2 is part 0 of 2 of the file.
+    # DeepSpeed 0.19.8 can save such parts, but does not load them
     wholes = {name: whole_name(name) for name in names}
     parts = [name for name, whole in wholes.items() if whole not in wholes]
     if parts:
         _refuse_part(os.path.join(folder, min(parts)))
+    # DataStates-LLM (`datastates_ckpt`, which DeepSpeed 0.19.8 can use): 8 bytes with the length of
+    # the JSON, the JSON, tensors, a pickle
     files = sorted(name for name in names if name.endswith(ENDING))
     if files and is_by_datastates(path := os.path.join(folder, files[0])):
         raise UnsupportedCheckpoint(

@@ -20,9 +20,8 @@ FLOAT_NAMES = {"fp32": "F32", "float32": "F32", "float": "F32", "bf16": "BF16", 
 class TargetEngine:
     """The engine that will load the target: its ZeRO stage, its weights' dtype and its ds_config.
 
-    The target keeps the source's values unless the user asks for others. A ds_config from the user
-    replaces the source's. `before` is the source's engine, or None if no DeepSpeed run saved the
-    source. The value "auto" in a config counts as missing. Raises WrongOption if options and config
+    The source's values are kept unless the options replace them. `before` is the source's engine,
+    or None if no DeepSpeed run saved the source. Raises WrongOption if options and ds_config
     contradict each other.
     """
 
@@ -146,14 +145,13 @@ class TargetEngine:
     def wraps_bf16(self) -> bool:
         """Whether the engine uses BF16_Optimizer, whose files are partitioned even in stage 0.
 
-        DeepSpeed 0.19.8, engine.py `_do_optimizer_sanity_check`. Before 0.17.6 BF16_Optimizer was
-        also the optimizer of bf16 in stage 0. If the source has BF16_Optimizer, so does the target,
-        unless the user gives a ds_config.
+        If the source uses it, so does the target, unless the user gives a ds_config.
         """
         if self.dtype != "BF16" or self.offloads or self.stage > 1:
             return False
         before = self.before
-        if self.stage == 0:
+        # DeepSpeed 0.19.8, engine.py `_do_optimizer_sanity_check`
+        if self.stage == 0:  # in bf16, before 0.17.6
             version = None if before is None else before.version
             return version is not None and version_numbers(version) < (0, 17, 6)
         kept = before is not None and before.optimizer_class == "BF16_Optimizer"
@@ -176,12 +174,10 @@ class TargetEngine:
         return int(self.number(SUB_GROUP_SIZE, "zero_optimization", "sub_group_size"))
 
     def _stage(self, source: Manifest, config: Mapping[str, Any]) -> int:
-        """The target's ZeRO stage, from the first of these that states one; else 2.
+        """The target's ZeRO stage: the user's choice, else the source's, else 2.
 
-        --stage              the user's option
-        --ds-config          the user's ds_config
-        source's files       except stage 0 of another engine's files, which means nothing
-        source's ds_config   last, as it may state 0 although the files are BF16_Optimizer's
+        The source's files count before its ds_config. Raises WrongOption if `--stage` and the
+        user's ds_config differ, or if there is no such stage.
         """
         stage_in_config = nested(config, "zero_optimization", "stage")
         chosen = self.options[STAGE]
@@ -193,8 +189,9 @@ class TargetEngine:
                 hint="leave out --stage, or change the ds_config",
             )
         stage_of_files = source.run.origin.zero_stage
-        if stage_of_files == 0 and self.before is None:
+        if stage_of_files == 0 and self.before is None:  # another engine's 0 means nothing
             stage_of_files = None
+        # the source's ds_config may state 0 although its files are BF16_Optimizer's
         by_priority = (
             (chosen, stage_in_config, stage_of_files)
             if has_config

@@ -23,7 +23,7 @@ KEYS = {
 }
 """Keys of hyper-parameters that an optimizer estimates itself, such as the learning rate `d`.
 
-These are the keys in prodigyopt 1.1, dadaptation 3.2 and pytorch_optimizer 4.1.
+They are from prodigyopt 1.1, dadaptation 3.2 and pytorch_optimizer 4.1.
 """
 
 Estimates = Sequence[Mapping[str, Sequence[Any]]]
@@ -89,11 +89,10 @@ def _is_of_ranks(values: Any, dp: int) -> bool:
 
 
 def need_same_ranks(source: Manifest, dp: int = 0, stage: int | None = None) -> None:
-    """Raises UnsupportedCheckpoint if the target cannot keep the estimates of the source's ranks.
+    """Raises UnsupportedCheckpoint if the target cannot keep what ranks have estimated (Prodigy).
 
-    An estimate is a hyper-parameter that each rank's optimizer computes itself (Prodigy). The
-    target must have the source's number of ranks and ZeRO stage; stages 1 and 2 count as equal.
-    `dp` and `stage` are the target's; `stage` is None for a target without partitions.
+    `dp` and `stage`, the target's number of ranks and ZeRO stage, must be the source's; stages 1
+    and 2 count as equal. The defaults are for another engine's target, which keeps no estimates.
     """
     stage_of_source, flat = source.run.origin.zero_stage, (1, 2)
     estimates = stated_estimates(source)

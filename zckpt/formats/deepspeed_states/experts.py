@@ -180,9 +180,8 @@ class ExpertLayers(Struct, frozen=True):
     def everywhere(self, local: Sequence[str]) -> list[str]:
         """Adds the experts of all other ranks to one rank's members of a param group.
 
-        `local` has the names of the rank's members. If they are in one of DeepSpeed's own orders,
-        the result is in this order too, which is valid at any expert-parallel size. Otherwise each
-        expert's tensor is followed by the same tensor of the other ranks' experts.
+        `local` has the names of these members on the rank. If they are in one of DeepSpeed's own
+        orders, so is the result.
         """
         runs = groupby(local, self.layer_of)  # consecutive names of the same layer
         return [name for layer, run in runs for name in _spread(layer, [*run])]
@@ -265,11 +264,12 @@ def _order(run: Sequence[str], count: int) -> int | None:
 
 
 class ExpertRanks(Struct, frozen=True):
-    """Assigns experts to `dp` ranks (utils/groups.py `_create_expert_and_data_parallel`).
+    """Which ranks have which experts. With 4 ranks and an expert-parallel size of 2, for example:
 
-    By default, neighbor ranks have different experts: with 4 ranks and ep 2, ranks 0 and 1 together
-    have all experts of a layer, and so do ranks 2 and 3. With `data_first` neighbor ranks have the
-    same experts: ranks 0 and 1, and ranks 2 and 3.
+        by default       ranks 0 and 2 have the first half, ranks 1 and 3 the second
+        `data_first`     ranks 0 and 1 have the first half, ranks 2 and 3 the second
+
+    DeepSpeed 0.19.8, utils/groups.py `_create_expert_and_data_parallel`.
     """
 
     dp: int

@@ -43,12 +43,9 @@ def optimizer_name(engine: TargetEngine, source: Manifest) -> str:
 def adam_class(engine: TargetEngine, source: Manifest) -> str | None:
     """The class of Adam whose param groups and steps are written, as `--optimizer` names it.
 
-    The first line that applies decides:
-
-        with --optimizer                           the class that the user names
-        complete groups, no --ds-config            None: groups and steps stay as in the source
-        otherwise                                  the class that the engine makes by the ds_config;
-                                                   None if the engine makes no Adam
+    `--optimizer` decides, else the ds_config. None if the engine makes no Adam. Also None if a
+    source of DeepSpeed states all hyper-parameters, and the user gives neither `--optimizer` nor
+    `--ds-config`: then its groups and steps are kept.
     """
     if engine.options[OPTIMIZER]:
         return engine.options[OPTIMIZER]
@@ -64,10 +61,9 @@ FUSED = ("deepspeed-fused-adam", "apex-fused-adam")
 def wrapper(engine: TargetEngine, source: Manifest) -> str | None:
     """The engine's class that wraps the optimizer in a target of stage 0; None for fp32.
 
-    The class is FP16_Optimizer, which flattens groups, for DeepSpeed's and Apex's FusedAdam, and
-    FP16_UnfusedOptimizer for all other optimizers (0.19.8, engine.py `_configure_fp16_optimizer`).
-    It follows from the options, else from a source of stage 0, else from the ds_config, else from
-    where the source's optimizer keeps its step.
+    FP16_Optimizer, which flattens groups, wraps DeepSpeed's and Apex's FusedAdam.
+    FP16_UnfusedOptimizer wraps all other optimizers (0.19.8, engine.py
+    `_configure_fp16_optimizer`).
     """
     if engine.dtype == "F32":
         return None
@@ -78,6 +74,7 @@ def wrapper(engine: TargetEngine, source: Manifest) -> str | None:
         return before.optimizer_class
     if is_stated or engine.optimizer:
         return FLAT if by_class in FUSED else UNFLATTENED
+    # a FusedAdam shows in the place where the source's optimizer keeps its step
     place, is_adam = kept_place(source), optimizer_name(engine, source) in ("adam", "adamw")
     is_fused = place.where == "group" or place.stale is not None
     return FLAT if is_adam and is_fused else UNFLATTENED
@@ -106,9 +103,9 @@ def complete_groups(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Completes all groups with the keys that the target's optimizer needs.
 
-    Returns the groups, and the values that zckpt assumed: {"eps": 1e-08}. Groups that a DeepSpeed
-    engine wrote are complete already. Groups of elastic files and of other engines are completed
-    from `--group-defaults`, then from the ds_config, then from the optimizer's own defaults.
+    Returns the groups, and the values that zckpt assumed: {"eps": 1e-08}. Missing values come from
+    `--group-defaults`, then from the ds_config, then from the optimizer's own defaults. Raises
+    WrongOption, MissingData and UnsupportedCheckpoint.
     """
     options, name, adam = engine.options, optimizer_name(engine, source), adam_class(engine, source)
     inferred, complete = are_inferred(source), _is_complete(engine, source)
@@ -161,10 +158,10 @@ def _refuse_groups_of_adagrad(
 ) -> None:
     """Raises UnsupportedCheckpoint for torch's Adagrad with several groups under ZeRO.
 
-    The engine rebuilds the optimizer with one group, and then fails when it trains or loads
-    (0.19.8, stages 1, 2 and 3, `initialize_optimizer_states`). DeepSpeed's own CPUAdagrad supports
-    several groups; its groups have no `lr_decay`.
+    The engine would fail when it trains or loads (0.19.8, stages 1, 2 and 3).
     """
+    # the engine rebuilds the optimizer with one group (`initialize_optimizer_states`); DeepSpeed's
+    # own CPUAdagrad supports several groups, which have no `lr_decay`
     of_torch = name == "adagrad" and any("lr_decay" in group for group in groups)
     if of_torch and len(groups) > 1 and not (engine.whole or engine.offloads):
         raise UnsupportedCheckpoint(
@@ -199,9 +196,8 @@ def _refuse_given(source: Manifest, options: Options) -> None:
 def _needed(engine: TargetEngine, source: Manifest, name: str, adam: str | None) -> dict[str, Any]:
     """The hyper-parameters that each group of the target needs, with default values.
 
-    If the program makes an Adam itself, its class is unknown, so the keys of all classes are
-    included, with one exception: `decoupled_weight_decay`. torch's Adam and AdamW differ only in
-    its value, and the universal loader would turn one into the other.
+    `name` is the optimizer's name, `adam` its class if it is an Adam (see `adam_class`). If the
+    program makes an Adam itself, its class is unknown: the keys of all classes are included.
     """
     needed = dict(known_optimizer(name).defaults)
     if adam is not None:
@@ -211,6 +207,8 @@ def _needed(engine: TargetEngine, source: Manifest, name: str, adam: str | None)
             needed["decoupled_weight_decay"] = engine.decouples_decay
     elif name in ("adam", "adamw") and not engine.optimizer:
         needed["bias_correction"] = True
+        # torch's Adam and AdamW differ only in this value: the universal loader would turn one into
+        # the other
         del needed["decoupled_weight_decay"]
     slots = source.slots
     for key, slot in (("amsgrad", "max_exp_avg_sq"), ("centered", "grad_avg")):
@@ -271,15 +269,15 @@ def _no_states(source: Manifest) -> MissingData:
 def are_of_families(name: str, source: Manifest) -> bool | None:
     """Whether the optimizer `name` can continue from the states of the source's optimizer.
 
-    `name` is spelled as by `plain_name`. None if zckpt does not know one of the two optimizers.
-    Adam can continue from AdamW's states, for example. The engine's Muon updates some groups as
-    Adam does, so it can continue from Adam's states too.
+    Adam can continue from AdamW's states, for example. `name` is spelled as by `plain_name`. None
+    if zckpt does not know one of the two optimizers.
     """
     before = [plain_name(each) for each in (source.optimizer or "").split(", ")]
     family = known_optimizer(name).family
     families = {known_optimizer(each).family for each in before} - {None}
     if not (family and families):
         return None
+    # DeepSpeed's Muon updates some groups as Adam does
     return family in families and families <= {family, *(["adam"] if family == "muon" else [])}
 
 

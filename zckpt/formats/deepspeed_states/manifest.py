@@ -359,10 +359,7 @@ def _elastic_warnings(ranks: EngineStates, groups: Sequence[dict[str, Any]] | No
 
 
 STEPS_OF = "zckpt_optimizer"
-"""Key in a file that zckpt wrote: the class of optimizer that `--optimizer` named.
-
-The class decides whether the step is kept in param groups or in the optimizer's state.
-"""
+"""Key in zckpt's files: the class that `--optimizer` named; it decides where the step is kept."""
 
 
 def stated_optimizer(
@@ -401,13 +398,12 @@ def step_place(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> StepPlace 
 def _times(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> int:
     """By how much one update increases the step in the param groups of stage 3 (0.19.8).
 
-    The engine calls the optimizer once for each sub-group, and each call increases the step of all
-    groups. The FusedAdams of Apex and TransformerEngine, whose groups have `bias_correction`, skip
-    groups that are empty during the call, so the largest number of sub-groups in a group counts.
-    For other optimizers it is the number of all sub-groups.
+    Usually it is the number of sub-groups: the engine calls the optimizer once for each sub-group,
+    and every call increases the step of all groups.
     """
     if not all("bias_correction" in group for group in ranks.groups(0)):
         return len(buffers)
+    # Apex's and TransformerEngine's FusedAdams skip groups that are empty during a call
     return max(Counter(buffer.group for buffer in buffers).values())
 
 
@@ -447,9 +443,7 @@ def ahead_of_counters(
 ) -> list[Notice]:
     """A warning if the optimizer has counted more updates than the engine.
 
-    If the engine has counted more, nothing is wrong: it also counts skipped fp16 steps, and goes on
-    counting when a program resumes without the optimizer's state. Before 0.13.2 DeepSpeed began
-    with an extra update, so an optimizer that is ahead by one is accepted.
+    One more is accepted: before 0.13.2 DeepSpeed began with an extra update.
     """
     step_of = {name: each.step for name, each in parameters.items() if each.step is not None}
     last = max(step_of, key=lambda name: step_of[name], default="")
@@ -457,6 +451,8 @@ def ahead_of_counters(
     times = 1 if place is None else place.times
     if not last or model is ranks.optimizers[0] or not isinstance(counted, int):
         return []
+    # the engine may be ahead: it also counts skipped fp16 steps, and goes on when a program
+    # resumes without optimizer states
     if step_of[last] <= (counted + 1) * times:
         return []
     message = (

@@ -29,9 +29,9 @@ def model_files(
 ) -> Iterator[Shell]:
     """Yields the shells of the model files: one in stages 0, 1 and 2, one per rank in stage 3.
 
-    A shell is a file without its tensors' bytes. With `derives`, module weights that the source
-    lacks are cast from the masters; otherwise they are left out. `optimizer` makes the optimizer's
-    state in a model file of stage 0.
+    A shell is a file without its tensors' bytes. With `derives`, weights that the source lacks are
+    cast from masters; otherwise they are left out. In stage 0, `optimizer` makes the optimizer's
+    state.
     """
     for rank in range(target.dp if target.engine.partitioned else 1):
         first = 1 if rank and target.aliases else 0  # only rank 0's file has second names
@@ -135,9 +135,8 @@ def module_weights(
 ) -> dict[str, Tensor]:
     """Makes tensors without values for the module's tensors with these `names`.
 
-    The tensors' storages are added to `storages`, which collects those of the new file. In stage 3,
-    parameters get empty placeholders. A weight that the source lacks is left out, unless `derives`
-    allows zckpt to cast the weight from its master.
+    In stage 3, parameters get empty placeholders. With `derives`, a weight that the source lacks is
+    cast from its master; otherwise it is left out. `storages` collects the tensors' storages.
     """
     source, engine = target.source, target.engine
     weights: dict[str, Tensor] = {}
@@ -174,10 +173,8 @@ def _frozen(
 ) -> tuple[Any, Any]:
     """The values of `frozen_param_shapes` and `frozen_param_fragments` in a model file.
 
-    Both are None in stages 0 and 1, and if frozen weights were left out of the save, as with an
-    adapter without its base model. If it is unknown whether some were left out, the shapes are
-    empty and the fragments None. With empty fragments, the engine would look for each frozen weight
-    of its model in them, and fail (0.19.8, engine.py `load_module_state_dict`).
+    Both are None in stages 0 and 1, and if frozen weights were left out of the save. If nothing
+    shows whether some were left out, the shapes are empty and the fragments None.
     """
     # a base weight may have a tied weight's name, or count as a buffer if it is quantized
     known_names = {*target.source.parameters, *target.aliases, *target.source.buffers}
@@ -188,6 +185,8 @@ def _frozen(
     names = [name for name in target.frozen if name in weights]
     before = target.engine.before
     excludes = before.excludes_frozen if before is not None else None
+    # with empty fragments, the engine would look for each frozen weight of its model in them, and
+    # fail (0.19.8, engine.py `load_module_state_dict`)
     if not names and excludes is not False:
         return (None if excludes else {}), None
     shapes = OrderedDict((name, Size(target.frozen[name].shape)) for name in names)
@@ -256,9 +255,8 @@ def _auto_ep_layers(
 def _affine_map(layer: ExpertLayer, shape: tuple[int, ...]) -> dict[str, Any]:
     """The affine map of a stacked parameter of AutoEP: which elements each ep rank has.
 
-    `shape` is the shape of one expert. Every ep rank has one block of the full parameter. The map
-    states the block's offset in the full parameter, and its offset in the rank's own part: 0
-    (0.19.8, checkpoint/autoep_affine.py and affine.py).
+    `shape` is the shape of one expert. Each ep rank has one block of the full parameter (0.19.8,
+    checkpoint/autoep_affine.py and affine.py).
     """
     shard = (layer.local, *shape)
     steps, elements = [*row_major(shard)], prod(shard)

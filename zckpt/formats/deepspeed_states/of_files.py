@@ -93,9 +93,7 @@ def of_ranks(ranks: EngineStates) -> dict[str, dict[str, Any]]:
 def layout(ranks: EngineStates) -> dict[str, dict[str, Any]]:
     """What each file states about the run's sizes and partitions, by file name.
 
-    The manifest keeps this only to compare checkpoints, since the reader computes the same facts
-    itself. Slice mappings under `round_robin_gradients` are left out: DeepSpeed writes mappings
-    that do not match its flat buffers, and zckpt writes correct ones.
+    The manifest keeps this only to compare checkpoints: the reader computes the facts itself.
     """
     statements: dict[str, dict[str, Any]] = {}
     for file in ranks.models:
@@ -104,6 +102,7 @@ def layout(ranks: EngineStates) -> dict[str, dict[str, Any]]:
     for file, state in zip(ranks.optimizers, ranks.states, strict=True):
         statement = statements.setdefault(os.path.basename(file.path), {})
         statement |= {key: comparable(state[key]) for key in OF_PARTITIONS if key in state}
+        # under round robin, DeepSpeed's mappings do not match its flat buffers, but zckpt's do
         if SLICES in state and not ranks.round_robin:
             statement[SLICES] = f"{_crc_of_slices(state[SLICES]):08x}"
     return statements
@@ -172,9 +171,8 @@ OF_ENGINE = OF_BASE | {
 def extra_states_of(ranks: EngineStates) -> list[StateRow]:
     """Optimizer states that belong to no parameter, as records for the manifest's `states`.
 
-    A number or text that is equal on all ranks becomes one record, and zckpt writes it into
-    targets. Any other state becomes a record with the values of all ranks. These values are
-    compared but never written. Keys that begin with `zckpt` are skipped, because zckpt wrote them.
+    A number or text that is equal on all ranks is written into targets. All other states are only
+    compared: their records have the values of all ranks.
     """
 
     def keep(values: Any, path: str, tensors: dict[Key, Entry]) -> Any:
@@ -205,7 +203,7 @@ def _extra_states(ranks: EngineStates) -> Iterator[ExtraState]:
         (files if has_files else (), OF_ENGINE, BESIDE_STATE),
     ):
         for key in dict.fromkeys(key for each in dictionaries for key in each):
-            if key in expected or str(key).startswith("zckpt"):
+            if key in expected or str(key).startswith("zckpt"):  # zckpt wrote these keys
                 continue
             values = [each.get(key) for each in dictionaries]
             is_one = all(is_plain(value) and alike(value, values[0]) for value in values)

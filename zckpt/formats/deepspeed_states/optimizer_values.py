@@ -52,10 +52,9 @@ def base_state(
 ) -> dict[str, Any]:
     """The base optimizer's state dict for one rank: {"state": ..., "param_groups": ...}.
 
-    `states` are the states of the groups' members, by the member's number: {0: {"exp_avg": ...}}.
-    Empty states are left out. `numbers` has the numbers of each group's members: [[0, 1], [2]]. If
-    it is None, the members are the flat buffers, numbered from 0. `storages` collects the storages
-    of the tensors in the new file.
+    `states` are the states of the groups' members, by number: {0: {"exp_avg": ...}}. `numbers` are
+    each group's members: [[0, 1], [2]]; None if these are the flat buffers. `storages` collects the
+    storages of the new file's tensors.
     """
     groups = []
     for number, group in enumerate(target.groups):
@@ -103,11 +102,10 @@ def typed_step(target: DeepSpeedTarget, step: agreement.Step, storages: Storages
 def group_step(
     target: DeepSpeedTarget, members: Iterable[TargetBuffer], storages: Storages
 ) -> dict[str, Any]:
-    """The step to store in a param group: {"step": 7}; `members` are the group's flat buffers.
+    """The step to store in a param group: {"step": 7}; empty if groups store no step.
 
-    Empty if the target's optimizer keeps no step in groups. If it keeps the step as a tensor, the
-    tensor's storage is added to `storages`, which collects those of the new file. Raises
-    InconsistentCheckpoint if the buffers have different steps, since a group can store only one.
+    `members` are the group's flat buffers. Raises InconsistentCheckpoint if they have different
+    steps. `storages` collects the storages of the new file's tensors: a step may be a tensor.
     """
     place = target.step_place
     if target.options.weights_only:
@@ -132,10 +130,8 @@ DYNAMIC = ("last_overflow_iter", "scale_factor", "scale_window")
 def loss_scaling(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
     """The items of a ZeRO optimizer file that hold the loss scaler.
 
-    If the target has the source's 16-bit type, the source's scaler is kept. A source of stage 0 has
-    only a scaler's numbers, which are put into a new scaler object. If the type differs, or the
-    source has no scaler, the scaler is a new one, as the engine makes it. `storages` collects the
-    storages of the tensors in the new file.
+    The source's scaler is kept if source and target have the same weight type. Otherwise, or if the
+    source has none, it is a new scaler. `storages` collects the storages of the new file's tensors.
     """
     kept = target.optimizer_state
     if target.engine.same_dtype and isinstance(kept.get("loss_scaler"), Foreign):
@@ -154,9 +150,7 @@ def loss_scaling(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
 def whole_scaling(target: DeepSpeedTarget) -> dict[str, Any]:
     """The numbers of the loss scaler in a model file of stage 0: {"cur_scale": 65536.0, ...}.
 
-    They are the source's if the target has the source's 16-bit type, otherwise a new scaler's. The
-    engine stores them for bf16 too, with the number of updates as `cur_iter` (DeepSpeed 0.19.8,
-    fp16/unfused_optimizer.py `state_dict`).
+    They are the source's if the target has the source's weight type, otherwise a new scaler's.
     """
     kept = target.optimizer_state
     scaler = kept.get("loss_scaler")
@@ -169,6 +163,8 @@ def whole_scaling(target: DeepSpeedTarget) -> dict[str, Any]:
         values = _fresh_scaler(target.engine)[0].state
     assert isinstance(values, Mapping)
     dynamic = bool(values.get("dynamic", "min_scale" in values))
+    # the engine stores these for bf16 too, with the number of updates as `cur_iter` (0.19.8,
+    # fp16/unfused_optimizer.py `state_dict`)
     return {
         "dynamic_loss_scale": dynamic,
         "cur_scale": values["cur_scale"],

@@ -100,7 +100,7 @@ OPTIONS = (
 OLDER_NAMES, LATER_NAMES = "deepspeed-0.18", "deepspeed-0.19"
 """Values of `--dialect`: how files are named if several ranks share a sequence.
 
-Up to DeepSpeed 0.19.5, a file's name contains the rank within the sequence; since then it does not.
+Up to DeepSpeed 0.19.5, names contain the rank's index among the ranks that share a sequence.
 """
 NAMES = replace(DIALECT, choices=(LATER_NAMES, OLDER_NAMES), usual=LATER_NAMES)
 OF_RANKS = (TP, PP, EP, SP, PP_BOUNDS, PP_PARTITION, VOCAB_SIZE, LIKE, NAMES)

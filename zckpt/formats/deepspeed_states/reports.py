@@ -82,15 +82,15 @@ def of_stage_0(target: DeepSpeedTarget, wholes: Sequence[Manifest]) -> list[Noti
 
 
 def of_sequences(target: DeepSpeedTarget) -> list[Notice]:
-    """Warnings for runs in which several ranks share a sequence.
+    """Warnings for a run in which several ranks share a sequence.
 
-    Gradients change if the stage changes between 3 and 1 or 2: stage 3 divides gradients by the
-    number of all ranks (0.19.8, runtime/comm/coalesced_collectives.py), stages 1 and 2 by the
-    number of sequences (stage_1_and_2.py). Releases whose file names contain the rank in the
-    sequence (0.18.2 to 0.19.5) fail to load any checkpoint of such a run.
+    Gradients change between stage 3 and other stages. Releases with the older file names (DeepSpeed
+    0.18.2 to 0.19.5) fail to load any checkpoint of such a run.
     """
     engine, origin = target.engine, target.source.run.origin
     warnings = []
+    # stage 3 divides gradients by the number of all ranks, stages 1 and 2 by that of sequences
+    # (0.19.8, runtime/comm/coalesced_collectives.py and stage_1_and_2.py)
     if engine.sp > 1 and origin.sp and (origin.zero_stage == 3) != engine.partitioned:
         message = (
             f"if {engine.sp} ranks share a sequence, gradients of stages 1 and 2 (DeepSpeed "
@@ -109,16 +109,15 @@ def of_sequences(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def _of_guessed(target: DeepSpeedTarget) -> list[Notice]:
-    """A warning that zckpt guessed which tensors of a state dict are frozen weights, not buffers.
+    """A warning if zckpt guessed which tensors of a state dict are frozen weights, not buffers.
 
-    State dicts do not tell frozen weights and buffers apart, and stage 3 stores them in different
-    places. If a buffer is stored as a frozen weight, DeepSpeed refuses to load it, because of its
-    size in the module's state.
+    Empty except in stage 3, which stores frozen weights and buffers in different places.
     """
     engine = target.source.run.engine
     guessed = isinstance(engine, StateDictEngine) and engine.guessed
     if not (guessed and target.engine.partitioned and target.frozen) or target.options[BUFFERS]:
         return []
+    # DeepSpeed refuses a buffer that is stored as a frozen weight: its size in the module is wrong
     names = list(target.frozen)
     message = (
         f"{listed(names, 4)}: assumed to be frozen parameters; if any is a buffer, name it with "

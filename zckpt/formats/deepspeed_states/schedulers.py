@@ -63,12 +63,9 @@ def fits(state: Any, name: str) -> bool:
 
 
 def decide(source: Manifest, name: str | None) -> Decided:
-    """Decides which scheduler state the target's files get.
+    """Decides which scheduler state the target's files get, as the table of this module shows.
 
     `name` is the scheduler in the ds_config, such as "WarmupLR"; None if the ds_config names none.
-    If it is a scheduler of DeepSpeed's own, and the source's state is missing or of another class,
-    the files get a new state that counts the updates of the source. In all other cases they get the
-    source's state. The docstring of this module has a table of the cases.
     """
     state, engine = source.state.get("lr_scheduler"), source.run.engine
     before = named_in(engine.config) if isinstance(engine, FlatBufferEngine) else None

@@ -33,13 +33,13 @@ ParameterShapes = dict[str, tuple[int, ...]]
 class ModuleOverrides(Struct, frozen=True):
     """Values that replace the model file's values; None keeps the file's value.
 
-    Each line names a kind of checkpoint, and what replaces the model file's values in it:
+    What is replaced depends on the kind of checkpoint:
 
-        Experts                 tensors in the experts' own files, and the names of all experts
-        AutoEP                  a tensor for each expert, in place of stacked parameters
-        Pipelines               tensors in layer files, and shapes if the model file lists none
-        Stage 0                 names and shapes of the optimizer's parameters, as zckpt found them
-        Universal directories   tensors that are equal on all model ranks
+        with experts            tensors in the experts' files, names of all experts
+        with AutoEP             a tensor for each expert, instead of stacked ones
+        pipelines               tensors in layer files, shapes if the file lists none
+        stage 0                 the optimizer's parameters, as zckpt found them
+        universal directories   tensors that are equal on all model ranks
     """
 
     module: dict[str, Any] | None = None
@@ -63,9 +63,8 @@ class EngineStates(Struct, frozen=True):
     models       model files; `model` is the content of the first one
     optimizers   optimizer files; empty if the optimizer is not read
     states       per optimizer file: the state of DeepSpeed's optimizer class
-    bases        per optimizer file: the base optimizer's {"state": ..., "param_groups": ...}
-    version      of DeepSpeed
-    dp           the number of ranks
+    bases        per optimizer file: the state of the base optimizer
+    dp           the number of data ranks
     overrides    values that replace those in `model`
     """
 
@@ -262,12 +261,11 @@ class EngineStates(Struct, frozen=True):
     def param_shapes(self) -> list[ParameterShapes]:
         """Names and shapes of the parameters in every flat buffer, in the order of the buffer.
 
-        This list is the only correct source of that order: slice mappings in the optimizer files
-        are wrong under `round_robin_gradients`. Before 0.6.0 the list is in the optimizer files,
-        not in the model file. Before 0.5.4 one dictionary lists all buffers' parameters.
+        Only this list is always in that order. Raises CorruptCheckpoint if no file has it.
         """
         shapes = self.listed_shapes
-        if shapes is None:
+        # slice mappings are no substitute: they are wrong under `round_robin_gradients`
+        if shapes is None:  # before 0.6.0 the list is in the optimizer files
             shapes = self.first.get("param_shapes", self.optimizers[0].value.get("param_shapes"))
         return shapes_of_groups(shapes, self.models[0])
 
@@ -342,7 +340,7 @@ def shapes_of_groups(shapes: Any, file: TorchFile) -> list[ParameterShapes]:
 
     Raises CorruptCheckpoint if `shapes` is neither a list nor a dictionary.
     """
-    groups = [shapes] if isinstance(shapes, dict) else shapes
+    groups = [shapes] if isinstance(shapes, dict) else shapes  # before 0.5.4 one for all buffers
     if not isinstance(groups, list):
         raise CorruptCheckpoint(
             "file-damaged", f"{file.path} states no param_shapes", file=file.path
@@ -446,9 +444,8 @@ class BufferSlot(Struct, frozen=True):
     """One kind of tensor (masters, or one optimizer state) of all parameters in a flat buffer.
 
     name        "master", "exp_avg" and so on
-    dtype       such as "F32"
-    fragments   parameter's name -> where its elements are in files
-    copies      (parameter's name, where a further copy on another rank is in files)
+    fragments   where each parameter's elements are in files
+    copies      further copies on other ranks: (parameter, where in files)
     """
 
     name: str
@@ -461,17 +458,16 @@ class FlatBuffer(Struct, frozen=True):
     """One flat buffer of the source, read from all ranks.
 
     group              the number of the param group
-    shapes             names and shapes of its parameters, in the user's order
-    slots              masters, and the states with the shape of the parameters
-    step, step_place   the step that the optimizer uses, and where the files keep it
+    shapes             names and shapes of parameters, in the user's order
+    slots              masters, and states of the parameters' shapes
+    step, step_place   the optimizer's step, and where files keep it
     scalars            states that are a single number
-    sightings          all places in the files that state a step
+    sightings          all places in files that state a step
     warnings           about these steps
-    partition_values   states that cannot be divided among parameters: key -> ranks' values
-    starts             parameter's name -> its first element in the buffer
+    partition_values   states that cannot be divided by parameter: ranks' values
+    starts             each parameter's first element in the buffer
     files              the rank files that `partition_values` are from
-    other              states that are neither a number nor of a parameter's shape (stage 0 only);
-                       the manifest lists them under the first parameter
+    other              all other states (stage 0), listed under the first parameter
     """
 
     group: int
@@ -493,13 +489,14 @@ def states_of_partitions(
 ) -> list[StateRow]:
     """The manifest's records of optimizer states that cannot be divided among parameters.
 
-    Examples are SOAP's matrices, and 8-bit optimizers' scales of 256 elements each. Their tensors
-    are added to `entries`. For elastic files and runs with experts, the records only say that zckpt
-    does not read these states: elastic saves cut padding off these tensors too, and with experts
-    the ranks have partitions of different buffers.
+    Examples are SOAP's matrices, and the scales of 8-bit optimizers. Their tensors are added to
+    `entries`. For elastic files and runs with experts, the records only say that zckpt does not
+    read such states.
     """
     rows: list[StateRow] = []
     parts = 0
+    # elastic saves cut padding off these tensors too, and with experts the ranks have partitions of
+    # different buffers
     kind = "a run with experts" if ranks.model.get("num_experts") else ""
     kind = "an elastic save" if ranks.elastic else kind
     reason = f"in {kind}, zckpt does not read states that belong to a rank's partition"

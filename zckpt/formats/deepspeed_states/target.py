@@ -181,9 +181,8 @@ class DeepSpeedTarget:
     def _divided(self, names: Sequence[str], numels: Sequence[int], dp: int) -> list[list[int]]:
         """Divides a group's parameters among flat buffers: [[0, 2], [1]] is two buffers.
 
-        The numbers are indices in `names`. In stage 0 each parameter has a buffer of its own,
-        unless the engine flattens groups (FP16_Optimizer). In stage 3 `dp`, the number of ranks
-        that share the buffers, decides how many parameters fit into a sub-group.
+        The numbers are indices in `names`, and `numels` are the sizes of these parameters in
+        elements. `dp` ranks share the buffers.
         """
         if self._has_buffer_per_parameter:
             return [[place] for place in range(len(names))]
@@ -247,9 +246,9 @@ class DeepSpeedTarget:
     def _states(self, name: str) -> tuple[tuple[str, str], ...]:
         """The optimizer states of a parameter that the target stores: (("exp_avg", "F32"), ...).
 
-        If the source has only a 16-bit weight without a master, the target's master is fp32, and
-        16-bit states become fp32 too. A state that the target cannot store is left out, without an
-        error: the target is refused when `writing/state_loss.py` finds the loss.
+        16-bit states become fp32 if the source has only a 16-bit weight without a master. A state
+        that the target cannot store is left out without an error: `writing/state_loss.py` refuses
+        this later.
         """
         if self.options.weights_only:
             return ()
@@ -485,12 +484,12 @@ class DeepSpeedTarget:
     def counts(self, buffer: TargetBuffer) -> bool:
         """Whether the step is stored in the state of this buffer.
 
-        Usually every buffer stores the step. Without ZeRO, some optimizers (DeepSpeed's FusedAdam)
-        store it only for a group's last parameter, so a target for them does too. If the source has
-        such an optimizer and no ZeRO, both store the step for the same parameters.
+        False only without ZeRO: some optimizers (DeepSpeed's FusedAdam) store the step only with
+        the last parameter of each group.
         """
         alone = self._has_buffer_per_parameter and steps.counts_by_last(self.step_place)
         before = steps.kept_place(self.source)
+        # as in a source with such an optimizer: its step may be with all parameters
         if self.source.run.origin.zero_stage == 0 and steps.counts_by_last(before):
             alone = alone and before.last_only
         return not alone or self._last_stepped[buffer.group] is buffer

@@ -23,10 +23,10 @@ from .states import EngineStates, FlatBuffer
 class ManifestTensors:
     """Collects the tensors of a manifest from opened files.
 
-    entries      the place of each tensor in files, by (name, slot): ("fc.weight", "exp_avg")
+    entries      where each tensor is in files, by (parameter, kind): ("fc.weight", "exp_avg")
     replicas     further copies of these tensors
     parameters   trained and frozen parameters by name
-    numbers      records of optimizer states that are a single number
+    numbers      optimizer states that are a single number
     """
 
     def __init__(self, ranks: EngineStates) -> None:

@@ -39,12 +39,10 @@ from .slicing import info_of_patterns
 
 
 class MergedStates:
-    """The contents of the model files and of optimizer_state.pt.
+    """The contents of the model files and of optimizer_state.pt, as an `EngineStates` (`states`).
 
-    `states` has these contents as an `EngineStates`. That class is also used for the files of a
-    run's directory. With tensor or pipeline parallelism, each model file has only a part of the
-    module. Then `is_whole` is False, and only the module's tensors that are equal on all ranks are
-    read.
+    With tensor or pipeline parallelism, each model file has only a part of the module. Then
+    `is_whole` is False, and only the module's tensors that are equal on all ranks are read.
     """
 
     def __init__(self, directory: TagDirectory) -> None:

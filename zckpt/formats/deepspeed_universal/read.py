@@ -45,10 +45,9 @@ from .slicing import cuts_of
 def read(path: str, reading: Reading = USUAL) -> Manifest:
     """Reads a universal directory, or the latest one in a run's directory.
 
-    Groups may have different steps. Within a group, different steps are an error, unless
-    `reading.step_policy` chooses one. Raises NotACheckpoint, IncompleteCheckpoint (no zero/, no
-    fp32.pt of a parameter), InconsistentCheckpoint (shapes or steps that differ),
-    CorruptCheckpoint, UnsupportedCheckpoint (MoE).
+    If steps differ within a group, `reading.step_policy` must choose one. Raises NotACheckpoint,
+    IncompleteCheckpoint, InconsistentCheckpoint (shapes or steps differ), CorruptCheckpoint and
+    UnsupportedCheckpoint (MoE).
     """
     directory = KIND.locate(path, reading.tag)
     try:

@@ -36,17 +36,13 @@ Shape = tuple[int, ...]
 def slice_info(target: DeepSpeedTarget, name: str) -> SliceInfo | None:
     """The keys to write beside a parameter's tensor, such as {"cat_dim": 0}.
 
-    They tell the engine how to cut the full tensor for tensor parallelism. They are copied from
-    the files of a universal source. For other sources they are derived: from the way in which its
-    tensor ranks cut the parameter, or as DeepSpeed does from the `universal_checkpoint_info` in the
-    client state. None if the file gets only the flat tensor, as in stage 3 without such cuts.
-
-    Raises InconsistentCheckpoint if `universal_checkpoint_info` does not fit the parameter,
-    MissingData if no rule says how the parameter is cut, and UnsupportedCheckpoint if no keys of
-    DeepSpeed can describe the cut.
+    They tell the engine how to cut the full tensor for tensor parallelism. None if the file gets
+    only the flat tensor (in stage 3). Raises InconsistentCheckpoint (`universal_checkpoint_info`
+    does not fit), MissingData (no rule states the cut) and UnsupportedCheckpoint (no keys describe
+    the cut).
     """
     kept = target.source.state.get("universal")
-    if isinstance(kept, dict):
+    if isinstance(kept, dict):  # the keys in a universal source's files
         alone = target.engine.partitioned and kept.get("model_parallel") == 1
         default = None if alone else {"cat_dim": 0}
         info: SliceInfo | None = (kept.get("files") or {}).get(name, default)
@@ -156,9 +152,9 @@ def _info_of_rule(
 ) -> SliceInfo:
     """The keys that make DeepSpeed cut a parameter as the source's tensor ranks cut it.
 
-    These are `stated_info`, the keys from the source's own `universal_checkpoint_info`, if they
-    describe the same cut. Otherwise they are made from the rule in `facts`. Raises MissingData if
-    no rule states how the parameter is cut.
+    They are `stated_info` (from the source's `universal_checkpoint_info`) if it describes the same
+    cut, otherwise made from the rule in `facts`. Raises MissingData (no rule states the cut) and
+    UnsupportedCheckpoint (no keys describe the cut).
     """
     placement = facts.placements.get(name)
     shape = target.trainable[name].shape
@@ -249,11 +245,11 @@ def cuts_of(
     """How the parameters of a directory are cut over tensor ranks; None if no file states it.
 
     `rules` are rules that zckpt wrote into the directory. Without them, the training program's
-    `patterns` decide (`universal_checkpoint_info`, which DeepSpeed's converter keeps). The tensors'
-    own files are not enough: an AutoTP run's files do not state the dimension of the cut.
+    `patterns` decide (`universal_checkpoint_info`).
     """
     if rules is not None:
         return TensorParallel.of_state(convert(rules, dict[str, Any]))
+    # not even the tensors' files do: an AutoTP run's files do not state the dimension of the cut
     if not any(key.endswith("_patterns") or key.startswith("parameter_") for key in patterns):
         return None
     infos = {name: info_of_patterns(patterns, name, shape) for name, shape in shapes.items()}

@@ -58,14 +58,11 @@ SliceInfos = Mapping[str, SliceInfo | None]
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """Lays out a directory that the engine loads with any grid (tp, pp, dp).
+    """Lays out a directory that DeepSpeed loads on any numbers of ranks (tp, pp, dp).
 
-    Tensors are full, and all model ranks read the single model file. What the files contain depends
-    on the target's ZeRO stage.
-
-    Raises before anything is written, with the errors of deepspeed/write.py. Also raises
-    UnsupportedCheckpoint for a source that the engine's loader cannot load: numbers per parameter
-    (NAdam), in stage 3 any optimizer but Adam, and names that cannot be names of folders.
+    Warnings name the exceptions. Raises before anything is written: the errors of
+    deepspeed/write.py, and UnsupportedCheckpoint for experts, for states that the engine's
+    universal loader cannot load, and for names that cannot be names of folders.
     """
     refuse_experts(source)
     rows = used_rows(source)

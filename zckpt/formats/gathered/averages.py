@@ -76,11 +76,10 @@ class Model(Struct, frozen=True):
 def joined(
     tree: dict[Any, Any], ranks: Sequence[RankFiles], different: Sequence[Difference]
 ) -> tuple[dict[Any, Any], list[Notice], Callable[[TreePath], bool]]:
-    """Joins averages (EMA) that ranks saved as plain slices, or removes them if they do not fit.
+    """Joins averages (EMA) that ranks saved as plain slices; removes those that do not fit.
 
-    `tree` has all state dicts, merged from `ranks`, the files of all ranks. `different` are the
-    values that differ between ranks. Returns the changed tree, warnings, and a function that tells
-    whether the value at a path was joined or removed.
+    `tree` is merged from the files of all ranks, `ranks`. `different` are the values that differ
+    between ranks. The last result tells whether the value at a path was joined or removed.
     """
     tables = [(each, path, value) for each in ranks for path, value in _tables(each)]
     models = [
@@ -127,11 +126,10 @@ def _joined_like_model(
     place: TreePath,
     differing: set[TreePath],
 ) -> tuple[dict[Any, Leaf], bool]:
-    """Joins ranks' tensors if they match the shards of one model's DTensors.
+    """Joins ranks' tensors (by key) if they match the shards of one model's DTensors.
 
-    `tensors` maps keys to the ranks' tensors. Returns the joined tensors by key, and whether the
-    tensors must be left out of the result. They must if they are slices that cannot be joined, or
-    full tensors that differ between ranks.
+    The second result is true if the tensors must be left out: they are slices that cannot be
+    joined, or full tensors that differ between ranks.
     """
     is_slices = False
     for model in models:

@@ -60,7 +60,7 @@ NUMBERED = (
 )
 """File names to which a second model or optimizer adds a number: `model_1.safetensors`.
 
-Accelerate's (1.15), and zckpt's own.
+Accelerate (1.15) writes all of them but `extra.pt`, which is zckpt's own.
 """
 # of other formats: DeepSpeed's ranks, ONNX Runtime's, Megatron-Core's
 OTHER_ENDINGS = ("_model_states.pt", "_optim_states.pt", ".ort.pt")
@@ -80,16 +80,15 @@ ROLES = (
 
 
 class StateDictFiles(Struct, eq=False):
-    """The files of one checkpoint, sorted by kind.
+    """The files of one checkpoint, sorted by kind: `model`, `optim`, `model_1` for a second model.
 
-    A kind is `model`, `optim`, or `model_1` for a second model. In the merged tree, a file's
-    content gets its kind as the key. The kind None is for a single file that has the full tree.
+    In the merged tree, a file's content gets its kind as the key. The kind None is for files that
+    have the full tree.
 
         whole    complete files: {kind: path}
         ranks    files of single ranks: {kind: {rank: path}}
         world    the number of ranks, if the files' names state it
-        items    true for files of the package torch_checkpointing (items.py): a state dict that is
-                 not sharded may then be in one rank's file only
+        items    whether the files are torch_checkpointing's (items.py)
     """
 
     whole: dict[str | None, str] = field(default_factory=dict)
@@ -163,14 +162,9 @@ def detect(path: str) -> list[str]:
 
 
 def detect_weak(path: str) -> list[str]:
-    """Finds weights without an optimizer, or files of which each is a complete checkpoint.
+    """Finds weights without an optimizer, or several files that are each a complete checkpoint.
 
-    Folders of other formats may contain such files too. So `Format.detect_weak` is called only if
-    no format's `detect` finds a checkpoint. Returns a list of tags:
-
-        several complete files      the files' names
-        other files of these kinds  [""]: one checkpoint without tags
-        nothing found               []
+    Returns the names of several such files, [""] for one checkpoint without tags, [] for nothing.
     """
     if sources.is_file(path):
         return [""] if path.endswith(".safetensors") else []
@@ -397,9 +391,9 @@ def slices(path: str) -> list[str]:
 def locate(path: str) -> StateDictFiles:
     """Finds the files of the one checkpoint at `path`, a folder or a file.
 
-    If `path` is the file of one rank, the files of all ranks are found. Raises NotACheckpoint if no
-    file has a model's state dict, AmbiguousCheckpoint if there are several checkpoints, and
-    InconsistentCheckpoint if two files belong to the same rank.
+    For the file of one rank, these are the files of all ranks. Raises NotACheckpoint (no model's
+    state dict), AmbiguousCheckpoint (several checkpoints) and InconsistentCheckpoint (two files of
+    one rank).
     """
     if not sources.is_folder(path):
         folder, name = os.path.split(path)
@@ -446,9 +440,8 @@ def locate(path: str) -> StateDictFiles:
 def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]) -> StateDictFiles:
     """Sorts the files of all ranks by kind and rank, and adds complete files of other kinds.
 
-    A kind is `model`, `optim` or the stem of the names. `whole` has the complete files by kind.
-    Raises InconsistentCheckpoint if two files belong to one rank. Raises AmbiguousCheckpoint for
-    files of different world sizes, and for several stems, none of which says `model` or `optim`.
+    Raises InconsistentCheckpoint (two files of one rank) and AmbiguousCheckpoint (several numbers
+    of ranks, or several checkpoints).
     """
     by_stem: dict[str, dict[int, str]] = {}
     worlds: set[int] = set()
@@ -489,6 +482,7 @@ def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]
         )
     for stem, paths in by_stem.items():
         kind = kinds[stem]
+        # several files of one kind keep their stems as kinds
         alone = kind and list(kinds.values()).count(kind) == 1
         files.ranks[kind if alone else stem] = paths
     files.whole = {kind: path for kind, path in whole.items() if kind not in files.ranks}

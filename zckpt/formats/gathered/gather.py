@@ -41,9 +41,8 @@ LEFT_OUT = "verify without --gather"
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
     """Returns every tensor of model and optimizer, joined from shards by torch's own rule.
 
-    `path` is the checkpoint's directory or file. A `Partition` is one full tensor, as the byte
-    ranges of its shards. Raises UnsupportedCheckpoint if a rank's mesh does not state its
-    coordinate, and InconsistentCheckpoint if a rank has other shards than the metadata states.
+    Raises UnsupportedCheckpoint for a DTensor that the rule cannot place, and
+    InconsistentCheckpoint if a rank has other shards than its metadata lists.
     """
     try:
         return _partitions(locate(path))
@@ -144,9 +143,8 @@ class _Ranks:
     def _placed_by_mesh(self, states: Mapping[int, Any], shape: tuple[int, ...]) -> list[BoxPart]:
         """Places every rank's local tensor in the full DTensor, by the ranks' mesh coordinates.
 
-        Along each axis, a shard begins where the shards of smaller mesh coordinates end. Raises
-        UnsupportedCheckpoint if a rank's coordinate is not stated, and for placements other than
-        Shard, _StridedShard and Replicate.
+        Raises UnsupportedCheckpoint if a rank's coordinate is not stated, and for placements other
+        than Shard, _StridedShard and Replicate.
         """
         tensors: dict[int, Tensor] = {}
         positions: dict[int, list[tuple[int, ...]]] = {}

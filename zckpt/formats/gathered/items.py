@@ -36,23 +36,19 @@ Items = dict[str | None, dict[int, str]]
 
 
 def parts(folder: str, names: Sequence[str], of: str | None = None) -> Items:
-    """Finds torch_checkpointing's files of torch.save: {item: {rank: path}}.
+    """Finds torch_checkpointing's files `{item}_{rank}.pt`: {item: {rank: path}}.
 
-    Files are named `{item}_{rank}`; an item is a saved object, such as `model`. Programs may give
-    such names to other files too, so at least one item must be distributed. Its files then have
-    DTensors, or plain tensors whose rows seem to be divided among ranks. (zckpt refuses such plain
-    tensors later, when it merges them.)
-
-    Returns {} if no item is distributed. Otherwise the result has all items with DTensors, and the
-    other items with files of the same ranks. `of` is the name of one file; with it, only that
-    file's item is considered.
+    An item is a saved object, such as `model`. Returns {} if no item's files have shards of
+    tensors. With `of`, the name of one file, only that file's item is considered.
     """
     items = _by_item(folder, names, ".pt", of)
     likeliest = _models_first(items)
     first = next((item for item in likeliest if _is_distributed(items[item])), None)
+    # plain tensors that seem to be cut into rows, which zckpt refuses when it merges them
     first = first or next((item for item in likeliest if _are_rows(items[item])), None)
     if first is None:
         return {}
+    # other programs number files too: an item without shards must have ranks of the first item
     return {
         item: paths
         for item, paths in items.items()
@@ -62,11 +58,10 @@ def parts(folder: str, names: Sequence[str], of: str | None = None) -> Items:
 
 
 def slices(folder: str, names: Sequence[str], of: str | None = None) -> list[str]:
-    """Finds safetensors files that may be ranks' slices of one model, in the order of ranks.
+    """Finds safetensors files `{item}_{rank}` that may be slices of one model, in order of rank.
 
-    Files `{item}_{rank}` with the same `{item}` belong together. The first item with possible
-    slices is returned; items with `model` in their names come first. `of` is the name of one file;
-    with it, only that file's item is considered. The result is [] if nothing is found.
+    Returns the slices of one item, preferably with `model` in its name; [] if there are none. With
+    `of`, the name of one file, only that file's item is considered.
     """
     items = _by_item(folder, names, ".safetensors", of)
     return next((files for item in _models_first(items) if (files := _slices_of(items[item]))), [])

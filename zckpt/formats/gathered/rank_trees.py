@@ -72,16 +72,13 @@ def merge(
     place: TreePath,
     by_checksums: bool,
 ) -> MergedRanks:
-    """Merges the files of all ranks into one tree of state dicts.
+    """Merges the files of all ranks, of one kind such as the model's, into one tree.
 
-    The files are of one kind, such as the model's. Later the trees of all kinds become one tree;
-    `place` is the path of this kind in it. `step_policy` is the value of --step-policy, which
-    chooses a step if ranks have different steps. With `by_checksums`, replicas are compared only by
-    checksums in the files.
+    `place` is the path of this kind in the tree of all kinds. `step_policy` (--step-policy) chooses
+    a step if ranks differ. With `by_checksums`, replicas are compared only by stated checksums.
 
-    Raises IncompleteCheckpoint (a rank or a shard is missing), InconsistentCheckpoint (ranks
-    contradict each other), UnsupportedCheckpoint (flat parameters, placements other than Shard and
-    Replicate).
+    Raises IncompleteCheckpoint (a missing rank or shard), InconsistentCheckpoint (ranks contradict
+    each other) and UnsupportedCheckpoint (flat parameters, unknown placements).
     """
     for file in files.values():
         refuse_tree(file.value, file.path)
@@ -146,14 +143,14 @@ def refuse_part(file: TorchFile) -> None:
 
 
 class MergedRanks(Struct, eq=False):
-    """Merges the files of all ranks into one tree of state dicts.
+    """The files of all ranks, merged into one tree of state dicts.
 
     tree          the merged state dicts, set by `merge`
-    different     the values that differ between ranks; only rank 0's is kept in `tree`
+    different     values that differ between ranks; `tree` has only the first rank's
     of_ranks      the other ranks' values where ranks differ, by file
     steps         the files' values under the key `step`
     copies        plain tensors, which each rank should have completely
-    uncompared    the number of tensors that could only be compared by reading them
+    uncompared    the number of tensors that only reading could compare
     """
 
     files: dict[int, TorchFile]
@@ -170,9 +167,9 @@ class MergedRanks(Struct, eq=False):
     def of(self, by_rank: dict[int, Any], path: TreePath) -> Any:
         """Merges the values that ranks have at one path of their trees.
 
-        `by_rank` has these values by rank. Shards of a tensor are joined, containers are merged
-        item by item, and steps must agree. Of any other value, rank 0's is kept. Raises
-        UnsupportedCheckpoint if ranks have different numbers of param groups.
+        Joins the shards of a tensor, merges containers item by item, and takes the first rank's
+        value of anything else. Raises UnsupportedCheckpoint (different numbers of param groups) and
+        InconsistentCheckpoint (ranks contradict each other).
         """
         values = list(by_rank.values())
         kinds = {type(value) for value in values}

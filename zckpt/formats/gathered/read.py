@@ -72,12 +72,10 @@ def with_copies(path: str) -> Manifest:
 def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[rank_trees.Copies]]:
     """Reads torch.save files: the manifest, and the tensors of which several ranks have replicas.
 
-    `reading.tag` is the name of one file in the folder `path`.
-
-    Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank or a shard is missing),
-    InconsistentCheckpoint (ranks contradict each other), MissingData (an optimizer numbers its
-    parameters, and nothing shows their names), CorruptCheckpoint, UnsupportedCheckpoint (flat
-    parameters).
+    `reading.tag` is the name of one file in the folder `path`. Raises NotACheckpoint,
+    AmbiguousCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint (ranks contradict each other),
+    MissingData (no file names an optimizer's numbered parameters), CorruptCheckpoint and
+    UnsupportedCheckpoint.
     """
     whole = path
     if reading.tag:
@@ -325,6 +323,7 @@ class _TreeReader:
     def _ranks(self, key: str | None, paths: Mapping[int, str]) -> Any:
         files = {rank: self._open(paths[rank]) for rank in sorted(paths)}
         world = self.files.world or max(files) + 1
+        # torch_checkpointing may save a state dict without shards in one rank's file only
         if not self.files.items:
             is_beside = key == "optim" and "model" in self.files.whole  # beside the full model
             are_shares = is_beside and len(files) < world and zero_redundancy.is_local(files)

@@ -42,9 +42,9 @@ OF_ITEMS = (
     role("optimizer", r"(?P<stem>.*optim.*?)_(\d+)\.pt", "dp"),
     role("model", r"(?P<stem>.*model.*?)_(\d+)\.pt", "dp"),
 )
-"""`OF_RANKS` and `OF_ITEMS` tell by a file's name what a rank's file is for, such as `optimizer`.
+"""The roles of torch_checkpointing's files; `OF_RANKS` are those of other programs' files.
 
-`OF_ITEMS` has the names of torch_checkpointing; files.py lists all kinds of names.
+A role tells by a file's name what a rank's file is for, such as `optimizer`.
 """
 
 
@@ -117,9 +117,9 @@ def read_distributed(
 ) -> DistributedTensor:
     """Reads a rank's pickled ShardedTensor or DTensor, with the shards that this rank saved.
 
-    Raises CorruptCheckpoint for a malformed pickle. Raises InconsistentCheckpoint if the local
-    tensor's type or shape is not that of the shard. Raises UnsupportedCheckpoint for placements
-    that zckpt cannot compute, and for local tensors of a special class.
+    Raises CorruptCheckpoint (a malformed pickle), InconsistentCheckpoint (a shard of another rank,
+    type or shape) and UnsupportedCheckpoint (a placement or a tensor class that zckpt does not
+    read).
     """
     try:
         _, _, arguments, state = value.arguments
@@ -183,6 +183,7 @@ def _read_dtensor(
         list(_mesh_axes_of(entry)) == sorted(_mesh_axes_of(entry))
         for entry in _attribute(spec, "shard_order", None) or ()
     )
+    # in the order of the cuts: with FSDP2, tensor parallelism (factor 1) cut before the data ranks
     pairs = zip(_attribute(spec, "placements"), mesh.coordinate(rank), strict=True)
     for placement, (position, count) in sorted(pairs, key=lambda pair: _split_factor(pair[0])):
         kind = placement.name.rpartition(".")[2]
@@ -233,9 +234,7 @@ def rows_mesh(value: Foreign) -> tuple[str, str | None] | None:
 def _split_factor(placement: Any) -> int:
     """The `split_factor` of a `_StridedShard`; 1 for other placements, 0 if it is not stated.
 
-    It is the number of parts into which other mesh axes have cut the tensor's axis before. With
-    FSDP2, tensor parallelism has made these cuts. The caller applies placements in the order of
-    their factors, so those with factor 1 cut first, and refuses a tensor with the factor 0.
+    The factor is the number of parts into which other mesh axes cut the tensor's axis before.
     """
     if not placement.name.endswith("._StridedShard"):
         return 1
@@ -255,13 +254,13 @@ class DeviceMesh(Struct, frozen=True):
     """A device mesh, as a DTensor's pickle states it.
 
     places    maps each rank to its row-major index in the mesh
-    axes      for each axis: its number of positions, and its stride in that index; an axis that
-              torch made of several axes (`_flatten`) has several numbers and several strides
-    record    the pickled mesh; it must stay alive, because `MeshCache` uses its `id()` as a key
+    axes      for each axis: its numbers of positions, and its strides in that index
+    record    the pickled mesh; it must stay alive, because `MeshCache` uses its `id()`
     """
 
     record: Any
     places: dict[int, int]
+    # several numbers for an axis that torch made of several axes (`_flatten`)
     axes: list[tuple[tuple[int, ...], tuple[int, ...]]]
 
     def coordinate(self, rank: int) -> list[tuple[int, int]]:
@@ -291,11 +290,9 @@ class DeviceMesh(Struct, frozen=True):
         return ranks[0] if len(ranks) == 1 else None
 
 
+# thousands of DTensors in a file share one pickled mesh
 MeshCache = dict[tuple[int, int], DeviceMesh]
-"""Meshes that were already read, by the `id()` of the pickled mesh and by rank.
-
-Thousands of DTensors in a file share one pickled mesh.
-"""
+"""Meshes that were already read, by the `id()` of the pickled mesh and by rank."""
 
 
 def _mesh(record: Any, rank: int, file: TorchFile, cache: MeshCache) -> DeviceMesh:

@@ -57,10 +57,8 @@ Make = Callable[[BlankTensor], Any]
 class FileNames(Struct, frozen=True):
     """The names that a program gives to the files of one checkpoint.
 
-    weights      the file of the model's state dict
-    optimizer    the file of the optimizer's state dict
-    scheduler    the file of the scheduler's state; None if this state is in extra.pt
-    by_name      the program's optimizer uses parameter names instead of numbers
+    scheduler    the file of the scheduler's state; None if this state is in `extra`
+    by_name      whether the optimizer uses parameter names instead of numbers
     keys         the keys of both state dicts, if they are in one file
     extra        zckpt's file for everything else
     """
@@ -106,10 +104,9 @@ def has_models(source: Manifest, options: Options) -> bool:
 def file_names(source: Manifest, options: Options) -> FileNames:
     """Chooses the names of the target's files.
 
-    They depend on `--dialect` (such as accelerate) and on the trainer whose files are beside the
-    source. Without `--dialect`, a source of the format `gathered` keeps its dialect; if the source
-    is a single file, the target is a single file of the same name. A source of Lightning becomes a
-    single file too.
+    They depend on `--dialect` (the program that loads the files) and on the trainer's files beside
+    the source. Without `--dialect`, a source that is a single file, or Lightning's, becomes a
+    single file; any other source of this format keeps its dialect.
     """
     engine = keys_of(source.run.engine)
     if options[DIALECT] is None and not options.weights_only:
@@ -367,11 +364,9 @@ class StateDictWriter(StateDicts):
     ) -> Any:
         """Replaces the stand-ins for tensors in a nested value by tensors without bytes.
 
-        The stand-ins are `BlankTensor` (type and shape of a parameter's tensor), `Scalar` (a
-        number) and `TensorName` (the name of a tensor in the manifest's state). `storages` collects
-        the new tensors' places in the file. A `BlankTensor` that occurs several times becomes one
-        tensor: `made` caches the results by `id()`. `make` creates a tensor from a `BlankTensor`;
-        without `make`, it has the full shape.
+        Stand-ins are `BlankTensor`, `Scalar` and `TensorName`. `storages` collects the new tensors.
+        `made` caches them by the `id()` of a `BlankTensor`, so a repeated one becomes one tensor.
+        `make` creates a tensor from a `BlankTensor`; without it, the tensor is full.
         """
         if isinstance(value, Scalar):
             return storages.scalar(value)

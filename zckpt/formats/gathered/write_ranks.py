@@ -43,8 +43,8 @@ ORDER = Foreign(Global(f"{SPECS}.ShardOrderEntry"), (0, (0,)), None, "new")
 def lay_out(source: Manifest, options: Options) -> Layout:
     """Lays out the files of `--dp` ranks: each rank has its rows of parameters, and all buffers.
 
-    Raises WrongOption unless FSDP2 cut the source's parameters into rows on a mesh of one axis.
-    Also raises WrongOption with `--dialect`, because every dialect has only complete files.
+    Raises WrongOption unless FSDP2 cut the source's parameters into rows on a mesh of one axis, for
+    optimizer states of other shapes, and for `--dialect`: every dialect has only full state dicts.
     """
     ranks, mesh = options[DP], source.run.origin.mesh
     assert ranks is not None
@@ -60,7 +60,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         raise WrongOption(
             "option-not-applicable",
             f"--dp does not apply to --dialect {options[DIALECT]}",
-            hint="leave out --dp or --dialect: a dialect has only complete files",
+            hint="leave out --dp or --dialect: with --dialect, zckpt writes only full state dicts, "
+            "not a file for each rank",
         )
     writer = RanksWriter(source, options, ranks, *mesh)
     return Layout(

@@ -52,11 +52,9 @@ def merge(
 ) -> dict[Any, Any]:
     """Joins the ranks' local states into one optimizer's state dict, with new parameter numbers.
 
-    If `param_names` lists all parameters, the new numbers follow its order. If not, the largest
-    parameter of a group gets the first number, and equally large parameters stay in the program's
-    order. Then `saved.orders` gets one list of numbers for each group and size. The caller compares
-    these lists with the model's parameters to find their names. Raises InconsistentCheckpoint
-    (ranks of different saves) and MissingData (no state shows the size of a parameter).
+    If `param_names` lists all parameters, the numbers follow its order. If not, the numbers are
+    those of `_owners_by_size`. Raises InconsistentCheckpoint (ranks of different saves) and
+    MissingData (no state shows the size of a parameter).
     """
     _check_alike(files, step_policy)
     groups = [file.value["param_groups"] for file in files.values()]
@@ -100,9 +98,8 @@ def _owners_by_names(
 def _owners_by_size(saved: SavedTree, files: Mapping[int, TorchFile]) -> list[list[OwnedParameter]]:
     """Finds the owner of every parameter, group by group, the largest parameters first.
 
-    An owner is a pair: the rank, and the parameter's position in the rank's part of the group.
-    Equally large parameters are in the program's order. `saved.orders` gets one list of parameter
-    numbers for each size: only within such a list is the program's order known.
+    Equally large parameters are in the program's order. `saved.orders` gets a list of their numbers
+    for each size. Raises MissingData if no state shows the size of a parameter.
     """
     ranks = [
         [
@@ -113,6 +110,7 @@ def _owners_by_size(saved: SavedTree, files: Mapping[int, TorchFile]) -> list[li
     ]
     numels = [sorted(chain(*own), reverse=True) for own in zip(*ranks, strict=True)]
     numbers = count()
+    # the caller compares these lists with the model's parameters to find their names
     saved.orders = [
         list(islice(numbers, len([*equal]))) for group in numels for _, equal in groupby(group)
     ]
@@ -179,24 +177,21 @@ def _highest_step(file: TorchFile) -> agreement.Step | None:
 
 
 OwnedParameter = tuple[int, int]
-"""A pair: the rank that owns a parameter, and the parameter's position in this rank's group.
-
-In a rank's file, a param group lists only the parameters that the rank owns.
-"""
+"""The owner of a parameter: (rank, the parameter's position in the group of this rank's file)."""
 
 
 def partition(groups: Sequence[Sequence[int]], world: int) -> list[list[list[int]]]:
     """Assigns parameters to `world` ranks by ZeroRedundancyOptimizer's rule.
 
-    The largest parameter of a group is assigned first. Each parameter goes to the rank that has the
-    fewest elements so far. `groups` has the parameters' element counts. The result `[rank][group]`
-    lists the parameters of a rank by their positions in the group.
+    `groups` has the parameters' element counts. The result `[rank][group]` lists the parameters of
+    a rank by their positions in the group.
     """
     parts: list[list[list[int]]] = [[] for _ in range(world)]
     sizes = [0] * world
     for numels in groups:
         for part in parts:
             part.append([])
+        # the largest first, to the rank that has the fewest elements so far
         for place in sorted(range(len(numels)), key=lambda place: -numels[place]):
             rank = sizes.index(min(sizes))
             parts[rank][-1].append(place)
@@ -212,11 +207,9 @@ def dealt(
 ) -> list[list[OwnedParameter]]:
     """Finds the owner of every parameter of every group, by ZeroRedundancyOptimizer's rule.
 
-    An owner is a pair: the rank, and the parameter's position in the rank's part of the group.
-    `groups` has the element counts of each group's parameters. `ranks[rank][group]` has the element
-    counts in the rank's file, None where unknown. `files` are the ranks' paths. Raises
-    InconsistentCheckpoint, which names the file and the group, if a rank's file does not fit the
-    rule.
+    `groups` has the parameters' element counts, `ranks[rank][group]` those in the rank's file (None
+    where unknown). `files` are the ranks' paths. Raises InconsistentCheckpoint with `hint` if a
+    rank's file does not fit the rule.
     """
     owners = [[(0, 0)] * len(numels) for numels in groups]
     for rank, parts in enumerate(partition(groups, len(ranks))):

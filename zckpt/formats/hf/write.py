@@ -209,16 +209,16 @@ class PretrainedWriter(Struct, eq=False, dict=True):
     def _is_exported(self, name: str) -> bool:
         """Whether a tensor is written to the folder; always true for a full model.
 
-        For an adapter, these are written: the adapter's own tensors, and of the base model the
-        tensors that were trained and those that PEFT saves with the adapter. AdaLoRA's `ranknum` is
-        never saved. A source without frozen parameters does not show what was trained
-        (it has no optimizer). Of its base model, only tensors that PEFT saves are written.
+        With an adapter, these are written: the adapter's own tensors, trained tensors of the base
+        model, and tensors of the base model that PEFT saves with the adapter.
         """
+        # AdaLoRA's `ranknum` is never saved
         if self.adapter and name.endswith(peft.RANKS):
             return False
         if not self.adapter or self._is_alone or peft.is_adapters(name):
             return True
         parameter = self.source.parameters.get(name)
+        # a source without frozen parameters has no optimizer: it does not show what was trained
         trained = self._shows_frozen and parameter is not None and parameter.trainable
         return trained or peft.is_saved_base(name, self.config)
 
@@ -271,11 +271,10 @@ class PretrainedWriter(Struct, eq=False, dict=True):
             yield saved_name, (self._dtype(name, entry.dtype, entry is weight.param), entry.shape)
 
     def _dtype(self, name: str, dtype: str, is_weight: bool) -> str:
-        """Chooses the type in which a tensor is written.
+        """Chooses the type in which a tensor is written; `dtype` is its type in the source.
 
-        Parameters get the type of `--dtype`. Without `--dtype`, a weight keeps its type, and a
-        master without a weight is rounded to the type of the module. Buffers and integers keep
-        their types. `dtype` is the source's type; `is_weight` is false for a master.
+        Float parameters get the type of `--dtype`. Without `--dtype`, a weight keeps its type, and
+        a master (`is_weight` is false) is rounded to the module's type. Buffers keep their types.
         """
         if name not in self.model.parameters or dtype not in FLOATS:
             return dtype

@@ -44,11 +44,11 @@ SIZES_OF_RUN = {
 def read_common(table: ItemTable, files: ItemFiles) -> tuple[TorchFile, dict[Any, Any]]:
     """Reads the state that all ranks share; returns its file and its content.
 
-    If the directory has both the file `common.pt` and the key `common_state/shard_0_1`, the file is
-    read, as Megatron-Core does. Raises IncompleteCheckpoint if both are missing, and
-    CorruptCheckpoint if the content is not a dictionary.
+    Raises IncompleteCheckpoint if the directory lacks this state, and CorruptCheckpoint if the
+    state is not a dictionary.
     """
     path = os.path.join(table.folder, FILE)
+    # Megatron-Core prefers this file to the key, too
     if sources.is_file(path):
         file = TorchFile(path)
         files.records += file.records.values()
@@ -73,11 +73,10 @@ def read_common(table: ItemTable, files: ItemFiles) -> tuple[TorchFile, dict[Any
 def sharding_of(table: ItemTable, common: dict[Any, Any]) -> str:
     """How the optimizer's state is sharded: "fully_reshardable", "dp_reshardable", ...
 
-    NOT_DISTRIBUTED if its tensors are full. Since 0.14 the optimizer's state names the type. In
-    older directories it is inferred from the keys, because their `content_metadata` alone does not
-    show whether the optimizer is distributed. Raises UnsupportedCheckpoint for a type that zckpt
-    does not read.
+    NOT_DISTRIBUTED if its tensors are full. Raises UnsupportedCheckpoint for a way of sharding
+    that zckpt does not read.
     """
+    # Megatron-Core states the type in the optimizer's state since 0.14
     sharding_types: set[str] = {
         item["param_state_sharding_type"]
         for item in optimizers_of(common)
@@ -85,6 +84,7 @@ def sharding_of(table: ItemTable, common: dict[Any, Any]) -> str:
     }
     keys = {key: match["rest"] for key in table.items if (match := OPTIMIZER.fullmatch(key))}
     if not sharding_types and any(rest.startswith("distributed.") for rest in keys.values()):
+        # `content_metadata` alone does not show whether the optimizer is distributed
         content = common.get("content_metadata")
         kind = content.get(SHARDING) if isinstance(content, dict) else None
         sharding_types = {kind if isinstance(kind, str) else "dp_zero_gather_scatter"}

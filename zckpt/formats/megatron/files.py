@@ -121,9 +121,8 @@ def _is_one_of_run(run: str, name: str) -> bool:
 def kind_of(path: str) -> str | None:
     """The kind of Megatron-Core checkpoint in a folder; None for any other folder.
 
-    The kind is the --ckpt-format that `metadata.json` names, such as `torch_dist`. Folders without
-    this file are OF_RANKS (mp_rank_* folders), OF_FSDP (keys of Megatron-FSDP) or UNMARKED (keys of
-    torch_dist: the file is lost).
+    The kind is the --ckpt-format in `metadata.json`, such as `torch_dist`. Without this file it is
+    OF_RANKS, OF_FSDP or UNMARKED (torch_dist whose `metadata.json` is lost).
     """
     if not sources.is_folder(path):
         return None
@@ -189,7 +188,8 @@ def _require_latest(run: str, tag: str) -> None:
         "pointer-dangling",
         f"{os.path.join(run, LATEST)} names {tag[:99]!r}, but {run} has no such checkpoint, or "
         "lacks some of its files",
-        hint=f"copy the whole directory, or choose one with --tag: {run} has {saved_iterations}",
+        hint="copy the whole directory, or choose an iteration with --tag: "
+        f"{run} has {saved_iterations}",
         file=os.path.join(run, LATEST),
     )
 

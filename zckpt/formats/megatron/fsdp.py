@@ -65,20 +65,15 @@ Keys = dict[str, str]
 class FsdpReader:
     """Sorts and reads the keys of a Megatron-FSDP directory.
 
-    What a key is for is decided by its path in the state dict, such as ("optimizer", "state", NAME,
-    "exp_avg"). `.metadata` states the paths. Splitting the key at its dots would be wrong, because
-    parameter names have dots too.
-
-        weights       maps weights' names to keys
-        modules       maps names of modules' extra states to keys
-        states        one such map for each optimizer state: {"exp_avg": {name: key}}
-        metas         the keys of each parameter's group: {name: {"lr": key}}
-        other_keys    maps the paths of all other keys to these keys
+        weights       {name: key}
+        modules       keys of modules' extra states: {name: key}
+        states        keys of optimizer states: {"exp_avg": {name: key}}
+        metas         keys of the values of a parameter's group: {name: {"lr": key}}
+        other_keys    all other keys, by their paths in the state dict
         tp            the number of tensor ranks
 
-    Raises UnsupportedCheckpoint for several pipeline stages or model chunks, for gated layers of
-    several tensor ranks whose halves are not separate tensors, and for optimizer states that zckpt
-    does not know.
+    Raises UnsupportedCheckpoint for several pipeline stages or model chunks, unknown optimizer
+    states, and gated layers that several tensor ranks saved as one tensor.
     """
 
     def __init__(self, folder: str, reading: Reading) -> None:
@@ -101,6 +96,7 @@ class FsdpReader:
                     hint="save it with torch's DefaultSavePlanner, as Megatron-LM does",
                     file=folder,
                 )
+        # a key cannot be split at its dots, because parameter names have dots too
         for key, path in self.table.paths.items():
             if key in self.table.items:
                 self._sort(key, path, reading.weights_only)
@@ -298,9 +294,8 @@ class FsdpReader:
     def _keys_and_extra_states(self) -> tuple[dict[str, int], dict[str, Any]]:
         """The keys that torch_dist would use, and modules' extra states under such keys.
 
-        The first result maps keys of weights and buffers to their number of leading axes (layers,
-        experts). In the second, each value is a list of one state. Megatron-Core 0.16.1 does not
-        save extra states in these directories; the lists then contain None.
+        The first result has each key's number of leading axes (layers, experts). Each value in the
+        second is a list of one state, which is None if the directory lacks the state.
         """
         state_keys = {plain_name(raw): key for raw, key in self.modules.items()}
         state_keys.pop(OF_OUTPUT, None)
@@ -308,6 +303,7 @@ class FsdpReader:
         objects: dict[str, Any] = {}
         for name, key in model.items().items():
             place = inside(f"megatron.objects.{key}", 0)
+            # Megatron-Core 0.16.1 does not save extra states in these directories
             objects[key] = [self.value(state_keys[name], place) if name in state_keys else None]
         return model.keys(), objects
 

@@ -60,11 +60,10 @@ def members(
     shapes: Mapping[str, tuple[int, ...]],
     args: Mapping[str, Any],
 ) -> dict[str, int] | None:
-    """Maps each parameter to the number of its group by Megatron-Core's rule.
+    """Maps each parameter to the number of its group by Megatron-Core's rule (see the module).
 
-    Biases and 1-d tensors are in groups with `wd_mult` 0, and experts that are spread over ranks in
-    groups with `is_expert_parallel`. Options in the run's arguments `args` may change this. None if
-    not exactly one group fits each parameter.
+    `args` are the run's arguments, which may change the rule. None if not exactly one group fits
+    each parameter.
     """
     spread = any(group.get("is_expert_parallel") for group in groups)
     alike = by_key(
@@ -131,9 +130,9 @@ def stated_step(
 ) -> tuple[Step | None, StepPlace | None, list[Sighting]]:
     """Finds the number of completed updates in the common state.
 
-    Returns the number, the place where files store it, and a list of all places that state a step.
-    If groups have different steps, `policy` (the value of --step-policy: "max", "min" or a number)
-    chooses one; otherwise InconsistentCheckpoint is raised.
+    Returns the number, the place where files store it, and all places that state a step. If steps
+    differ, `policy` (--step-policy: "max", "min" or a number) chooses one; otherwise
+    InconsistentCheckpoint is raised.
     """
     in_groups = steps.StatedSteps("group")
     in_states = steps.StatedSteps("state")

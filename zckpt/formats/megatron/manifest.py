@@ -55,11 +55,10 @@ class Content(Struct, eq=False):
     file        the file of the `common` state
     common      the state that all ranks share; its tensors become entries
     args        the run's arguments
-    shapes      the shapes of all weights and buffers
     frozen      weights without an optimizer state, although others have one
     sharding    how the optimizer's state was sharded; None if it was not read
-    keys        maps the directory's keys to their number of leading axes (layers, experts)
-    group_of    maps parameters to the numbers of their groups, if the files state them
+    keys        the directory's keys with their number of leading axes (layers, experts)
+    group_of    the number of each parameter's group, if the files state it
     steps       the steps in the ranks' files
     """
 

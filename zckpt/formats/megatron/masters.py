@@ -65,14 +65,13 @@ def way_out(manifest: Manifest) -> str:
 def rebuilt(manifest: Manifest, elements: str) -> Manifest:
     """Drops fp32 masters that do not round to their weights, and their moments; adds a warning.
 
-    `elements` says which elements are compared: BEGINNINGS or ALL (core/comparison/masters.py). If
-    any masters are dropped, those of all 1-d and 0-d parameters are dropped too, with their
-    moments: norms are often constant, so a wrong master may round to its weight by chance. Only
-    `fully_reshardable` checkpoints are changed.
+    `elements` is BEGINNINGS or ALL (core/comparison/masters.py). If any master is wrong, those of
+    all 1-d and 0-d parameters are dropped too. Only `fully_reshardable` checkpoints are changed.
     """
     wrong = {result.match.a.parameter for _, result in unlike(manifest, elements)}
     if not wrong or sharding(manifest) != READABLE:  # a conversion refuses other shardings
         return manifest
+    # norms are often constant, so a wrong master may round to its weight by chance
     vectors = {name for name, item in manifest.parameters.items() if len(item.shape) < 2}
     lost = [name for name in manifest.parameters if name in {*vectors, *wrong}]
     slots = {entry.slot for entry in manifest.entries.values() if is_optimizers(entry.slot)}

@@ -130,6 +130,7 @@ def _with_numbers_replaced(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 # -- the keys that a GPTModel has in torch_dist
 
 
+# the keys of other modules depend on the code of these modules
 KNOWN = re.compile(
     r"embedding\.(?:word|position)_embeddings\.weight|output_layer\.weight"
     r"|decoder\.final_layernorm\.(?:weight|bias)"
@@ -152,21 +153,16 @@ MARKS_OF_LAYERS = ("hetereogenous_dist_checkpoint", "heterogeneous_layers_config
 
 
 class KeysOfGpt:
-    """The keys of one GPTModel in `torch_dist`.
+    """The keys of one GPTModel in `torch_dist` (megatron-core 0.16.1).
 
         name in the full model                          key
         decoder.layers.3.mlp.linear_fc2.weight          decoder.layers.mlp.linear_fc2.weight
         decoder.layers.3.input_layernorm.weight         ...linear_qkv.layer_norm_weight
         decoder.layers.3.mlp.linear_fc2._extra_state    ...mlp.linear_fc2._extra_state/shard_3_L
 
-    Under a weight's key, the weights of all L layers are stacked on a leading axis. If `args` state
-    that layers differ, every layer has separate keys instead, which contain the layer's number.
-    zckpt knows only the keys of a GPTModel's modules: the keys of other modules depend on the code
-    of these modules. Proven with megatron-core 0.16.1.
-
-    `names` are the names of all parameters, buffers and modules' extra states. Layers and experts
-    in them are numbered in the full model, and norms are named as in Megatron-Core's local layer
-    spec. `raw` are the names in the files, where norms may have Transformer Engine's names.
+    `names` are the names of parameters, buffers and modules' extra states in the full model, with
+    norms as in Megatron-Core's local layer spec. `raw` are the names in the files. If `args` state
+    that layers differ, a key has the layer's number instead of stacking all L layers.
     """
 
     def __init__(self, names: Iterable[str], raw: Iterable[str], args: Mapping[str, Any]) -> None:
@@ -183,10 +179,10 @@ class KeysOfGpt:
     def keys(self) -> dict[str, int]:
         """The torch_dist keys of parameters and buffers, each with its number of leading axes.
 
-        Leading axes count layers and experts. Unknown modules get no key. Modules that only some
-        layers or experts have get no key either. The result is empty if `items` finds no extra
-        states of modules, because a run cannot load a directory without extra states.
+        Leading axes count layers and experts. Unknown modules, and modules that only some layers or
+        experts have, get no key. The result is {} if `items` returns {}.
         """
+        # a run cannot load a directory without modules' extra states
         if not self.items():
             return {}
         keys_and_axes = [self._key(name) for name in self.names if KNOWN.fullmatch(name)]
@@ -199,11 +195,10 @@ class KeysOfGpt:
     def items(self) -> dict[str, str]:
         """Maps modules' extra states (`..._extra_state`, pickled objects) to their torch_dist keys.
 
-        A run can load a directory only if every module of the run has its extra state there, even
-        an empty one. If `names` contain no extra states, extra states are added for linear modules,
-        as Megatron-Core's local layer spec needs them. With Transformer Engine's layer spec
-        (`fused`), it is unknown which modules need extra states, so the result is {}.
+        If `names` has none, linear modules get one, as in Megatron-Core's local layer spec. With
+        Transformer Engine's spec it is unknown which modules need one: then the result is {}.
         """
+        # to load a directory, a run needs the extra state of each of its modules, even an empty one
         modules = [name for name in self.names if name.endswith(OF_MODULE)]
         if not modules and not self.fused:
             linears = (LINEAR.fullmatch(name) for name in self.names)

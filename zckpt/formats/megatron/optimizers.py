@@ -31,7 +31,7 @@ EXPERTS = ".experts."  # in the names of the parameters of experts
 OVERRIDES = ("max_lr", "min_lr", "start_wd", "end_wd")
 """Further keys by which Megatron-Core 0.19 matches saved groups with a run's (ParamGroupOverride).
 
-The target must have the values of the run that loads it. `--group-defaults` can set them.
+The target needs the values of the run that loads it: `--group-defaults` can set them.
 """
 OF_WRAPPER = frozenset(
     (
@@ -44,15 +44,14 @@ Group = dict[str, Any]
 
 
 def optimizers(source: Manifest, common: Mapping[Any, Any], options: Options) -> dict[Any, Any]:
-    """Makes the optimizer state in the target's common state, for one or two optimizers.
+    """Makes the optimizer state in the target's common state, for the distributed optimizer.
 
-    Runs with the distributed optimizer can load it. A second optimizer updates experts that are
-    spread over ranks. `common` is the source's common state. Without `--ep` the target has as many
-    optimizers as the source. The values of `--group-defaults` replace the source's.
+    `common` is the source's common state. Experts that are spread over ranks get a second
+    optimizer; without `--ep` there are as many optimizers as in the source.
 
-    Raises MissingData (the source has no groups, or no experts for `--ep`), WrongOption (a key of
-    `--group-defaults` that no group has) and InconsistentCheckpoint (parameters have several steps,
-    or groups that `--ep 1` joins differ).
+    Raises MissingData (no groups or no experts), WrongOption (an unknown key in
+    `--group-defaults`), InconsistentCheckpoint (several steps, or groups that `--ep 1` cannot join)
+    and UnsupportedCheckpoint (the experts' group is unknown).
     """
     step, ep = _step(source), options[EP]
     step_key = {} if step is None else {"step": step}

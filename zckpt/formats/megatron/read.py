@@ -81,13 +81,10 @@ VALUE = re.compile(r"(?P<key>.+)/shard_(?P<place>\d+(?:\.\d+)*)_(?P<grid>\d+(?:\
 def read(path: str, reading: Reading = USUAL) -> Manifest:
     """Reads an iteration's directory, or the directory of the run that contains it.
 
-    With `reading.weights_only` the optimizer's state is not read, whatever its type.
-    `reading.tp_rules` apply to `mp_rank_*` directories only, and precede the rules of a GPTModel.
-    Other directories state how tensors are cut.
-
-    Raises NotACheckpoint, IncompleteCheckpoint (a file, a shard or the common state is missing),
+    `reading.tp_rules` are used for `mp_rank_*` directories only. With `reading.weights_only`, the
+    optimizer's state may be of any type. Raises NotACheckpoint, IncompleteCheckpoint,
     InconsistentCheckpoint, CorruptCheckpoint, MissingData (modules that no rule covers) and
-    UnsupportedCheckpoint (another type of the optimizer's state, zarr).
+    UnsupportedCheckpoint (zarr, or an optimizer's state that zckpt does not read).
     """
     step_policy, weights_only = reading.step_policy, reading.weights_only
     folder = locate(path, reading.tag)

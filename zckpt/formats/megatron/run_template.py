@@ -52,9 +52,9 @@ OF_STATES = "F32"  # the type of masters and moments in Megatron-Core's files
 class RunTemplate(Template):
     """The Megatron run of `--like`, as a template that is filled with the source's values.
 
-    Raises WrongOption and UnsupportedCheckpoint (unknown keys; a state of another type or shape
-    than Megatron-Core's), MissingData (a parameter, a shape, a state or a hyper-parameter does not
-    fit), InconsistentCheckpoint (parameters of one group have different hyper-parameters).
+    Raises WrongOption or UnsupportedCheckpoint (a run or an optimizer that cannot be used),
+    MissingData (source and run have different parameters or states, or a hyper-parameter is
+    missing) and InconsistentCheckpoint (parameters of one group have different hyper-parameters).
     """
 
     def __init__(self, source: Manifest, like: Manifest, options: Options) -> None:

@@ -27,9 +27,9 @@ WEIGHTS = ("embedding.word_embeddings.weight", "output_layer.weight", "output_la
 def for_tensor_ranks(source: Manifest, options: Options) -> Manifest:
     """Resizes the vocabulary for a run with `--tp` tensor ranks and `--vocab-size` tokens.
 
-    Without these options the source is returned unchanged. Raises WrongOption if they do not apply
-    to the source. Raises MissingData if the rows cannot be divided among the ranks, and no file
-    states how many rows are used.
+    With neither option, the source is returned unchanged. Raises WrongOption if the options do not
+    apply to the source. Raises MissingData if `--vocab-size` is needed to divide the rows among the
+    ranks.
     """
     kept = source.state.get("megatron")
     names = [name for name in WEIGHTS if name in source.parameters]

@@ -79,10 +79,11 @@ FORMATS = {  # of 0.16.1; 0.19 reads it as well
 def lay_out(source: Manifest, options: Options) -> Layout:
     """Lays out the files of the target, and lists what they cannot store.
 
-    Raises before anything is written: MissingData (the source is not of Megatron-Core, or lacks a
-    tensor), UnsupportedCheckpoint (layers that are stacked under one key differ),
-    InconsistentCheckpoint (parameters have several steps; with `--ep 1`, experts have different
-    hyper-parameters), WrongOption (`--group-defaults` with `--weights-only`).
+    Raises, before anything is written:
+        MissingData               the source is not of Megatron-Core, or lacks a tensor
+        UnsupportedCheckpoint     layers under one key differ, or states are not Adam's
+        InconsistentCheckpoint    steps differ, or groups that `--ep 1` joins
+        WrongOption               `--group-defaults` with `--weights-only`
     """
     if options[GROUP_DEFAULTS] and options.weights_only:
         raise WrongOption(
@@ -226,11 +227,11 @@ class MegatronWriter:
     def _tensor(
         self, key: str, slot: str, names: Mapping[tuple[int, ...], str]
     ) -> TargetTensor | None:
-        """Makes the stacked tensor of a key for one slot: weight, master or optimizer state.
+        """Makes the one tensor of a key, which stacks the tensors of all layers and experts.
 
-        `names` maps each index (layer, expert) to its parameter. None for optimizer states of
-        frozen parameters. Raises UnsupportedCheckpoint if the parameters differ in shape or type,
-        or if only some are trained, and MissingData if layers are missing.
+        `names` maps each index (layer, expert) to a parameter. None for masters and optimizer
+        states of frozen parameters. Raises UnsupportedCheckpoint if the layers differ, and
+        MissingData if one is missing.
         """
         every = () if slot == "param" else names.values()
         frozen = [name for name in every if name not in self.trained]

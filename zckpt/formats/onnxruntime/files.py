@@ -25,11 +25,10 @@ from .ranks import Save
 
 OTHER_FILES = (".safetensors", ".json", ".jsonl", ".distcp", "_states.pt", ".py")
 """Endings of other programs' files, which are therefore not opened to look for HDF5."""
-MOST_OPENED = 32
-"""`detect` opens this many files from the start, and from the end, of all names with one ending.
+MOST_OPENED = 32  # a folder may have 50,000 samples or logs
+"""Of the files with one ending, sorted by name, `detect` opens the first 32 and the last 32.
 
-A folder may have 50,000 samples or logs, and to open them all takes long. `detect_weak` opens the
-rest, if no format has recognized the folder by then.
+`detect_weak` opens the rest later, if no format has recognized the folder.
 """
 NUMBERS = re.compile("[0-9]+")
 

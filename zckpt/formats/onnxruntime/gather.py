@@ -32,9 +32,8 @@ Shape = tuple[int, ...]
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
     """Joins the ranks' slices of all tensors: fp32 weights, their 16-bit copies, their moments.
 
-    Raises InconsistentCheckpoint if the ranks' slices have more or fewer elements than the weight.
-    Raises UnsupportedCheckpoint if ranks store different copies of a weight, and ONNX Runtime
-    itself cannot tell which copy has the latest values.
+    Raises InconsistentCheckpoint if the slices of a tensor have more or fewer elements than its
+    shape. Raises UnsupportedCheckpoint if no file shows which rank's copy of a weight is current.
     """
     save = _opened(path)
     names = {name for rank in save.ranks for name in (*rank.weights, *rank.pieces, *rank.halves)}
@@ -74,7 +73,7 @@ def _tensors_of(save: Save, name: str) -> Iterator[Partition]:
         yield from _joined((name, "param"), shape, whole[:1])
     elif owners:
         yield from _joined((name, "master"), shape, _current_slices(name, owners))
-    else:
+    else:  # without moments, ONNX Runtime itself cannot tell which copy has the latest values
         if len({tensor.crc for tensor in whole}) > 1 or (len(whole) > 1 and whole[0].crc is None):
             raise UnsupportedCheckpoint(
                 "proof-unsupported",

@@ -96,12 +96,11 @@ WRONG_FILE = (
 
 
 def weights_apart(save: Save) -> set[str]:
-    """The names of the weights whose fp32 values are stored only by the ranks that own them.
+    """Finds the weights whose fp32 values are stored only by the ranks that own them.
 
-    These are the trained weights of a mixed-precision run. A torch.save file shows mixed precision
-    by its 16-bit copies of weights. If the files have no such copies, zckpt infers mixed precision
-    from weights that some ranks lack, and sets `save.mixed` to "F16". Raises MissingData if these
-    files have slices of weights, because only the 16-bit copies state the full shapes.
+    These are the trained weights of a mixed-precision run. Sets `save.mixed` to "F16" if the run's
+    torch.save files have no 16-bit copies. Raises MissingData if nothing states the full shapes of
+    sliced weights.
     """
     halves = {name for rank in save.ranks for name in rank.halves}
     everywhere = set.intersection(*(set(rank.weights) for rank in save.ranks))
@@ -111,7 +110,7 @@ def weights_apart(save: Save) -> set[str]:
         rest = stored - everywhere
         if save.mixed or not rest or not rest >= trained:
             return halves
-        # a mixed-precision run whose 16-bit copies were left out
+        # some ranks lack the trained weights: a mixed-precision run without its 16-bit copies
         pieces = by_name(name for name in rest if VIEW.fullmatch(name))
         if pieces:
             raise MissingData(
@@ -131,14 +130,11 @@ def weights_apart(save: Save) -> set[str]:
 
 
 def owners_of(save: Save, shapes: Shapes, apart: Collection[str]) -> tuple[Owned, set[str]]:
-    """Returns the ranks that own each weight, and the names of the trained weights.
+    """Finds each rank's share of every weight, and the names of the trained weights.
 
-    ONNX Runtime's partition rule (see the module) decides which ranks own a weight. It divides the
-    trained weights, and moments show which weights these are. If the files have no moments, the
-    rule is tried with the weights in `apart`, then with all weights, until the ranks' slices fit;
-    all weights count as trained. `apart` are the weights that `weights_apart` returns. Raises
-    IncompleteCheckpoint if moments are missing, InconsistentCheckpoint if moments contradict the
-    rule, and MissingData if no file has the weights that several ranks own together.
+    `apart` is the result of `weights_apart`. Without moments, all weights count as trained. Raises
+    IncompleteCheckpoint if some moments are missing, InconsistentCheckpoint if they contradict the
+    partition rule, and MissingData if no file has the weights that ranks share.
     """
     numels = {name: prod(shape) for name, shape in shapes.items()}
     trained = {name for rank in save.ranks for name in rank.moments}
@@ -153,7 +149,8 @@ def owners_of(save: Save, shapes: Shapes, apart: Collection[str]) -> tuple[Owned
         owned = shares({name: numels[name] for name in trained}, save.dp)
         _check_moments(save, owned)
         return owned, trained
-    # without moments, nothing states which weights are frozen; the ranks' pieces show it
+    # without moments, no file states which weights are frozen: the rule is tried with the weights
+    # in `apart`, then with all weights, until the ranks' slices fit
     for guess in (set(apart), set(shapes)):
         owned = shares({name: numels[name] for name in guess}, save.dp)
         if all(_has_slices_of(save, name, owned[name]) for name in apart):
@@ -226,9 +223,9 @@ def _refuse_torch_names(save: Save) -> None:
         return
     raise MissingData(
         "weights-missing",
-        f"{save.root} was saved from a mixed-precision run with only the torch model's keys: no "
-        "file has the weights that several ranks share, because their slices have other keys "
-        "(NAME_view_K)",
+        f"{save.root} was saved from a mixed-precision run, but with only the names of the torch "
+        "model: weights that are split over ranks have other names (NAME_view_K), so no file has "
+        "them",
         hint="these weights cannot be restored: take a checkpoint with optimizer state",
         file=save.root,
     )

@@ -33,16 +33,16 @@ class RankTensor(Struct, frozen=True):
 
 
 class RankStates(Struct, eq=False):
-    """The tensors and counters in one rank's file, by the weight to which they belong.
+    """The tensors and counters in one rank's file, by weight.
 
         weights    full weights
         pieces     flat slices of weights
-        halves     the 16-bit copies of weights, in mixed-precision runs
+        halves     16-bit copies of weights
         moments    {weight: {"exp_avg": tensor, ...}}
-        counts     Adam's counter for each weight
+        counts     Adam's counters
         shared     Lamb's one counter for all weights
 
-    Counters are as stored: one more than the number of completed updates.
+    Counters are as stored: the number of completed updates plus one.
     """
 
     path: str
@@ -57,15 +57,12 @@ class RankStates(Struct, eq=False):
 class Save(Struct, eq=False):
     """One checkpoint: its ranks in order, and the facts that all ranks state.
 
-    mixed        the type of the 16-bit copies; None in an fp32 run
-    optimizer    the optimizer that the files state
-    shapes       the shapes of weights of which no full tensor is stored
-    state        the values that do not belong to a weight
-    kept         the tensors in these values
-    copies       the other ranks' replicas of these tensors
+    mixed        type of the 16-bit copies; None in an fp32 run
+    shapes       shapes of weights that no file stores in full
+    state        values that belong to no weight
+    kept         the tensors in `state`
+    copies       other ranks' replicas of these tensors
     omitted      notes on values that the manifest will not have
-    warnings     warnings for the manifest
-    notes        other notes for the manifest
     """
 
     root: str

@@ -42,10 +42,12 @@ from .ranks import COUNT, SHARED, SLOTS, RankStates, RankTensor, Save
 def read(path: str, reading: Reading = USUAL) -> Manifest:
     """Reads a directory of ranks' files, or one file; there are no tags.
 
-    Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank's file is missing, or a
-    file lacks a slice that the rank owned), InconsistentCheckpoint (ranks contradict each other or
-    the partition rule), MissingData (split weights were not saved), CorruptCheckpoint,
-    UnsupportedCheckpoint (horizontal parallelism), MissingExtra (h5py).
+    Raises NotACheckpoint, AmbiguousCheckpoint, CorruptCheckpoint, and:
+        IncompleteCheckpoint      a rank's file or slice is missing
+        InconsistentCheckpoint    ranks contradict each other or the partition rule
+        MissingData               split weights were not saved
+        UnsupportedCheckpoint     the run has horizontal parallelism
+        MissingExtra              h5py is not installed
     """
     try:
         return manifest(opened(path), reading.step_policy)
@@ -284,7 +286,7 @@ class _Entries:
             raise MissingData(
                 "weights-missing",
                 f"{self.save.root} lacks the fp32 slices of {names}: it was saved with only the "
-                "torch model's keys, but the slices of weights that ranks share have other keys "
+                "names of the torch model, but weights that are split over ranks have other names "
                 "(NAME_view_K)",
                 hint="these weights cannot be restored: take another checkpoint",
                 file=self.save.root,

@@ -58,9 +58,12 @@ MISREAD = re.compile(r"_view_|_fp16|Moment_[12]_|Update_Count_|^Step")
 def lay_out(source: Manifest, options: Options) -> Layout:
     """Lays out the files of the target, and lists what they cannot store.
 
-    Raises before anything is written: WrongOption, MissingData (the optimizer is neither Adam nor
-    Lamb, or a state is missing), InconsistentCheckpoint (steps differ, but Lamb has one step for
-    all weights), UnsupportedCheckpoint (a name that HDF5 files cannot store), MissingExtra (h5py).
+    Raises, before anything is written:
+        WrongOption               the optimizer states are not those of Adam or Lamb
+        MissingData               a weight, a state or a step is missing
+        InconsistentCheckpoint    steps differ, but Lamb has one step for all weights
+        UnsupportedCheckpoint     HDF5 files cannot store a name or a type
+        MissingExtra              h5py is not installed
     """
     writer = OnnxRuntimeWriter(source, options)
 
@@ -96,9 +99,9 @@ class TargetWeight(Struct, frozen=True):
     """A weight of the target, and how ranks store it.
 
     owned      the ranks' shares of the weight; empty if it is frozen
-    apart      only the owners store the weight
-    moments    the types of its optimizer states: {"Moment_1": "F32", ...}
-    updates    its number of completed updates; None if no optimizer state is written
+    apart      whether only the owners store the weight
+    moments    types of optimizer states: {"Moment_1": "F32", ...}
+    updates    number of completed updates; None without optimizer states
     """
 
     name: str

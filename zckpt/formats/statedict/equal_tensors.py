@@ -17,11 +17,10 @@ def is_float(value: Any) -> bool:
 def is_updated(state: Mapping[str, Any]) -> bool:
     """Whether a parameter's optimizer states show that it was updated.
 
-    It was updated if the elements of a state differ from one another: before the first update, all
-    elements of a moment are zero. A step count alone shows nothing, because
-    torch.distributed.checkpoint.state_dict creates the states by one call of `optimizer.step()`
-    with zero gradients.
+    True if the elements of a state differ from one another. A step count does not matter.
     """
+    # before the first update all elements of a moment are zero, even if there is a step count:
+    # torch.distributed.checkpoint.state_dict creates states by a step with zero gradients
     return any(isinstance(v, Leaf) and v.shape and is_distinctive(v) for v in state.values())
 
 
@@ -46,16 +45,9 @@ def second_names(
 ) -> tuple[dict[str, str], list[str]]:
     """Finds the second names of tied weights, such as `lm_head.weight` for `embed.weight`.
 
-    Returns a dictionary from each second name to the weight's first name. Also returns a list of
-    those second names that may be frozen copies instead. `trained` are the names that the
-    optimizers list. `state` maps these names to optimizer states.
-
-    A tensor that no optimizer lists is a second name of a listed weight if both share one storage,
-    or if both have equal bytes. Equal bytes do not count if all elements are the same, because two
-    tensors of zeros may be equal by chance. They do not count for a weight that was never updated,
-    because a frozen copy (such as a teacher model) still has equal bytes then. If the file does not
-    show storages in that case, the name is put into the dictionary and into the list. For two
-    tensors that no optimizer lists, only a shared storage counts.
+    `trained` are the names that optimizers list, and `state` maps them to optimizer states. Returns
+    a dictionary from second names to first names, and a list of those second names that may be
+    frozen copies instead.
     """
     owned = set(trained)
     untrained = {name: leaf for name, leaf in model.items() if name not in owned}
@@ -70,15 +62,17 @@ def second_names(
     doubtful: list[str] = []
     for name, leaf in untrained.items():
         owner = by_memory.get(leaf.memory)
+        # equal bytes show nothing if all elements are the same, such as zeros
         if owner is None and by_twin and (twin := leaf.twin) in by_twin and is_distinctive(leaf):
             owner = by_twin[twin]
         if owner is None:  # among weights outside of optimizers, only the same storage is proof
             by_memory |= {leaf.memory: name} if leaf.memory else {}
             continue
+        # a frozen copy, such as a teacher model, has equal bytes until the first update
         never_updated = owner in owned and not is_updated(state.get(owner, {}))
         if never_updated and leaf.memory != model[owner].memory:
             continue
         aliases[name] = owner
-        if never_updated and leaf.memory is None:
+        if never_updated and leaf.memory is None:  # the file does not show storages
             doubtful.append(name)
     return aliases, doubtful

@@ -90,17 +90,17 @@ def states(
     """Yields the tensors in an optimizer's state dict, each with its parameter's name.
 
     state_dict  the optimizer's state dict, nested or flat
-    model       the model's tensors by name; a tensor of another parameter gets no name
-    numbers     the names of the parameters that the optimizer numbers, in order
+    model       the model's tensors by name; other parameters' tensors get no name
+    numbers     names of the parameters that the optimizer numbers, in order
 
     Of a named parameter, only tensors of its shape are yielded, such as `exp_avg`. Single numbers,
-    such as `step`, are skipped. A tensor of one element may be a moment of a parameter with one
-    element. It counts as a number if some parameter has under the same key a Python number, or a
-    tensor of one element whose shape differs from the parameter's shape.
+    such as `step`, are skipped.
     """
     by_name, nameless = _optimizer(state_dict, numbers)
     named = [(name, state) for name, state in by_name.items() if name in model]
     nameless = [*(state for name, state in by_name.items() if name not in model), *nameless]
+    # keys of single numbers: some parameter has a number under the key, or one element in another
+    # shape than its own (moments of a parameter with one element have one element too)
     values = {"step"} | {
         key
         for name, state in named

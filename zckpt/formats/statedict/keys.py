@@ -11,10 +11,7 @@ from .tree import TreePath
 OPTIMIZER: TreePath = ("optim",)
 """The key of an optimizer's state dict, as in torch's own examples."""
 RANKS, ADAPTER = "ranks", "adapter"
-"""Values of `StateDictEngine.storage`: places of weights outside of `.distcp` files.
-
-"ranks": in a safetensors file of each rank. "adapter": in the files of PEFT's adapter.
-"""
+"""Values of `StateDictEngine.storage`: a safetensors file of each rank, or PEFT's adapter files."""
 
 
 def own_key(folder: str) -> str:

@@ -57,11 +57,12 @@ def match(
 ) -> MatchedNames:
     """Finds the model's name for every parameter that an optimizer numbers.
 
-    `orders` has lists of parameters, such as the groups. Each list is in the module's order, and a
-    parameter is given as its shape; None is an unknown shape. `names` are the model's names with
-    their shapes, and `in_order` tells whether these are in the module's order too. `param_names`
-    are names that the user gave. Raises MissingData if the names cannot be found, and WrongOption
-    if the user's names do not fit.
+    orders         lists of parameters' shapes, in the module's order; None if unknown
+    names          the model's names with their shapes
+    in_order       whether `names` are in the module's order too
+    param_names    the user's names
+
+    Raises MissingData if the names cannot be found, and WrongOption if the user's do not fit.
     """
     if param_names is not None:
         return MatchedNames(_stated(orders, names, param_names), [])
@@ -158,10 +159,10 @@ def _hint(total: int, names: Sequence[NamedShape]) -> str:
 def _evident(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[Order]:
     """Replaces shapes that cannot be a parameter's shape by None.
 
-    The shape of a parameter is inferred from its optimizer states. Some states have another shape
-    than their parameter: Amos keeps one number for each. If more parameters have a shape than there
-    are weights of this shape, it is such a state's shape.
+    A shape comes from optimizer states. If more parameters seem to have a shape than there are
+    weights of this shape, it is not a parameter's shape.
     """
+    # some states have another shape than the parameter: Amos keeps one number for each
     shown = Counter(chain(*orders))
     shown.subtract(shape for _, shape in names)
     return [[None if shown[shape] > 0 else shape for shape in order] for order in orders]
@@ -194,16 +195,12 @@ def _check_stated(order: Order, named_shapes: Sequence[NamedShape]) -> None:
 def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list[str]]:
     """Names all parameters if exactly one assignment keeps the module's order in every list.
 
-    `orders` has lists of shapes; None is an unknown shape. For each list, parameters first get the
-    earliest names that fit, and then the latest. If both give a parameter the same name, this name
-    is decided, and other lists can no longer use it. This is repeated until nothing changes. A
-    parameter of unknown shape can have a name only if more weights have its shape than parameters
-    are known to have it.
-
-    Raises MissingData if no assignment fits, or if several do.
+    `orders` has lists of shapes; None is an unknown shape. Raises MissingData if no assignment
+    fits, or if several do.
     """
     total = sum(map(len, orders))
     needed = Counter(shape for order in orders for shape in order if shape is not None)
+    # shapes that more weights have than parameters: only these fit a parameter of unknown shape
     spare = Counter(shape for _, shape in names) - needed
     owners: dict[int, int] = {}  # the order that has a name, by the places of both
     owned_before = -1
@@ -211,6 +208,7 @@ def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list
         owned_before = len(owners)
         for place, order in enumerate(orders):
             free = [n for n in enumerate(names) if owners.get(n[0], place) == place]
+            # a name that both the earliest and the latest assignment give is decided
             first, last = _earliest(order, free, spare), _earliest(order[::-1], free[::-1], spare)
             if len(first) < len(order):
                 reason = _why_not(orders, place, len(first), names)

@@ -32,10 +32,9 @@ def names_of(
 ) -> dict[Any, str]:
     """Finds the model's name of each parameter in an optimizer's groups.
 
-    The groups list parameters by name or by number: these are the keys of the result. Names that no
-    file states are inferred, and added to `model.inferred` with a warning. Raises
-    MissingData or WrongOption if names cannot be found, and InconsistentCheckpoint if optimizer
-    states have the shapes of other weights.
+    The keys of the result are the groups' names or numbers. Inferred names are added to
+    `model.inferred`, with a warning. Raises MissingData or WrongOption if names cannot be found,
+    and InconsistentCheckpoint if optimizer states have the shapes of other weights.
     """
     if optimizer.is_numbered:
         return _names_of_numbers(saved, model, optimizer, param_names)

@@ -15,23 +15,20 @@ from ...errors import CorruptCheckpoint
 class Stated(Struct):
     """The facts that zckpt writes beside state dicts, under the key `zckpt`.
 
-    aliases    maps each second name of a tied weight to its first name
-    buffers    the names of buffers
+    aliases    {second name of a tied weight: its first name}
     frozen     the names of weights that no optimizer trains
-    names      the manifest's names of tensors in the program's own state, in their order. The keys
-               are files, or keys of torch.distributed.checkpoint. A weight or a moment has the name
-               "", or is not listed
-    inferred   names that no file stated when zckpt read the source
-    numbers    the names of the parameters that the optimizer numbers, in order
-    optimizer  the class that `--optimizer` named
+    names      {file or key of a value: the manifest's names of its tensors, in order}
+    inferred   names that no file of the source stated
+    numbers    names of the parameters that the optimizer numbers, in order
+    optimizer  the class given with `--optimizer`
 
-    The first versions of zckpt wrote only the first four fields.
+    Files of the first versions of zckpt have only the first four fields.
     """
 
     aliases: dict[str, str]
     buffers: list[str]
     frozen: list[str]
-    names: dict[str, list[str]]
+    names: dict[str, list[str]]  # of the program's own state; "" for a weight or a moment
     inferred: list[str] = []
     numbers: list[str] = []
     optimizer: str = ""

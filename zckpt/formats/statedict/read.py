@@ -54,15 +54,12 @@ NO_OPTIMIZER = note(
 def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     """Builds the manifest of a checkpoint from its state dicts.
 
-    Fields of `reading` decide what is read. `param_names` names the parameters that an optimizer
-    numbers. If their names remain unknown, `weights_only` reads the weights without the optimizer,
-    and `nameless` keeps the optimizer's states as the program's own values, without interpreting
-    them. `root` chooses one of several models. Without `root` all models are read, and the names of
-    a model's parameters begin with the model's key.
+    `reading.root` chooses one of several models; without it, all are read, and names begin with
+    their model's key. If numbered parameters have no names, `weights_only` skips the optimizer, and
+    `nameless` keeps it uninterpreted.
 
-    Raises MissingData (there is no model, or the names of numbered parameters are unknown),
-    AmbiguousCheckpoint (it is unclear which optimizer trains a model), WrongOption (no model has
-    the name `root`), and InconsistentCheckpoint.
+    Raises InconsistentCheckpoint, MissingData (no model, or no names), WrongOption (no model
+    `root`), AmbiguousCheckpoint (unclear which optimizer trains a model).
     """
     refuse_tree(saved.tree, saved.root)
     different = saved.ranks.different

@@ -84,12 +84,12 @@ def refuse_parts(
 ) -> None:
     """Raises InconsistentCheckpoint if a weight or a moment is only one rank's slice of the tensor.
 
-    If a program saves a plain tensor that is a slice, a torch.distributed.checkpoint directory has
-    only one rank's slice, and no trace of the other slices. But shapes show the fault: a weight is
-    a slice if it has the shape of one rank's shard of its moment. A moment is a slice if it has the
-    shape of one rank's shard of its weight. With `weights_only`, moments are not checked.
+    A weight is a slice if it has the shape of one rank's shard of its moment, and a moment if it
+    has the shape of one rank's shard of its weight. With `weights_only`, moments are not checked.
     `optimizer` must have the names in `model`.
     """
+    # torch.distributed.checkpoint stores only one rank's slice if a program saved slices as plain
+    # tensors, and no trace of the others; but shapes show it
     for name, state in optimizer.state.items():
         weight = model.get(name)
         for key in ELEMENTWISE & state.keys():
@@ -105,12 +105,11 @@ def refuse_parts(
 def refuse_unnamed_parts(
     saved: SavedTree, model: Mapping[str, Any], optimizer: OptimizerState, weights_only: bool
 ) -> None:
-    """Does the same as `refuse_parts` if the names of the optimizer's parameters are unknown.
+    """Raises InconsistentCheckpoint if a weight or a moment seems to be one rank's slice.
 
-    It is then unknown which moment belongs to which weight. So a weight is a slice if it has the
-    shape of one rank's shard of any moment, and a moment is a slice if it has the shape of one
-    rank's shard of any weight. With `weights_only`, moments are not checked. Nothing is checked if
-    the optimizer's states have the shapes of the model's weights.
+    Parameters have numbers and no names. So a weight is a slice if it has the shape of one rank's
+    shard of any moment, and a moment if it has the shape of one rank's shard of any weight. With
+    `weights_only`, moments are not checked.
     """
     weights = {name: leaf for name, leaf in model.items() if isinstance(leaf, Leaf) and leaf.shape}
     moments = {
@@ -119,7 +118,7 @@ def refuse_unnamed_parts(
         for key, leaf in state.items()
         if key in ELEMENTWISE and isinstance(leaf, Leaf)
     }
-    if not optimizer.is_numbered or fits(optimizer, model):
+    if not optimizer.is_numbered or fits(optimizer, model):  # the states have the weights' shapes
         return
     if part := _part_among(weights, moments):
         raise _slice(saved, *part, "a state of the optimizer")

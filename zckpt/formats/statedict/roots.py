@@ -41,12 +41,12 @@ SOLE = "model"
 class Root(Struct, frozen=True):
     """A model of a checkpoint, and the optimizers that train it.
 
-    name        the model's key, such as "generator", or "model"
+    name        the model's key, such as "generator"
     model       the path of its state dict
     optimizers  the paths of its optimizers' state dicts
-    prefix      the text before its parameter names if several models are read: "generator."
-    by_words    whether only words in the keys show which optimizer trains the model
-    likely      for a model without an optimizer: the dotted paths of optimizers that would fit
+    prefix      the start of its parameter names if several models are read: "generator."
+    by_words    whether only words in the keys show which optimizer trains it
+    likely      for a model without an optimizer: dotted paths of optimizers that would fit
     """
 
     name: str

@@ -26,11 +26,9 @@ from .tree import Difference, Leaf, SavedTree, TreePath, dotted
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """The buffers of torch's normalizations that each DDP rank computes separately (torch 2.13)."""
+# such as `worker_error` and `server_error` of 1-bit Adam
 OF_RANKS = re.compile(r"(?:.*_)?(?:error|errors|err|residual|residuals|feedback|ef)(?:_.*)?")
-"""Names of the error states of gradient compression, which each rank keeps separately.
-
-For example `worker_error` and `server_error` of 1-bit Adam.
-"""
+"""Names of the errors that gradient compression keeps on each rank, such as `worker_error`."""
 ZERO = (
     "if the optimizer is a ZeroRedundancyOptimizer, each rank holds the states of only some "
     "parameters: call consolidate_state_dict() before saving"
@@ -59,12 +57,11 @@ def refuse_weights(
     """Raises InconsistentCheckpoint if weights of a model are ranks' slices, and names one of them.
 
     place       the path of the model's state dict
-    names       maps the keys of this state dict to the names in `model`
+    names       {key in this state dict: name in `model`}
     model       the model's tensors by name
     optimizers  the optimizers that train the model, by path
-    listed      the names of the parameters that these optimizers list. None if the names are
-                unknown, or if there is no optimizer
-    buffers     the globs of `--buffers`: tensors that may differ between ranks
+    listed      parameter names that these optimizers list; None if unknown, or without optimizer
+    buffers     globs of tensors that may differ between ranks
     """
     differing = {
         names[item.path[-1]]: item
@@ -170,9 +167,9 @@ def _is_kept_apart(
 ) -> bool:
     """Whether an optimizer keeps another value of this state on each rank on purpose.
 
-    Two things show it. The state's name is usual for compression errors, such as `worker_error`. Or
-    the state is no usual moment, and the moments of the same parameter (`member`) are equal on all
-    ranks. `differing` lists all states that differ between ranks, as pairs (parameter, key).
+    True for names of compression errors, such as `worker_error`. Also true for a state that is no
+    usual moment, if its parameter (`member`) has moments that are equal on all ranks. `differing`
+    has (parameter, key) of each state that differs.
     """
     if key in ELEMENTWISE:
         return False
@@ -195,10 +192,9 @@ def omitted(key: str) -> Notice:
 
 
 def entry_of(place: TreePath, kept: Collection[TreePath]) -> TreePath:
-    """Finds the shortest beginning of a path with which no path in `kept` begins.
+    """Finds the path of the outermost value around `place` that contains no path in `kept`.
 
-    The value there can be removed, and the values at the kept paths stay. ("ema", "model") becomes
-    ("ema",), unless a kept path also begins with "ema".
+    ("ema", "model") becomes ("ema",), unless a kept path also begins with "ema".
     """
     ends = range(1, len(place) + 1)
     return next(place[:end] for end in ends if not any(path[:end] == place[:end] for path in kept))
@@ -211,10 +207,11 @@ def omit_slices(
 ) -> dict[TreePath, dict[Any, Any]]:
     """Leaves out dictionaries and lists of weights that are only one rank's slices.
 
-    Returns the other models, by path. torch.distributed.checkpoint stores only one rank's value of
-    a plain tensor, such as an average (EMA) made with `to_local()`. Raises InconsistentCheckpoint
-    if the slices are under a usual key such as `model`: then they seem to be the trained weights.
+    Removes them from `saved.tree`, with a warning, and returns the other models by path. Raises
+    InconsistentCheckpoint if the slices are under a usual key for trained weights, such as `model`.
     """
+    # torch.distributed.checkpoint stores only one rank's value of a plain tensor, such as the slice
+    # of an average (EMA) that `to_local()` gives
     wholes = by_key(
         (str(name), leaf)
         for model in models.values()

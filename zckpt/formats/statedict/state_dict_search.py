@@ -43,12 +43,11 @@ BUFFERS = re.compile(  # usual names of buffers in modules of torch and transfor
 class OptimizerState(Struct, frozen=True):
     """An optimizer's state dict: the states of each parameter, and the parameter groups.
 
-    layout        "nested" (dictionaries by parameter name), "flat" (a dotted key for each value),
-                  or "raw" (as nested, with numbers instead of names)
-    state         maps each parameter (a name or number) to its states, such as `exp_avg`
+    layout        "nested", "flat" or "raw"; the module explains these
+    state         {parameter's name or number: {"exp_avg": tensor, ...}}
     groups        the hyper-parameters of each group
     members       the parameters of each group
-    other_values  values under the key `state` that belong to no parameter
+    other_values  values under `state` that belong to no parameter
     """
 
     layout: str
@@ -73,20 +72,18 @@ class NamedModel(Struct, eq=False):
     """A model and its optimizers, whose parameters have the names that the manifest uses.
 
     weights       the model's tensors by name
-    facts         the facts that zckpt wrote beside the model (own_facts.py); None if it wrote none
-    has_adapter   whether the names of PEFT's weights in the files lack the name of the adapter:
-                  `lora_A.weight` in a file is `lora_A.default.weight` in `weights`
-    prefix        the text before all names if several models are read, such as "generator."
-    optimizers    the states of the model's optimizers, by the path of the optimizer's state dict
-    extra_states  values in the optimizers' state dicts that are no parameter's state
-    inferred      names of parameters that no file states
+    facts         what zckpt wrote beside the model (own_facts.py), or None
+    has_adapter   whether the files lack the adapter's name in the names of PEFT's weights
+    prefix        the start of all names if several models are read: "generator."
+    optimizers    the optimizers, by the paths of their state dicts
+    extra_states  values in these state dicts that are no parameter's state
+    inferred      names that no file states
     bare          whether the optimizers' names lack PEFT's prefix, `base_model.model.`
-    warnings      warnings about the names
     """
 
     weights: Mapping[str, Any]
     facts: dict[str, Any] | None
-    has_adapter: bool
+    has_adapter: bool  # `lora_A.weight` in a file is `lora_A.default.weight` in `weights`
     prefix: str
     optimizers: dict[TreePath, OptimizerState] = field(default_factory=dict)
     extra_states: list[ExtraState] = field(default_factory=list)
@@ -230,9 +227,9 @@ def choose_models(
 ) -> list[TreePath]:
     """Chooses which dictionaries of named tensors are the trained models; returns their paths.
 
-    Names in the optimizer, or a usual key such as `model`, may show the one model. Otherwise the
-    paths of all possible models are returned. `asked` is the model that `--root` names, or "".
-    Raises MissingData if there is no dictionary of tensors.
+    Returns one path if the optimizer's names or a usual key such as `model` show it. Otherwise
+    returns all possible models. `asked` is the model that `--root` names, or "". Raises MissingData
+    if `models` is empty.
     """
     if not models:
         if not optimizers:
@@ -307,10 +304,10 @@ def value_at(tree: Any, path: TreePath) -> Any:
 def is_buffer(name: str, leaf: Leaf, sharded: bool) -> bool:
     """Whether a tensor is a buffer, judged by its type, its name and its sharding.
 
-    It is if no optimizer can train its type, or if its name is usual for buffers. If parameters are
-    sharded over ranks (`sharded`), a tensor that is not sharded is a buffer too, except one with a
-    single row: a parameter with one row cannot be divided.
+    With `sharded`, the model's parameters are sharded over ranks: then a tensor that is not sharded
+    is a buffer too.
     """
+    # a parameter with a single row cannot be divided
     whole = sharded and leaf.sharded is False and leaf.shape[:1] != (1,)
     return leaf.dtype not in FLOATS or whole or bool(BUFFERS.fullmatch(name))
 

@@ -62,9 +62,9 @@ def dotted(path: TreePath) -> str:
 def put(tree: Any, path: TreePath, value: Any, room: int) -> int:
     """Sets the value at a path of nested dictionaries and lists; creates missing ones.
 
-    An integer in the path is an index in a list. `room` is the number of elements by which all
-    lists may still grow; returns how many of these are left. Raises CorruptCheckpoint if the path
-    leads through a plain value, has a value already, or needs more than `room` elements.
+    An integer in the path is an index in a list. All lists together may grow by `room` elements;
+    returns what is left of `room`. Raises CorruptCheckpoint if the path has a value, leads through
+    a plain value, or needs more room.
     """
     container = tree
     for key, following in pairwise((*path, None)):
@@ -104,16 +104,13 @@ class Leaf(Struct, frozen=True, eq=False):
     """A tensor in a tree of state dicts, without its elements.
 
     dtype      the type, such as "F32"
-    fragments  the byte ranges of the full tensor, in one file or in many
+    fragments  the byte ranges of the full tensor, in any number of files
     number     a function that reads the value of a 0-d tensor
-    memory     identifies the elements of torch storages that the tensor consists of. Two names of
-               one tensor have equal values. None if the files do not show storages, or if there are
-               no elements
-    find_twin  a function that computes `twin` from the checksums of the shards' bytes. Two tensors
-               with equal shards have equal twins; None if a checksum is unknown. The function may
-               have to open files
-    sharded    whether ranks hold shards of the tensor; None if the files do not show it
-    name       the tensor's name in the manifest, if zckpt wrote the files and stated it
+    memory     equal for two names of one tensor; None if unknown or empty
+    find_twin  a function that returns `twin`; it may open files
+    twin       equal for two tensors with equal shards; None if a checksum is unknown
+    sharded    whether ranks hold shards; None if unknown
+    name       the name in the manifest, if zckpt wrote the files
     parts      the shapes of the ranks' shards
     """
 
@@ -176,13 +173,11 @@ def leads_to_step(path: TreePath) -> bool:
 class ReadFiles(Struct, eq=False):
     """The files of a checkpoint, as in the manifest's `Files`.
 
-    paths          the files that were read
-    records        their byte ranges with the checksums that the files state
+    records        byte ranges of the files, with stated checksums
     siblings       other files of the directory, which a target gets too
     omitted_files  other files of the directory, which no target gets
-    unused         byte ranges of the files that belong to no value
-    laid           maps each folder to its `.metadata` table, if zckpt has just laid out the files
-                   as a target, before it copies tensors; else empty
+    unused         byte ranges that belong to no value
+    laid           {folder: its `.metadata` table} if zckpt has just laid out the files
     """
 
     paths: list[str] = field(default_factory=list)
@@ -196,19 +191,18 @@ class ReadFiles(Struct, eq=False):
 class FileLayout(Struct, eq=False):
     """How the program distributed its state dicts over files.
 
-    folders   the names of the model's and the optimizer's folder; None if there is one folder
-    models    the keys of several models, if separate files show that these are models
-    file      the name of the single file, as in `StateDictEngine.file`; None for several files
-    storage   where weights are stored outside of the state dict: "ranks" (a safetensors file of
-              each rank), "adapter" (the files of PEFT's adapter), or None if there are none
-    in_order  whether the model's names are in the program's order; safetensors files sort them
+    folders   names of the model's and the optimizer's folder; None if there is one folder
+    models    keys of several models, if separate files show these
+    file      the name of the single file; None for several files
+    storage   where weights outside of the state dict are: "ranks", "adapter" (keys.py) or None
+    in_order  whether the model's names are in the program's order
     """
 
     folders: list[str] | None = None
     models: list[str] = field(default_factory=list)
     file: str | None = None
     storage: str | None = None
-    in_order: bool = True
+    in_order: bool = True  # not in safetensors files, which sort names
 
     @property
     def keeps_groups(self) -> bool:
@@ -219,10 +213,10 @@ class FileLayout(Struct, eq=False):
 class RankComparison(Struct, eq=False):
     """What a comparison of the ranks' files showed. The tree has rank 0's values.
 
-    steps       every step that a rank's file states; equal paths may have different steps
+    steps       every step that a rank's file states
     different   the values that differ between two ranks
-    of_ranks    the differing values of other ranks, by file name, then by path
-    uncompared  the number of tensors that were not compared: that would need reading their bytes
+    of_ranks    other ranks' differing values: {file name: {path: value}}
+    uncompared  the number of tensors that could be compared only by reading them
     """
 
     steps: list[StepStatement] = field(default_factory=list)
@@ -234,20 +228,15 @@ class RankComparison(Struct, eq=False):
 class SavedTree(Struct, eq=False):
     """All state dicts of a checkpoint as one tree, and what a format's reader learned about them.
 
-    A reader of files fills it in; then `read.manifest` makes the manifest from it.
-
     root      the path of the checkpoint
-    origin    the format, the version and the number of ranks: the manifest's `run.origin`
+    origin    the manifest's `run.origin`: format, version, number of ranks
     tree      the state dicts, with a `Leaf` instead of each tensor
     files     the files that were read, and files beside them
     layout    how the program distributed its state dicts over files
     ranks     what a comparison of the ranks' files showed
-    facts     maps the path of a model to the facts that zckpt wrote beside it, such as the names of
-              buffers (own_facts.py); the path None stands for every other model
-    orders    lists of an optimizer's parameter numbers. The numbers in a list are in the order of
-              the model's parameters. None if the numbers in each parameter group are in this order
+    facts     {path of a model: what zckpt wrote beside it}; the path None is any other model
+    orders    lists of parameter numbers in the model's order; None if the groups are such lists
     omitted   notices about contents that no target gets
-    warnings  warnings for the user
     """
 
     root: str
@@ -280,9 +269,9 @@ class InPieces(Struct, frozen=True):
     pieces: Sequence[tuple[tuple[int, ...], Any]]
 
     def refused(self, path: str) -> UnsupportedCheckpoint:
-        """The error for a tensor of a special class that is no state of an optimizer.
+        """The error that zckpt does not read this tensor; `path` is its key.
 
-        `path` is the tensor's key.
+        Optimizer states of a special class are not refused, but only compared.
         """
         return UnsupportedCheckpoint(
             "type-unsupported",
@@ -323,10 +312,9 @@ def memory_of(parts: Sequence[LeafPart]) -> Any:
 
 
 def twin_of(dtype: str, shape: tuple[int, ...], parts: Sequence[LeafPart]) -> Any:
-    """Computes `Leaf.twin`: each shard's elements in its storage, and the storage's checksum.
+    """Computes `Leaf.twin`, which is equal for two tensors with equal shards.
 
-    Two tensors with equal shards have equal results. None if a file states no checksum, or if there
-    are no elements.
+    None if a file states no checksum, or if there are no elements.
     """
     crcs = []
     for offsets, tensor, file in parts:
@@ -334,6 +322,7 @@ def twin_of(dtype: str, shape: tuple[int, ...], parts: Sequence[LeafPart]) -> An
             storage = file.crc(tensor)
             if storage[1] is None:
                 return None
+            # the places of the elements in their storage, and the storage's checksum
             crcs.append((*_view(offsets, tensor), storage))
     return (dtype, shape, tuple(sorted(crcs))) if crcs else None
 
@@ -354,10 +343,7 @@ def leaves(file: TorchFile, value: Any, names: Iterator[str] | None = None) -> A
 
 
 def missing_number() -> Any:
-    """The value of `Leaf.number` for a tensor whose file is lost: returns None.
-
-    `building.py` recognizes such a tensor by this function.
-    """
+    """Marks a tensor whose file is lost, as the function in its `Leaf.number`; returns None."""
 
 
 def number_of(stored: SavedTensor) -> Callable[[], Scalar]:
@@ -376,9 +362,8 @@ class TensorPiece(Struct, frozen=True):
 
     offsets  where the shard begins along each axis of the full tensor
     sizes    its length along each axis
-    strides  the distance, in elements, of neighbors along each axis in the file
+    strides  the distance of neighbors along each axis in the file, in elements
     first    the index of the shard's first element in `extent`
-    extent   the byte range that contains it
     """
 
     offsets: tuple[int, ...]
@@ -416,10 +401,8 @@ def assembled(
 ) -> Fragments:
     """Finds the byte ranges of a full tensor from those of its shards (`pieces`).
 
-    Each element must be in exactly one shard; empty shards are ignored. If `pieces` computes its
-    items on demand (`Made`), so does the result, to save memory. Raises IncompleteCheckpoint if
-    elements are missing, and InconsistentCheckpoint if shards overlap or exceed the shape. `name`
-    is the tensor's name for messages.
+    Each element must be in exactly one shard. Raises IncompleteCheckpoint if elements are missing,
+    and InconsistentCheckpoint if shards overlap or exceed the shape. `name` is for messages.
     """
     nonempty = [piece for piece in pieces if piece.numel]
     if (rows := _rows(dtype, shape, nonempty)) is not None:
@@ -449,7 +432,7 @@ def assembled(
         )
     if total > prod(shape) or _overlap(fragments, nonempty, shape):
         raise InconsistentCheckpoint("elements-overlap", f"shards of {name} overlap", subject=name)
-    if isinstance(fragments, Boxes) and isinstance(pieces, Made):
+    if isinstance(fragments, Boxes) and isinstance(pieces, Made):  # made on demand, to save memory
         return Boxes(Made(made, pieces))
     return fragments
 

@@ -44,10 +44,9 @@ class BlankTensor(Struct, frozen=True):
 class StateDicts:
     """The state dicts that a torch program would save: values and blank tensors by path.
 
-    `format` is the target's format. Groups of a source with the same format are copied unchanged.
-    `layout` is the kind of keys in the optimizer's state dict, such as "nested" or "flat". If it is
-    None, the source's layout is used. If the source states none, or if each of its files is a
-    complete state dict, "nested" is used.
+    `format` is the target's format. The groups of a source in the same format are kept. `layout` is
+    the kind of keys in the optimizer's state dict: "nested", "flat" or "raw". None means the
+    source's layout, or else "nested".
     """
 
     def __init__(
@@ -159,7 +158,7 @@ class StateDicts:
         return any(path[: len(own)] == own[: len(path)] for own in taken)
 
     def collisions(self) -> list[Notice]:
-        """A note on values of the program that are left out, because a state dict has their key."""
+        """A note on values that are left out because the target's state dicts use the same keys."""
         lost = [dotted(path) for path, _ in self._client_items() if self._is_taken(path)]
         if not lost:
             return []

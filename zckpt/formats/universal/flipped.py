@@ -34,9 +34,8 @@ Bit = tuple[int, int]
 def flipped(text: bytes, limit: int = LIMIT) -> list[Bit]:
     """Finds the bits of a damaged manifest.json whose flip restores the stated CRC-32.
 
-    Returns pairs (byte offset, bit). Only likely bits are tried, because trying all bits would take
-    too long. The list is empty if none of them restores the CRC-32, or if all tries together would
-    parse more than `limit` bytes.
+    Returns pairs (byte offset, bit). Only likely bits are tried. The list is empty if none of them
+    fits, or if the tries would parse more than `limit` bytes.
     """
     left = limit
     found: list[Bit] = []
@@ -86,15 +85,12 @@ def _bits(text: bytes, start: int, stop: int) -> Iterator[Bit]:
 
 
 def _bits_by_checksum(text: bytes, document: dict[str, Any]) -> Iterator[Bit]:
-    """Yields bits of the text whose flip explains the wrong CRC-32.
-
-    The stated and the computed CRC-32 together show which bit of the canonical contents was flipped
-    (the sorted JSON from which the CRC-32 is computed). The text may list its keys in another order
-    than the canonical contents. So the bytes around the flipped bit are searched for in the text.
-    """
+    """Yields the bits of the text that may explain the difference of stated and computed CRC-32."""
     stated_crc = document.get("crc32")
     if not isinstance(stated_crc, str) or not re.fullmatch("[0-9a-f]{8}", stated_crc):
         return
+    # both CRC-32s show which bit of the sorted JSON was flipped. The text may list its keys in
+    # another order, so the bytes around this bit are searched for in the text
     contents = canonical(document)
     for place, bit in flipped_bits(int(stated_crc, 16), crc32(contents), len(contents)):
         start, stop = max(0, place - AROUND), place + AROUND + 1

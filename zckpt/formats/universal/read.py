@@ -59,11 +59,11 @@ ENDING = ".safetensors"
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
-    """Reads a universal checkpoint; `reading.weights_only` is the only option that matters.
+    """Reads a universal checkpoint, which is zckpt's own format.
 
-    With it, files of the optimizer may be missing or damaged. Raises IncompleteCheckpoint (no
-    manifest), UnsupportedCheckpoint (a newer version) and CorruptCheckpoint (a manifest that is
-    damaged or contradicts itself).
+    With `reading.weights_only`, files of the optimizer may be missing or damaged. Raises
+    IncompleteCheckpoint without manifest.json, UnsupportedCheckpoint for another version, and
+    CorruptCheckpoint if manifest.json is damaged or contradicts itself.
     """
     name = os.path.join(path, MANIFEST)
     if not sources.is_file(name):
@@ -120,12 +120,11 @@ def _slot_of(file: str) -> str:
 
 
 def shells_of(path: str, chosen: Manifest) -> Manifest:
-    """Finds the byte ranges of tensors in files that zckpt has just laid out for `chosen`.
+    """Finds the byte ranges into which a conversion copies tensors, in files laid out for `chosen`.
 
-    A conversion copies the tensors into these ranges. The files' headers state the ranges.
-    Everything else is taken from the manifest `chosen`, because manifest.json has the same content.
-    Raises CorruptCheckpoint if these facts contradict each other, or are impossible, such as a
-    number of ranks below 1.
+    The files' headers state the ranges; the rest of the result is from `chosen`. Raises
+    CorruptCheckpoint if the result contradicts itself, or has an impossible value, such as a number
+    of ranks below 1.
     """
     stored, files = _stored(path, ())
     entries = {}

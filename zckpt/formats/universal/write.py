@@ -150,12 +150,9 @@ def with_defaults(source: Manifest, options: Options) -> Manifest:
     return source.replace(parameters=parameters, groups=groups, engine=engine)
 
 
-DIGEST = len(', "crc32": "00000000"')
+DIGEST = len(', "crc32": "00000000"')  # for the checksum of one tensor
 FILE = len('\n  "": {"size": 8589934592, "crc32": "00000000"},')
-"""Bytes that `seal` adds to the manifest for one file, without the file's name.
-
-For the checksum of one tensor, `seal` adds `DIGEST` bytes.
-"""
+"""Bytes that `seal` adds to the manifest for one file, without the file's name."""
 CHECKSUM = ',\n "crc32": "00000000"'
 """The text of the last item in manifest.json.
 
@@ -332,9 +329,6 @@ LINES: dict[str, Callable[[Any], str]] = {
     "entries": _entry_line,
     "parameters": _parameter_line,
 }
-"""For two keys of the manifest, the function that formats one of their items as a line of JSON.
-
-`_line` formats the items of all other keys.
-"""
+"""Functions that format one item below a key as a line of JSON; `_line` for other keys."""
 
 _line = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode

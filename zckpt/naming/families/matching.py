@@ -104,10 +104,11 @@ def groups_of(
 ) -> list[TensorGroup]:
     """Sorts the source's tensors into groups that are converted together.
 
-    The groups are in the order of the family's rules, layer by layer. `places` maps the source's
-    names to their rules. `side` is the program that saved the source. `experts` maps the name of a
-    tensor that stacks experts to the number of experts. Raises MissingData if a tensor is missing
-    that must be fused with others, such as v beside q and k.
+    side       the program that saved the source
+    places     maps the source's names to their rules
+    experts    maps the name of a tensor that stacks experts to their number
+
+    Raises MissingData if a group lacks a tensor, such as v beside q and k.
     """
     together: dict[tuple[int, int | None, int | None], dict[tuple[int, int], str]] = {}
     for name, at in places.items():
@@ -137,11 +138,10 @@ def groups_of(
 
 
 def _numbers(rule: FamilyRule, side: str, expert: int | None, count: int) -> Sequence[int | None]:
-    """The numbers of the experts whose tensors belong to one group in the program `side`.
+    """The numbers of the experts whose tensors form one group in the program `side`.
 
-    If Hugging Face stacks the experts of a layer in one tensor, a group in Megatron-Core has the
-    tensors of all `count` experts. In any other case there is one number: that of `expert`, or None
-    for tensors that belong to no single expert.
+    If Hugging Face stacks a layer's experts in one tensor, these are all `count` experts in
+    Megatron. Otherwise it is only `expert`; None stands for a tensor of no single expert.
     """
     return range(count) if rule.packing == "experts" and side == MEGATRON else [expert]
 

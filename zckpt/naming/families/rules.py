@@ -32,7 +32,7 @@ PACKINGS = (
     "turned whole attention",
     "experts",
 )
-"""The ways in which one program stores the other one's tensors, such as fused: see layouts.py."""
+"""How tensors of Hugging Face become tensors of Megatron-Core, and back: see layouts.py."""
 MAX_FILE = 1 << 20  # bytes
 NUMBERS = re.compile(r"\{(.*?)\}")
 
@@ -40,9 +40,9 @@ NUMBERS = re.compile(r"\{(.*?)\}")
 class FamilyRule(Struct, frozen=True, forbid_unknown_fields=True):
     """The names of the same tensors in Hugging Face and in Megatron-Core.
 
-    In names, `{layer}` and `{expert}` stand for numbers. `packing` is the way in which one program
-    fuses these tensors (layouts.py explains each way). If `only` is set, to "Hugging Face" or
-    "Megatron", the rule applies only to checkpoints of this program.
+    In names, `{layer}` and `{expert}` stand for numbers. `packing` says how one program's tensors
+    become the other's (see layouts.py). With `only` ("Hugging Face" or "Megatron"), the rule is for
+    checkpoints of this program only.
     """
 
     hugging_face: tuple[str, ...]
@@ -80,7 +80,7 @@ class Family(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not any("{layer}" in rule.hugging_face[0] for rule in self.rules):
-            raise ValueError("no rule has {layer} in its first name of hugging_face")
+            raise ValueError("at least one rule needs {layer} in the first name of hugging_face")
         for pattern in self.buffers:
             re.compile(pattern)
 

@@ -41,10 +41,11 @@ def translated(manifest: Manifest, text: str, config: str | None = None) -> Mani
     """Converts a manifest from names and shapes of Hugging Face to Megatron-Core's, or back.
 
     The source's names determine the direction. `text` is the value of `--family`. `config` is the
-    path of a config.json, or of its folder, if the user gives one. Replicas of tensors are dropped.
-    Raises WrongOption for names that no rule matches and for sizes that do not fit, MissingData for
-    an unknown size or a missing tensor, and InconsistentCheckpoint if tensors that become one have
-    different steps, hyper-parameters or types.
+    path of config.json, or of its folder; None if the user gives none. Replicas are dropped.
+
+    Raises WrongOption for names or sizes that do not fit, MissingData for an unknown size or a
+    missing tensor, InconsistentCheckpoint if tensors that become one differ in type or step, and
+    UnsupportedCheckpoint for tensors that no rule can convert.
     """
     name, given = parsed(text)
     family = family_of(name)

@@ -33,9 +33,9 @@ BYTE = "U8"
 def spelled_as(other: Manifest, first: Manifest) -> Manifest:
     """Gives the tensors of `other` the names and shapes that they have in `first`.
 
-    One checkpoint may have the names of the model's modules, and the other one the names that
-    `save_pretrained` writes. A config.json beside one of the checkpoints selects the rules. Returns
-    `other` unchanged if no config.json selects rules, or if both have the same kind of names.
+    One of the two may have names of the model's modules, and the other names of `save_pretrained`.
+    Returns `other` unchanged if both have the same kind of names, or if no config.json beside them
+    fits.
     """
     theirs, own_names = {*names_of(first)}, {*names_of(other)}
     for siblings in (first.files.siblings, other.files.siblings) if theirs != own_names else ():

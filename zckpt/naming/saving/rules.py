@@ -46,16 +46,14 @@ class NameMatch(Struct, frozen=True):
 
 
 class SavingRule(Struct, frozen=True):
-    """A rule by which names and tensors in memory become names and tensors in files.
+    """A rule that turns names and tensors in memory into names and tensors in files.
 
-    pattern    matches names; it has one named group for each source pattern of the rule
+    pattern    matches names, with one named group for each source pattern
     targets    replacements of the matched text, such as "mlp.experts"
-    steps      operations such as ["cut", 0], by which the tensors of all source patterns together
-               become the tensors of all targets; empty for a rule that only renames
+    steps      operations on tensors, such as ["cut", 0]; empty if the rule only renames
     add        is added to the number in the matched text, such as a layer's
-    scope      the path of the inner model to which the rule applies, such as "language_model";
-               None for a rule of the full model
-    prefix     the full model's `base_model_prefix`: names may have it before `scope`
+    scope      path of the inner model that the rule is for; None for the full model
+    prefix     the full model's `base_model_prefix`, which may stand before `scope`
     """
 
     pattern: re.Pattern[str]
@@ -91,7 +89,7 @@ class SavingRule(Struct, frozen=True):
         return NameMatch(front + before, matched_text, after, int(source[1:]), group)
 
     def renamed(self, name: str) -> str:
-        """Applies a rule that only renames (without steps) to a name; no change without a match."""
+        """The new name by a rule that only renames; `name` itself if the rule does not match."""
         match = self.match(name)
         if match is None:
             return name
@@ -103,10 +101,9 @@ class SavingRules(Struct, frozen=True):
     """The rules of a model, in the order in which they are applied.
 
     renames       rules that only rename tensors
-    converters    rules that also change tensors, by steps such as cutting or joining
-    marks         parts of names that occur only in files: a manifest with one of them already has
-                  the names of files, and is not converted again
-    sizes         numbers of the model's configuration, which steps need
+    converters    rules that also cut, join or reorder tensors
+    marks         words that only names in files have: a manifest with one needs no conversion
+    sizes         numbers of the model's configuration, for the converters
     """
 
     renames: Sequence[SavingRule]

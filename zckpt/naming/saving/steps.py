@@ -23,10 +23,9 @@ from typing import Any
 from ..views import View, cut, dealt, flattened, folded, joined, swapped, unstacked, zeros
 
 Tensors = dict[str, View]
-"""Maps targets of a rule to views of the tensors that get these names.
+"""A rule's tensors, by the target (a part of the new name) that each will get.
 
-A target is a part of a new name, and `*` in it stands for a number (such as an expert's). Before a
-step has assigned targets, the keys are the indexes of the rule's source patterns.
+Until an operation such as `cut` names its results, the keys are numbers of source patterns.
 """
 
 
@@ -36,11 +35,13 @@ def converted(
     steps: Sequence[Sequence[Any]],
     size: Callable[[str], int],
 ) -> Tensors:
-    """Applies the steps of a rule to its source tensors; returns the new tensors by name.
+    """Applies the steps of a rule to its source tensors; returns the new tensors by target.
 
-    `views` has the source tensors by the index of the rule's source pattern that matched. A step is
-    the name of an operation (see above) and its arguments, such as ["cut", 0]. `size(key)` returns
-    a number of the model's configuration. Raises ValueError if sizes do not fit.
+    views    maps the number of a source pattern to its tensor
+    steps    each is the name of an operation (see above), and its arguments: ["cut", 0]
+    size     returns a number of the model's configuration
+
+    Raises ValueError or IndexError if sizes do not fit.
     """
     tensors = {str(number): view for number, view in sorted(views.items())}
     for name, *arguments in steps:

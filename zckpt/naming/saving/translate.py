@@ -23,11 +23,12 @@ from .steps import converted
 def as_saved(manifest: Manifest, config: Mapping[str, Any]) -> Manifest:
     """Converts a manifest to the names and tensors that `save_pretrained` would write.
 
-    `config` is the model's configuration. Returns the same manifest if the model needs no
-    conversion, or if its names are already those that `save_pretrained` writes. Optimizer states of
-    a parameter's shape are converted like the parameter. Other states of a tensor that is cut or
-    joined keep their names, and replicas are dropped. Raises UnsupportedCheckpoint for tensors that
-    do not fit, and InconsistentCheckpoint if two tensors would get one name.
+    `config` is the model's configuration. A manifest that already has such names is returned as it
+    is. Otherwise, replicas are dropped. An optimizer state of another shape than its parameter is
+    not cut or joined.
+
+    Raises UnsupportedCheckpoint for tensors that do not fit, and InconsistentCheckpoint if two
+    tensors would get one name.
     """
     rules, names = rules_of(config), names_of(manifest)
     if rules is None or any(f".{mark}." in f".{n}." for mark in rules.marks for n in names):

@@ -66,11 +66,14 @@ def verify_gathered(
 ) -> Report:
     """Reports whether tensors that are joined as the engine joins them equal those of `other`.
 
-    `parts` are the ranks' shards by the engine's rule; None if no engine all-gathers this format.
-    `device` is "cpu" or "cuda". `selection` chooses the tensors to compare, and `begin` shows
-    progress. Every process returns the same report, except for its key `rank`, the process's rank.
-    Raises WrongOption if the processes cannot connect or there is no such device, and MissingData
-    if the two checkpoints share no weights.
+    parts        the ranks' shards by the engine's rule; None if no engine all-gathers this format
+    selection    the tensors to compare
+    device       "cpu" or "cuda"; None: a GPU if there is one
+    begin        shows progress
+
+    Every process returns the same report, except for its own rank under `rank`. Raises WrongOption
+    if processes cannot connect or there is no such device, and MissingData if the two checkpoints
+    share no weights.
     """
     world = join_world(device)
     try:

@@ -26,13 +26,11 @@ class Spread(Partitioned, frozen=True):
 
 
 class Beside(Struct, frozen=True):
-    """Boxes (shards) of one tensor that lie side by side along `axis` and together fill this axis.
+    """Shards (boxes) of one tensor that lie side by side along `axis`, and together fill this axis.
 
-    For example, the columns of a matrix are divided among ranks (`axis` is 1). All boxes have the
-    same ranges along the axes before `axis`, and are complete along the axes after it. A line is
-    the part of a row that one box has: its elements have equal indices on the axes before `axis`.
-    The lines of all boxes for one row follow each other in the tensor, without gaps. `widths` has,
-    for each box, the number of elements in a line.
+    For example, ranks have columns of a matrix (`axis` is 1). A line is the part of a row that one
+    shard has; it is contiguous in the tensor. `widths` has the number of elements in a line, for
+    each shard.
     """
 
     apart: Joined
@@ -56,21 +54,19 @@ class Beside(Struct, frozen=True):
         return self.apart.length(rank)
 
     def own_range(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """The lines in elements [start, stop) of the widest box, as elements of the box of `rank`.
+        """Converts an element range of the widest shard to the same lines of the shard of `rank`.
 
-        A line is the part of a row that one box has. For example, a line has 5 elements in the
-        widest box and 4 in the box of `rank`. Then [10, 25), which is lines 2 to 4, becomes
-        [8, 20).
+        The range must have complete lines. If lines have 5 elements in the widest shard and 4 in
+        this one, [10, 25) becomes [8, 20).
         """
         width, widest = self.widths[rank], max(self.widths)
         return start // widest * width, stop // widest * width
 
     def blocks(self, start: int, stop: int, column: int) -> Iterator[Block]:
-        """Yields the tensor's blocks for the lines in elements [start, stop) of the widest box.
+        """Yields the tensor's blocks for a range of complete lines.
 
-        A line is the part of a row that one box has. A row of a block joins the lines that all
-        boxes have of one row. The bucket is a matrix with a row for each rank: there, the lines of
-        a rank's box follow each other, from `column` on.
+        [start, stop) is the range in the widest shard. In the bucket, which has a row for each
+        rank, a rank's lines follow each other from `column` on.
         """
         member, shape = FlatMember(self.apart.key, self.apart.shape, 0), self.apart.shape
         line, end = start // max(self.widths), stop // max(self.widths)
@@ -86,16 +82,16 @@ class Beside(Struct, frozen=True):
                 (rank, column + (line - first) * width, width)
                 for rank, width in enumerate(self.widths)
             )
+            # a row of the block joins the lines that all shards have of one row
             yield Block(member, 0, rows, 0, length, element, length, pieces)
             line += rows
 
 
 def side_by_side(tensor: Joined) -> Iterator[Joined | Beside]:
-    """Groups the boxes (ranks' shards) of a tensor; one all-gather can move the boxes of a group.
+    """Groups a tensor's shards (boxes) so that one all-gather can move the shards of a group.
 
-    Boxes that lie side by side and together fill an axis of the tensor become one `Beside`. All
-    other boxes are grouped by similar length, to save memory: an all-gather moves a matrix with a
-    row for each box, and all rows are as wide as the longest box.
+    Shards that lie side by side and fill an axis become one `Beside`. All others are grouped by
+    similar length.
     """
     rows: dict[tuple[tuple[int, ...], tuple[int, ...]], list[BoxPart]] = {}
     other_boxes: list[BoxPart] = []
@@ -114,20 +110,20 @@ def side_by_side(tensor: Joined) -> Iterator[Joined | Beside]:
             yield Beside(replace(tensor, parts=tuple(row)), axis, widths)
         else:
             other_boxes += row
+    # an all-gather moves rows that are all as wide as the longest shard
     other_boxes.sort(key=lambda part: part.extent.length.bit_length())
     for _, alike in groupby(other_boxes, key=lambda part: part.extent.length.bit_length()):
         yield replace(tensor, parts=tuple(alike))
 
 
 def even_lines(sizes: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The number of consecutive lines of a box (shard) that begin at equal distances in the tensor.
+    """How many consecutive lines of a shard begin at equal distances in the tensor.
 
-    One `Block` can describe all these lines. A line is a part of the box that is contiguous in the
-    tensor. `shape` is the shape of the tensor. `sizes` are the sizes of the box along the axes
-    before a line. For example, a tensor has shape (4, 6, 8), and a box in it has shape (2, 3, 5):
-    lines have 5 elements, and `sizes` are (2, 3). Lines 0, 1 and 2 begin 8 elements apart, but line
-    3 begins 32 elements after line 2. So the result is 3. For a box of shape (2, 6, 5) it is 12.
+    A line is a part of the shard that is contiguous in the tensor. `sizes` are the shard's sizes
+    along the axes before a line. `shape` is the tensor's shape.
     """
+    # a shard (2, 3, 5) of a tensor (4, 6, 8), so sizes (2, 3): lines 0 to 2 begin 8 elements apart,
+    # and line 3 begins 32 elements after line 2: the result is 3; for a shard (2, 6, 5) it is 12
     count = 1
     for size, whole in zip(reversed(sizes), reversed(shape[: len(sizes)]), strict=True):
         count *= size
@@ -141,11 +137,11 @@ Cut = Partitioned | Joined | Beside
 
 
 class Segment(Struct, frozen=True):
-    """One range of elements of all ranks' shards of a tensor or flat buffer (`part`), in a bucket.
+    """One range of elements of every rank's shard, and its place in a bucket.
 
-    A bucket is a matrix with a row for each rank: the elements begin at column `at` of each row.
-    The range [start, stop) counts elements of the longest shard. `part.own_range` converts it to
-    the range of a rank whose shard is shorter.
+    part           the tensor or flat buffer that has the shards
+    start, stop    the range in the longest shard; `part.own_range` converts it for a rank
+    at             the column of the bucket (a row for each rank) where the range begins
     """
 
     part: Cut
@@ -155,14 +151,13 @@ class Segment(Struct, frozen=True):
 
 
 class Block(Struct, frozen=True):
-    """A matrix of elements of one tensor, and where they are in a bucket.
+    """A matrix of elements of one tensor, and its place in a bucket (a matrix with a row per rank).
 
-    Row i of the block has the tensor's elements from start + i * stride on, `columns` in number.
-    The bucket is itself a matrix, with a row for each rank. Without `pieces`, the block is the
-    rectangle of the bucket that begins at (`row`, `column`). With `pieces`, the block's columns
-    come from one or more boxes (shards). A piece (row, column, columns) gives the next `columns`
-    columns of the block. Its elements begin at (row, column) of the bucket, and all its rows follow
-    each other in that one row of the bucket.
+    start          the tensor's element at which row 0 of the block begins
+    stride         tensor elements from the beginning of a row to that of the next row
+    row, column    where the block begins in the bucket, if it has no `pieces`
+    pieces         the block's columns, from left to right: (row of the bucket, first column there,
+                   number of columns). All rows of a piece follow each other in this row
     """
 
     member: FlatMember
@@ -242,12 +237,9 @@ class Bucket(Struct, frozen=True):
 
 
 def lines_of(tensor: Joined, rank: int, start: int, stop: int, column: int = 0) -> Iterator[Block]:
-    """Yields the blocks that make up elements [start, stop) of a rank's box (shard) of a tensor.
+    """Yields the blocks that make up elements [start, stop) of a rank's shard (box) of a tensor.
 
-    A line is a part of the box that is contiguous in the tensor. Complete lines that begin at equal
-    distances in the tensor form one block. If the range begins or ends inside a line, this part of
-    the line is a block of its own. In the bucket (a matrix with a row for each rank), the elements
-    begin at `column` of the rank's row.
+    In the bucket (a matrix with a row for each rank), they begin at `column` of the rank's row.
     """
     part, member = tensor.parts[rank], FlatMember(tensor.key, tensor.shape, 0)
     sizes, inner = part.sizes, tensor.inner(part)
@@ -261,6 +253,7 @@ def lines_of(tensor: Joined, rank: int, start: int, stop: int, column: int = 0) 
             rest, coordinate = divmod(rest, sizes[axis])
             element += coordinate * steps[axis]
         element += sum(map(int.__mul__, part.offsets, steps))
+        # a part of a line is a block of its own; complete lines at equal distances form one block
         rows, columns, stride = 1, min(length - begin, end - place), 0
         if inner and columns == length:
             rows = min(even - line % even, (end - place) // length)
@@ -331,19 +324,17 @@ def kind_of(part: Cut) -> tuple[str, int, bool]:
 
 
 LINES = 1 << 16
-"""The approximate largest number of lines in a bucket.
+"""The approximate largest number of lines (contiguous parts of shards) in a bucket.
 
-A line is a part of a box (shard) that is contiguous in the tensor. For each line there is a read
-request to the checkpoint with which the gathered tensors are compared.
+Each line costs a read request to the other checkpoint.
 """
 
 
 def buckets(parts: Sequence[Cut], room: int, processes: int) -> Iterator[Bucket]:
     """Packs tensors and flat buffers into buckets of at most `room` bytes, one per all-gather.
 
-    A bucket has a row for each rank that saved the checkpoint. Its rows are divided among the
-    `processes` processes that compare now. `parts` must be sorted: parts with an equal key
-    `kind_of` (type, number of ranks, whether to gather) follow each other.
+    `parts` of one kind (`kind_of`) must follow each other. `processes` processes share the rows of
+    a bucket.
     """
     segments: list[Segment] = []
     end, kind, width, lines = 0, ("", 0, False), 0, 0

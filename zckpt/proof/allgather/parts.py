@@ -65,8 +65,7 @@ def with_names(parts: Sequence[Partition], manifest: Manifest) -> WithNames:
     """Names the tensors whose names no file states, by comparing them with the manifest.
 
     A tensor gets the name of the manifest's tensor with the same slot (such as `exp_avg`), type,
-    shape and position of the first byte. Empty tensors have no position. A tensor of at most one
-    element may be missing in the manifest, which stores it as a number.
+    shape and position of the first byte.
     """
     entries: dict[tuple[str, int] | None, list[Entry]] = {}
     if any(isinstance(part, Nameless) for part in parts):
@@ -81,7 +80,7 @@ def with_names(parts: Sequence[Partition], manifest: Manifest) -> WithNames:
             result.parts.append(part)
             continue
         tensor = part.tensor
-        begin = first_extent(tensor) if prod(tensor.shape) else None
+        begin = first_extent(tensor) if prod(tensor.shape) else None  # None: it is empty
         there = entries.get(_place(begin) if begin else None, [])
         same = [
             entry
@@ -92,6 +91,7 @@ def with_names(parts: Sequence[Partition], manifest: Manifest) -> WithNames:
             there.remove(same[0])
             result.parts.append(replace(tensor, key=same[0].key))
             result.of_reader.append(same[0].name)
+        # the manifest may store a tensor of at most one element as a number
         elif prod(tensor.shape) > 1 and all(entry.slot != "state" for entry in there):
             result.unsupported.append(part)
     return result
@@ -120,9 +120,8 @@ def by_name(
 ) -> tuple[list[Named], dict[Key, Entry], dict[Key, Entry]]:
     """Gives every tensor in the ranks' shards a unique key, such as ("fc1.weight", "exp_avg").
 
-    Returns three things: the shards, the tensors by key, and further copies of tensors by key.
-    Copies are momenta that several ranks store completely, and second names of tied weights. A tied
-    weight's key has its first name.
+    Returns the shards, the tensors by key, and further copies by key. Copies are momenta that
+    several ranks store completely, and second names of tied weights (under the first name).
     """
     owners = manifest.owners
     named: list[Named] = []
@@ -181,10 +180,9 @@ def _spread(part: Whole, size: int) -> Spread:
 
 
 def strided(part: Named) -> Iterator[Joined]:
-    """Yields the boxes (shards) of a tensor that are not row-major in their files.
+    """Yields the shards (boxes) of a tensor that are not row-major in their files.
 
-    All-gathers do not move these boxes: each is compared alone. So each is yielded as a `Joined`
-    that has only this box.
+    All-gathers do not move them. They are compared one by one, so each is a `Joined` of one box.
     """
     if isinstance(part, Whole) and part.strides:
         box = BoxPart((0,) * len(part.shape), part.shape, part.extent, strides=part.strides)

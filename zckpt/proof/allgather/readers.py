@@ -32,11 +32,11 @@ READ = 8 << 20  # bytes that one thread reads at a time
 
 
 class BlockMatch(Struct, frozen=True):
-    """A block of a gathered tensor, and the place for the same elements of the other checkpoint.
+    """A block of a gathered tensor, and the buffer position of the other checkpoint's elements.
 
-    `match` is the pair of tensors to compare, one of each checkpoint. `place` is the index of this
-    pair in the list of all pairs. The other checkpoint's elements are read into a buffer, from byte
-    `at` on.
+    match    the pair of tensors to compare, one of each checkpoint
+    place    the index of this pair in the list of all pairs
+    at       the first byte of the other checkpoint's elements in the buffer
     """
 
     block: Block

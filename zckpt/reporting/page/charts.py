@@ -30,10 +30,10 @@ PALETTE = [
     *((46, 30, 59), (65, 61, 123), (55, 101, 158), (52, 143, 167)),
     *((64, 183, 173), (139, 218, 178), (222, 245, 229)),
 ]
-"""Red, green and blue in even steps of lightness: seaborn's palette "mako".
+"""The colors of heat maps from dark to light, as (red, green, blue): seaborn's palette "mako".
 
-Color-blind readers can order these colors too. Large values are dark on a light page, and light on
-a dark page.
+Color-blind readers can order these colors too. On a light page, large values are dark; on a dark
+page, they are light.
 """
 
 

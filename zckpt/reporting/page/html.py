@@ -27,10 +27,10 @@ SECTIONS = {
     "steps": "",
     "against": "",
 }
-"""The sections of the page, in order, each with the key that decides whether it is shown.
+"""The sections of the page, in order, each with a key.
 
-A section is shown if it has a value under this key that is not empty. For "", it is shown if the
-section itself is not empty.
+A section is shown if its value under this key is not empty; for "", if the section itself is not
+empty.
 """
 
 

@@ -88,7 +88,7 @@ def test_options_that_do_not_fit(options: dict[str, Any], said: str, hint: str) 
 def test_a_class_that_the_stages_of_the_source_contradict() -> None:
     """By the layers alike they would begin at 0 and 4."""
     with pytest.raises(
-        WrongOption, match=r"layers 1, 3, 4 .* would begin at layers 0,4, but they do not"
+        WrongOption, match=r"layers 1, 3, 4, which .* would begin at layers 0,4, but they do not"
     ):
         bounds_of(*made(2), options_of({"pp": 2, "pp_partition": "type:block"}))
 

@@ -82,9 +82,9 @@ class Slice(Struct, frozen=True):
 def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
     """The weights, masters and moments in a directory, and where their bytes are in its files.
 
-    An item is one tensor, or a flat buffer that contains several tensors. `tp_rules` is a model
-    family or a file that states how tensor ranks cut parameters. Slices of several tensor ranks are
-    joined. If ranks have several copies of a tensor, each copy is an item with the same name.
+    An item is one tensor, or a flat buffer of several; copies have the same name. `tp_rules` is a
+    model family or a rule file that states how tensor ranks cut parameters. Raises MissingData if
+    no file shows the tensors' names.
     """
     names = os.listdir(directory)
     if not any(map(SEVERAL.search, names)):
@@ -172,9 +172,9 @@ def _of_layers(
 ) -> Iterator[Slice]:
     """Yields the tensors in one tensor rank's layer files, named "{layer's number}.{inner name}".
 
-    A tied layer's tensors are named "tied_modules.{key}.{inner name}" instead. No file states this
-    key. It is found by values: all masters of that tied layer (in `tensors`) round to the weights
-    in the file. `trained` has the names of trained parameters.
+    A tied layer's tensors are named "tied_modules.{key}.{inner name}". The key is found by values:
+    all masters of the layer in `tensors` round to the file's weights. `trained` has parameters'
+    names.
     """
     tied = by_key(
         (m[1], (m[2], tensor))
@@ -191,6 +191,7 @@ def _of_layers(
             for extent, strides in [file.reach(value)]
         }
         prefix = str(number)
+        # no file states the key of a tied layer
         if trained.isdisjoint(f"{number}.{key}" for key in weights):
             for name, masters in tied.items():
                 rounded = {key for key, each in masters if _rounds(each, weights.get(key))}
@@ -242,11 +243,10 @@ def _joined(
 
 
 def _is_whole(slices_of_ranks: Sequence[Slice | None], weights: set[str]) -> bool:
-    """Whether every tensor rank has the full tensor, though no rule says so.
+    """Whether every tensor rank has the full tensor, which is not trained and has no rule.
 
-    The tensor is not trained, so the engine never joins it. It is a buffer, and complete on all
-    ranks, if no trained weight has its type (`weights` has these types). Otherwise it counts as
-    complete if its first bytes are equal on all ranks.
+    `weights` has the types of trained weights. A tensor of another type is a buffer, and complete.
+    Any other tensor counts as complete if its first bytes are equal on all ranks.
     """
     if None in slices_of_ranks or len({each.shape for each in slices_of_ranks if each}) > 1:
         return False

@@ -288,12 +288,11 @@ def _sliced(shapes: Shapes, model: Mapping[str, Any]) -> Shapes:
 
 
 def _is_partition(tensors: Sequence[Tensor], masters: Sequence[Tensor]) -> bool:
-    """Whether an optimizer state has the length of the masters on every rank, up to end padding.
+    """Whether an optimizer state is as long as the masters on every rank, except for end padding.
 
-    `tensors` and `masters` have one tensor per rank. Masters may be saved without padding, states
-    with it. The padding is less than two elements per rank, because the engine aligns a group to
-    twice its number of ranks.
+    `tensors` and `masters` have one tensor per rank. Masters may be saved without the padding.
     """
+    # the engine aligns a group to twice its number of ranks
     more = [own.numel - master.numel for own, master in zip(tensors, masters, strict=True)]
     alike = len({tensor.numel for tensor in tensors}) == 1
     return not sum(more) or (min(more) >= 0 and alike and sum(more) < 2 * len(masters))
@@ -330,12 +329,10 @@ def _whole_momenta(
 
 
 def _whole_optimizers(model: TorchFile, files: Sequence[TorchFile]) -> Iterator[Partition]:
-    """Yields the tensors of an optimizer that is not partitioned (stage 0).
+    """Yields the tensors of an optimizer that is not partitioned (stage 0), each one once.
 
-    `files` are the files with an optimizer: the model file, or with experts one file per ep rank.
-    Each tensor is yielded once; a dense parameter's is the first ep rank's. An ep rank loads the
-    model file, the files of its experts and its own optimizer file, whose state is numbered in the
-    order of that optimizer's groups (engine.py `load_moe_state_dict`).
+    `files` are the files with an optimizer: the model file, or with experts one file per ep rank. A
+    dense parameter's tensors are the first ep rank's.
     """
     first = files[0].value["optimizer"]
     shapes = [_tuples(own) for own in model.value["param_shapes"] or ()]
@@ -344,6 +341,7 @@ def _whole_optimizers(model: TorchFile, files: Sequence[TorchFile]) -> Iterator[
     named = _in_whole_model(chain.from_iterable(shapes))
     for rank, file in enumerate(files):
         optimizer = file.value["optimizer"]
+        # its state is numbered in the order of its groups (engine.py `load_moe_state_dict`)
         base = optimizer.get("optimizer_state_dict", optimizer)
         for place, group in enumerate(base["param_groups"]):
             firsts = [ranks[0] for ranks in _ranks_that_share(model.value, len(files), group)]
@@ -441,9 +439,8 @@ def _ranks_that_share(model: Mapping[str, Any], dp: int, group: Mapping[str, Any
 def _in_whole_model(names: Iterable[str]) -> Callable[[str, int], str]:
     """Returns a function that maps (name, ep rank) to the parameter's name in the full model.
 
-    Every ep rank numbers its experts from 0, and has as many experts of a layer as rank 0, whose
-    parameters are `names`. With 2 experts per rank, rank 1's expert 0 is expert 2 of the full
-    model. Names of dense parameters stay the same.
+    `names` are rank 0's parameters; all ranks have as many experts. Every rank numbers its experts
+    from 0: with 2 experts per rank, rank 1's expert 0 is expert 2 of the full model.
     """
     local = by_key((n[: match.start()], match[0]) for n in names if (match := LOCAL.search(n)))
 

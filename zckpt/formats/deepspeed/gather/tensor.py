@@ -65,12 +65,10 @@ class Cut(Struct, frozen=True):
     ) -> Cut:
         """The cut of a tensor along `axis`, with the ranks' parts in rank order.
 
-        A fused tensor has several sub-parameters along the axis, such as q, k and v. Each
-        sub-parameter is cut over all ranks.
+        A fused tensor has several sub-parameters, such as q, k and v; each is cut over all ranks.
 
             shapes    the shape of every rank's slice
-            widths    for each sub-parameter, the length of every rank's part along the axis; empty
-                      for a tensor that is not fused
+            widths    for each sub-parameter, every rank's length along the axis; empty if not fused
             unit      the number of elements that a length of 1 in `widths` stands for
             folds     how often the sub-parameters are repeated along the axis: 2 for q, k, q, k
         """
@@ -112,8 +110,8 @@ FIRST = {
 LAST = {"parameter_with_row_parallelism_patterns": "1", "vocabulary_parameter_patterns": "0"}
 """Keys of `universal_checkpoint_info`, each with the --tp-rules line of the same meaning.
 
-A name may match several keys. Then FIRST decides before `parameter_with_sub_params` (the rules for
-fused tensors), and LAST decides after it.
+If a name matches several keys, FIRST decides before `parameter_with_sub_params` (the key of fused
+tensors), and LAST after it.
 """
 
 
@@ -139,17 +137,15 @@ def _by_view(
 ) -> Cut:
     """The cut of a fused tensor, as a sub-parameter rule of `universal_checkpoint_info` states it.
 
-    `about` is the rule: a view of the tensor ("shape"), and the axis of the view along which the
-    sub-parameters lie ("partition_dim"). `pattern` is the rule's key in `info`. Since version 0.4
-    `info` also states each sub-parameter's length on each rank; older versions state only full
-    lengths, or the number of equal sub-parameters.
+    `about` is the rule: a view of the tensor ("shape"), and the axis of the view with the
+    sub-parameters ("partition_dim"). `pattern` is the rule's key in `info`.
     """
     view, axis = about["shape"], about["partition_dim"]
     spec, ranks = view[axis], len(shapes)
     present = [shape for shape in shapes if shape is not None]
     if float(info.get("universal_checkpoint_version") or 0) >= 0.4:
         widths: Widths = info["sub_param_shard_widths"][pattern]
-    else:
+    else:  # only full lengths, or the number of equal sub-parameters
         if isinstance(spec, int):
             spec = [sum(shape[axis] for shape in present) // spec] * spec
         widths = [[size // ranks] * ranks for size in spec]

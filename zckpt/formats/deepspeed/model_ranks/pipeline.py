@@ -60,9 +60,9 @@ def joined_stages(
 ) -> Manifest:
     """Joins the pipeline stages of one tensor rank, and the files of its layers.
 
-    `files` are the layer files by number. If stages state different steps, `step_policy` chooses
-    one: "max", "min" or a number such as "7". Raises IncompleteCheckpoint if a layer's file is
-    missing, InconsistentCheckpoint if stages or shapes contradict each other.
+    `files` are the layer files by number. `step_policy` chooses a step if stages differ: "max",
+    "min" or a number such as "7". Raises IncompleteCheckpoint (a layer's file is missing) and
+    InconsistentCheckpoint (stages or shapes contradict each other).
     """
     layers = _Layers(stages, files)
     layers.check_places()
@@ -85,11 +85,10 @@ def joined_stages(
 def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | None) -> Manifest:
     """Joins the stages of one tensor rank into the full model, for a pipeline with experts.
 
-    Such a pipeline has no layer files: each stage keeps its weights in its own model file
-    (DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint`). If stages state different steps,
-    `step_policy` chooses one: "max", "min" or a number such as "7". Raises InconsistentCheckpoint
-    if the stages' copies of a tied layer contradict each other.
+    Such a pipeline has no layer files. `step_policy` is as for `joined_stages`. Raises
+    InconsistentCheckpoint if the stages' copies of a tied layer contradict each other.
     """
+    # each stage has its weights in its model file (DeepSpeed 0.19.8, `_save_moe_checkpoint`)
     layers = {layer.name: layer for stage in stages for layer in layers_of(stage.run.engine)}
     engine = stages[0].run.engine
     assert isinstance(engine, FlatBufferEngine)
@@ -102,11 +101,10 @@ def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | No
 class _Layers:
     """The layer files of one tensor rank, with the tied layer that each file belongs to, if any.
 
-    files      opened layer files by the layer's number
-    tensors    the tensors in each file, by their names in the file
+    files      opened layer files, by the layer's number
+    tensors    each file's tensors, by their names in the file
     alike      file number -> keys of the tied layers with the file's shapes
     tied       file number -> key of its tied layer: {0: "embed", 8: "embed"}
-    pipeline   the parameters and buffers of each stage
     """
 
     def __init__(self, stages: Sequence[Manifest], files: Mapping[int, TorchFile]) -> None:
@@ -156,11 +154,10 @@ class _Layers:
         return alike
 
     def _tied(self) -> dict[int, str]:
-        """Maps the number of each tied layer's file to the layer's key; compares their weights.
+        """Maps the number of each tied layer's file to the layer's key, which no file states.
 
-        No file states this key. A file belongs to a tied layer if the layer's masters, rounded,
-        equal the file's weights. Only shapes are compared for a file that is read in place of a
-        lost one. Raises UnsupportedCheckpoint if a file fits several keys.
+        The layer's masters, rounded, must equal the file's weights. Raises UnsupportedCheckpoint if
+        a file fits several keys.
         """
         names = of_tied({name: name for name in self.shapes})
         masters: dict[str, Entry] = {}
@@ -248,9 +245,8 @@ class _Layers:
     def beside(self) -> Manifest:
         """A manifest of all tensors in the layer files; a tied layer's further copies are replicas.
 
-        Every field that is not about these tensors is copied from the first stage's manifest. So
-        `merge` can treat the result like the manifest of one more stage. Raises unless every
-        trained parameter is in the file of its layer, with the same shape.
+        All its other fields are the first stage's, so `merge` treats it like one more stage. Raises
+        unless every trained parameter is in the file of its layer, with the same shape.
         """
         entries, copies = dict[Key, Entry](), list[Entry]()
         for number, tensors in self.tensors.items():
@@ -315,6 +311,7 @@ class _Layers:
 
 
 def _begins_as(weight: Entry, master: Entry) -> bool:
+    # of a file that is read in place of a lost one, only shapes are compared
     return _stands_in(weight) or _stands_in(master) or begins_as(weight, master, SAMPLE)
 
 

@@ -209,9 +209,9 @@ def _by_class(model: Manifest, pipeline: Pipeline, stages: int, method: str) -> 
         if numbers and not first <= min(numbers) <= max(numbers) < stop:
             raise WrongOption(
                 "stages-do-not-fit",
-                f"{says}. zckpt assumes the class of the layers {ranges(alike)}, which have equal "
-                f"parameters. Then the stages of {model.root} would begin at layers "
-                f"{_text(before[:-1])}, but they do not",
+                f"{says}. zckpt assumes that the layers {ranges(alike)}, which have equal "
+                f"parameters, are the layers of this class. Then the stages of {model.root} would "
+                f"begin at layers {_text(before[:-1])}, but they do not begin there",
                 hint="if the saved run was cut by another rule, and only the new run uses this "
                 f"--pp-partition, give --pp-bounds {_text(after)}; your program prints the layers "
                 "of each stage at its start",
@@ -233,10 +233,8 @@ def uniform(layers: int, stages: int) -> tuple[int, ...]:
 def balanced(weights: Sequence[int], stages: int) -> tuple[int, ...]:
     """Bounds that give all stages about the same sum of `weights`, by DeepSpeed's rule.
 
-    `weights` has a number for each layer, such as its number of trained elements. The rule adds one
-    stage at a time. For every number of first layers, it keeps only the best partition into the
-    stages so far, and continues from it. So the result is not always the best partition of all
-    layers. If several partitions are equally good, the last one is used.
+    `weights` has a number for each layer, such as its number of trained elements. DeepSpeed's
+    result, and so this one, is not always the best partition of all layers.
     """
     count = len(weights)
     if count <= stages:
@@ -244,7 +242,7 @@ def balanced(weights: Sequence[int], stages: int) -> tuple[int, ...]:
     sums = [0, *accumulate(weights)]
     # by the number of layers so far: the largest and smallest sum, and the bounds
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0, inf, (0,))}
-    for _ in range(stages):
+    for _ in range(stages):  # of equally good partitions, the last one is kept
         longer = {}
         for stop in range(1, count + 1):
             candidates = [

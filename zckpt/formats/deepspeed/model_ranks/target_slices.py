@@ -166,11 +166,9 @@ def _doubts(auto: AutoTP | None, info: Mapping[str, Any] | None) -> list[Notice]
 def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
     """The number of rows of each vocabulary parameter in the target: {"embed.weight": 50304}.
 
-    Megatron rounds the used rows up to a multiple of `tp` times the argument
-    `make_vocab_size_divisible_by`. If the saved arguments lack this argument, it counts as 1. The
-    source may then have more padding than its own tensor ranks need: if `tp` divides the source's
-    number of rows, that number stays. `--vocab-size` replaces the number of used rows. Without this
-    option, the result is empty for AutoTP, which pads nothing.
+    As Megatron does, the used rows are rounded up to a multiple of `tp` times the saved argument
+    `make_vocab_size_divisible_by`. `--vocab-size` replaces the number of used rows; WrongOption if
+    there are no such parameters. {} for AutoTP without this option.
     """
     divisor = arguments(source.state.get("client_state")).get(DIVISOR)
     unit = divisor if isinstance(divisor, int) and divisor > 0 else None
@@ -187,6 +185,7 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
         return {}  # AutoTP pads nothing: the ranks' shares differ by one row
     before, rows = source.run.origin.tp or 1, dict[str, int]()
     for name, about in facts.items():
+        # without the argument, a source with more padding than its own ranks need keeps its rows
         is_rounded = about.rows == -(-about.used // before) * before
         keeps = unit is None and given is None and not about.rows % tp and not is_rounded
         least = padded(source.root, name, about.used, given, tp * (unit or 1))

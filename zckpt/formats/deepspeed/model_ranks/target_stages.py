@@ -44,9 +44,8 @@ def recut(
     """Cuts every tensor rank's model into the pipeline stages that `options` ask for.
 
     `models` has one model per tensor rank; `whole` has the parameters of all of them. Returns the
-    new numbers of stages and tensor ranks, one manifest per model rank, and warnings about what
-    zckpt inferred. Raises WrongOption for bounds that do not fit, UnsupportedCheckpoint if the
-    parameters are not in the order of the layers.
+    new grid, one manifest per model rank, and warnings about what zckpt inferred. Raises as
+    `cut_again`.
     """
     inferred: list[Notice] = []
     if is_cut(len(pipeline.parameters), options):
@@ -78,9 +77,9 @@ def cut_again(
 ) -> tuple[Pipeline, list[Notice]]:
     """The pipeline with new stages, as `options` ask for; and warnings about what zckpt inferred.
 
-    If the pipeline has layer files (`has_files`), a stage lists only its trained parameters;
-    otherwise it lists all tensors. Raises WrongOption for bounds that do not fit,
-    UnsupportedCheckpoint if the parameters are not in the order of the layers.
+    With layer files (`has_files`), a stage lists only its trained parameters, otherwise all
+    tensors. Raises WrongOption (the bounds do not fit) and UnsupportedCheckpoint (the parameters
+    are not in the order of the layers).
     """
     bounds = bounds_of(model, pipeline, options)
     uses, inferred = _uses(model.root, pipeline, bounds)
@@ -104,11 +103,8 @@ def _uses(
 ) -> tuple[dict[str, set[int]], list[Notice]]:
     """Maps each tied layer's key to the numbers of the layers that use it: {"embed": {0, 8}}.
 
-    Also returns warnings for uses that zckpt assumes. A use through a function has no layer file.
-    It is assumed at the last layer without a file in a stage that has a copy of the tied layer. If
-    no use has a file (with experts), zckpt assumes layers that no parameter name contains: the
-    first such layer of the first stage with this tied layer, and the last such layer of each
-    further stage with it. `bounds` are the first layers of the new stages.
+    `bounds` are the first layers of the new stages, and the number of all layers. Also returns
+    warnings about uses that no layer file shows, so that zckpt assumes their place.
     """
     uses, inferred = uses_of_files(pipeline), list[Notice]()
     if len(bounds) == 2:  # a single stage has all layers
@@ -117,6 +113,7 @@ def _uses(
         is_shown = bool(places)
         holders = spans_with(pipeline, key, bounds[-1])
         for span in holders:
+            # a use through a function has no file: assumed at the stage's last layer without one
             shown = places.intersection(span) if is_shown else set[int]()
             free = [layer for layer in span if layer not in pipeline.layers]
             if len(shown) > 1 or (shown and (len(holders) > 1 or not free)):
@@ -124,9 +121,10 @@ def _uses(
             if not free:
                 raise WrongOption(
                     "stages-do-not-fit",
-                    f"a stage of {root} uses the tied layer {key} at a layer without "
-                    f"{'a file' if is_shown else 'names'}. By --pp-bounds, that layer is one of "
-                    f"{span.start} to {span.stop - 1}, but none of these layers fits",
+                    f"a stage of {root} uses the tied layer {key} at a place in the pipeline that "
+                    f"has {'no file' if is_shown else 'no parameter name'}. By --pp-bounds, that "
+                    f"place is one of the layers {span.start} to {span.stop - 1}, but each of "
+                    "these has one",
                     hint=LAST,
                 )
             if is_shown and len({_stage_of(at, bounds) for at in (*shown, *free)}) > 1:
@@ -135,6 +133,7 @@ def _uses(
                     f"which has no file, so stage {_stage_of(free[-1], bounds)} gets a copy of it"
                 )
                 inferred.append(warning("place-inferred", message, subject=key))
+            # with experts no use has a file: assumed at the first stage's first layer without names
             is_first = not places
             if is_first:
                 places.add(free[0])

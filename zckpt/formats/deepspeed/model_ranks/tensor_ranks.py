@@ -50,11 +50,10 @@ def joined_slices(
 ) -> Manifest:
     """Joins the models of all tensor ranks into one.
 
-    The user's rules (`tp_rules`: a model family or a rule file) are tried before the checkpoint's
-    own rules. If ranks state different steps, `step_policy` chooses one: "max", "min" or a number
-    such as "7". Raises MissingData with the parameters that no
-    rule covers. Raises InconsistentCheckpoint or WrongOption for rules that do not fit the ranks'
-    shapes.
+    `tp_rules` (a model family or a rule file) comes before the checkpoint's own rules.
+    `step_policy` chooses a step if ranks differ: "max", "min" or a number such as "7". Raises
+    MissingData for parameters without a rule, InconsistentCheckpoint or WrongOption for rules that
+    do not fit.
     """
     models, given = tuple(ranks), [] if tp_rules is None else [rules_of(tp_rules, of_json)]
     if len(ranks) > 1:
@@ -161,9 +160,9 @@ IF_COPIES_DIFFER = {
 def check(manifest: Manifest) -> list[Notice]:
     """Compares the first bytes of the ranks' copies and slices; returns warnings.
 
-    If the manifest keeps model ranks separate, masters whose copies differ give a warning. If model
-    ranks are joined, raises InconsistentCheckpoint if a rule cuts a parameter that all ranks have
-    in full, and UnsupportedCheckpoint if a parameter is the sum of the ranks' parts.
+    Model ranks that are kept separate: a warning if copies of a master differ. Joined model ranks:
+    raises InconsistentCheckpoint if a rule cuts a parameter that all ranks have in full, and
+    UnsupportedCheckpoint if a parameter is the sum of the ranks' parts.
     """
     if manifest.ranks:
         return compare_apart(manifest)
@@ -175,9 +174,9 @@ def check(manifest: Manifest) -> list[Notice]:
 def copies(manifest: Manifest, replicas: str | None) -> list[Replicas]:
     """Which copies of tensors on several tensor ranks must be compared.
 
-    If model ranks are joined, copies that differ are an error, unless `replicas` says which copy to
-    use ("rank0" or "mean"). If model ranks are kept separate, each keeps its own copy, and copies
-    that differ give only a warning. They are compared only if it is known how tensors are cut.
+    Joined model ranks: copies that differ are an error, unless `replicas` says which copy to use
+    ("rank0" or "mean"). Model ranks that are kept separate: only a warning, and nothing is compared
+    if the rules for cutting tensors are unknown.
     """
     if manifest.ranks:
         if len(manifest.models) == 1:  # there are no copies on other tensor ranks

@@ -29,11 +29,11 @@ OWN_INFO = {"universal_checkpoint_version", "expert_parameter_patterns", "ds_aut
 
 
 def with_slices(ranks: EngineStates) -> EngineStates:
-    """The ranks' states, in which every expert has its own parameters.
+    """Splits AutoEP's stacked parameters into one parameter per expert.
 
-    They replace AutoEP's parameters, each of which stacks the experts of a rank. Raises
-    UnsupportedCheckpoint (stage 3, AutoTP together with AutoEP, an order of experts or of
-    parameters that zckpt does not read) and InconsistentCheckpoint.
+    Without AutoEP, `ranks` are returned unchanged. Raises UnsupportedCheckpoint (stage 3, AutoTP,
+    experts out of order, `round_robin_gradients` or `parameter_alignment`) and
+    InconsistentCheckpoint (ranks cannot share the experts evenly).
     """
     model, directory = ranks.model, ranks.directory
     if not (layers := layers_in(model)):

@@ -198,12 +198,11 @@ def named_of(ranks: EngineStates) -> tuple[str, ...]:
 def spread_over(
     ranks: EngineStates, files: Sequence[LayerFiles], named: Iterable[str], ep: int | None = None
 ) -> ExpertLayers:
-    """Finds over how many ranks each layer of experts is spread (its expert-parallel size).
+    """Finds the expert-parallel size of each layer: over how many ranks its experts are spread.
 
-    The size is `ep`. Without `ep`, it is the number of the layer's experts divided by the number of
-    experts that rank 0 has; `named` are the tensor names on rank 0. Raises InconsistentCheckpoint
-    if ranks cannot share the experts evenly, UnsupportedCheckpoint if rank 0 names no expert of a
-    layer.
+    The size is `ep`. If `ep` is None, rank 0's experts are counted in `named`, its tensor names.
+    Raises InconsistentCheckpoint (ranks cannot share the experts evenly) and UnsupportedCheckpoint
+    (`named` lacks a layer).
     """
     path, layers = ranks.directory.path, dict[str, ExpertLayer]()
     numbers = by_key((part.layer, part.number) for part in map(expert_name, named) if part)
@@ -242,9 +241,8 @@ def with_tensors(
 ) -> EngineStates:
     """Adds the tensors in the experts' files to the module, directly after their layer's gate.
 
-    This function also completes two lists of the model file: the names of buffers, and the second
-    names of tied weights. Of experts, the model file lists only the names on rank 0. The names of
-    all other experts are added.
+    Also adds the experts of other ranks to the names of buffers and of tied weights: the model file
+    has only rank 0's.
     """
     behind = {layer.gate: layer for layer in files}
     module: dict[str, Any] = {}
@@ -265,11 +263,11 @@ def with_tensors(
 
 
 class Experts(Struct, frozen=True):
-    """The layers of experts of one model rank, and the data ranks that have each expert.
+    """The experts of one model rank: their files, their layers, and the data ranks that have them.
 
     ranks    the opened files as saved, with rank 0's experts
-    whole    the same files, with the tensors of all experts added
-    layers   the layers of experts and their expert-parallel sizes
+    whole    the same files, with the tensors of all experts
+    layers   each layer of experts, with its expert-parallel size
     places   which data rank has which experts
     """
 
@@ -281,12 +279,11 @@ class Experts(Struct, frozen=True):
     def sharing(
         self, group: int, shapes: ParameterShapes
     ) -> list[tuple[EngineStates, ParameterShapes]]:
-        """The flat buffers of one param group: one for a dense group, one per ep rank for experts.
+        """The flat buffers of a param group: one for a dense group, one per ep rank for experts.
 
-        Each item has the opened files of the ranks that share the buffer, and the shapes of its
-        parameters by their names in the full model. `group` is the group's number, and `shapes` has
-        rank 0's names. Raises InconsistentCheckpoint if the files contradict each other about a
-        group of experts.
+        `shapes` are rank 0's parameters of the group `group`. Returns pairs: the opened files of
+        the ranks that share a buffer, and its parameters by their names in the full model. Raises
+        InconsistentCheckpoint if the files contradict each other.
         """
         layers = [self.layers.layer_of(name) for name in shapes]
         eps = {1 if layer is None else layer.ep for layer in layers}
@@ -345,11 +342,8 @@ class Experts(Struct, frozen=True):
     def complete(self, manifest: Manifest) -> Manifest:
         """Adds the layers of experts to the manifest, and sorts its parameters.
 
-        Raises InconsistentCheckpoint if the optimizer has an expert whose weight is in no file. For
-        another missing weight there is a warning, and its master is used: DeepSpeed does not save
-        the MLP of a residual MoE layer whose name contains `expert` (0.19.8,
-        `_get_non_moe_state_dict` drops all names with `expert` below MoE layers, except gates, and
-        only those below `deepspeed_experts` are saved separately).
+        Raises InconsistentCheckpoint if an expert's weight is in no file. For any other missing
+        weight, the master is used, with a warning.
         """
         unsaved = [name for name in manifest.parameters if (name, "param") not in manifest.entries]
         if lost := [name for name in unsaved if not self.layers.is_dense(name)]:
@@ -361,7 +355,9 @@ class Experts(Struct, frozen=True):
                 file=self.ranks.directory.path,
             )
         warnings = manifest.notices.warnings
-        if unsaved:
+        if unsaved:  # such as the MLP of a residual MoE layer whose name contains `expert`
+            # 0.19.8, `_get_non_moe_state_dict` drops all names with `expert` below MoE layers,
+            # except gates; only those below `deepspeed_experts` are saved separately
             message = (
                 f"DeepSpeed did not save the weights {listed(unsaved, 4)}, because the name of "
                 "their MoE layer contains `expert`: their masters are used instead"
@@ -399,9 +395,8 @@ def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | 
     """Reads one model rank of a run with experts; returns its manifest.
 
     If ranks state different steps, `step_policy` chooses one: "max", "min" or a number such as "7".
-    Raises UnsupportedCheckpoint (stage 3, some uses of AutoEP, files of a run with
-    `elastic_checkpoint`, experts that are spread over tensor ranks, or if nothing shows which rank
-    has which experts), IncompleteCheckpoint and InconsistentCheckpoint.
+    Raises UnsupportedCheckpoint (in stage 3, for example, or if nothing assigns experts to ranks),
+    IncompleteCheckpoint and InconsistentCheckpoint.
     """
     ranks = with_slices(ranks)
     if ranks.partitioned or ranks.elastic:
@@ -429,11 +424,9 @@ def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | 
 def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> ExpertRanks:
     """Finds which rank has which experts: from the ds_config, or by comparing bytes.
 
-    A run that was started with a ds_config file saves only the file's name. Then no file states
-    the value of `use_data_before_expert_parallelism`. If it is false, neighbor ranks have different
-    experts; if it is true, they have the same ones. zckpt tries both: with the right value, the
-    ranks' masters round to the experts' weights. Raises UnsupportedCheckpoint if they do so with
-    both values, InconsistentCheckpoint if they do so with neither.
+    Bytes are compared if the run saved only its ds_config's file name. Raises UnsupportedCheckpoint
+    if nothing shows the ranks, InconsistentCheckpoint if masters do not round to the experts'
+    weights.
     """
     if ranks.config_path is None or all(ep in (1, ranks.dp) for ep in layers.sizes):
         return ExpertRanks.of_config(ranks.dp, ranks.config)
@@ -441,6 +434,7 @@ def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> E
     are_regular = all(layers.is_regular(layers.everywhere(names)) for names in every)
     if not are_regular and not ranks.round_robin:  # perhaps round robin: nothing shows it
         refuse(ranks.directory, UNKNOWN)
+    # no file states `use_data_before_expert_parallelism`: try both values
     orders = [ExpertRanks(ranks.dp, data_first) for data_first in (False, True)]
     fitting = [order for order in orders if Experts(ranks, whole, layers, order).fit]
     if not fitting:

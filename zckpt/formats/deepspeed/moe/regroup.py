@@ -38,12 +38,11 @@ GROUP_SIZE = 178_956_971  # elements; the engine's default of `max_group_size`
 
 
 def over_ranks(source: Manifest, options: Options) -> Manifest:
-    """Changes the expert-parallel size to `--ep`: rebuilds the param groups of experts.
+    """Changes the expert-parallel size to `--ep`, and rebuilds the param groups of experts for it.
 
-    Without `--ep`, or without experts, the groups stay. Raises WrongOption (the size does not
-    divide the experts or ranks, or the engine may have cut one group into several), MissingData
-    (the source does not state its layers or groups), InconsistentCheckpoint (the order of
-    parameters at the new size is unknown).
+    Without `--ep`, the groups stay as they are. Raises WrongOption (the size does not fit),
+    MissingData (layers or groups are unknown) and InconsistentCheckpoint (experts are missing, or
+    the order of parameters at the new size is unknown).
     """
     ep, layers = options[EP], ExpertLayers.of_manifest(source)
     if unplaced := [n for n in source.parameters if expert_name(n) and layers.is_dense(n)]:
@@ -223,14 +222,9 @@ def _cuts(source: Manifest, names: Sequence[str]) -> Iterator[list[str]]:
 def with_named_layers(source: Manifest, unplaced: Sequence[str]) -> Manifest:
     """Adds the layers of experts to the manifest of a full model's state dict.
 
-    A state dict does not list these layers. The layers and their numbers of experts come from the
-    names of the experts' tensors, in which experts are numbered over all ranks. The expert-parallel
-    sizes come from the names of the optimizer's param groups, such as `ep_size_2`. A state dict has
-    these group names if zckpt made it from a DeepSpeed run. `unplaced` are the names of experts'
-    tensors, for an error message.
-
-    Raises InconsistentCheckpoint (experts are missing) and MissingData (the source is not a full
-    model's state dict, or the optimizer has no groups of experts).
+    The layers are derived from names of tensors and of param groups (`ep_size_2`). `unplaced` are
+    names of experts' tensors, for an error message. Raises InconsistentCheckpoint (experts are
+    missing) and MissingData (no state dict, or names of groups do not fit).
     """
     engine = source.run.engine
     if not isinstance(engine, StateDictEngine):
@@ -240,7 +234,7 @@ def with_named_layers(source: Manifest, unplaced: Sequence[str]) -> Manifest:
             hint="give the DeepSpeed run, or the universal checkpoint that was made of it",
             file=source.root,
         )
-    sizes = _sizes(source)
+    sizes = _sizes(source)  # groups have such names if zckpt made the source from a DeepSpeed run
     names = (*(source.state.get("module") or ()), *source.parameters)
     numbers = by_key((p.layer, p.number) for p in map(expert_name, names) if p)
     layers = []

@@ -64,13 +64,12 @@ class Named(NamedTuple):
 class Nameless(Struct, frozen=True):
     """An optimizer whose state has numbers in place of names, and what may show the names.
 
-    path           the optimizer's file
-    groups         what the state has under each number, group by group
-    weights        the weights that may be its parameters, by name
+    groups         what the state has under each number, by group
+    weights        weights that may be the optimizer's parameters, by name
     is_flat        whether each group has one flat master (FP16_Optimizer)
     stated_names   each group's names, if zckpt wrote the file
     inferred       the stated names that zckpt had only inferred
-    given          the user's names: per group if masters are flat, else all in one list; or None
+    given          the user's names: a list per group if masters are flat, else one list
     """
 
     path: str
@@ -110,11 +109,11 @@ class Nameless(Struct, frozen=True):
 def names_of(
     every: Sequence[EngineStates], weights: Weights, param_names: Sequence[str] | None
 ) -> list[Named]:
-    """The names of each optimizer's parameters.
+    """The names of each optimizer's parameters; `every` has one item per optimizer.
 
-    The user's `param_names` list the parameters of all optimizers, one optimizer after another.
-    Raises MissingData if nothing shows the names, WrongOption if the user's names do not fit,
-    InconsistentCheckpoint if a file states names that are not among `weights`.
+    `param_names` are the user's names, one optimizer after another. Raises MissingData (nothing
+    shows the names), WrongOption (the user's names do not fit) and InconsistentCheckpoint (a file
+    states names that are not among `weights`).
     """
     asked = [Nameless.of(states, weights) for states in every]
     if param_names is not None and not any(each.stated_names for each in asked):
@@ -277,13 +276,11 @@ def check_rounding(
 
 
 def by_views(asked: Nameless) -> Named | None:
-    """Finds the names of the parameters in flat masters from views: the module's 16-bit weights.
+    """Finds the names of the parameters in flat masters, by the order of weights in shared buffers.
 
-    FP16_Optimizer makes the weights of a group views of one buffer, and saves them as views. The
-    buffer's bytes equal the rounded flat master, so the order of the views is the order of the
-    parameters in the master. None if masters are not flat, or if weights are in other files. Raises
-    MissingData if the weights are no longer views of one buffer, because another program has saved
-    the file again.
+    FP16_Optimizer saves a group's 16-bit weights as views of one buffer. None if masters are not
+    flat, or if weights are in other files. Raises MissingData if the weights no longer share
+    buffers.
     """
     if not asked.is_flat or asked.is_apart:
         return None
@@ -293,10 +290,11 @@ def by_views(asked: Nameless) -> Named | None:
     filled = [(_filled([tensors[n] for n in names]), names) for names in views.values()]
     file = asked.flats[0].file
     buffers = [(TensorInFile(file, buffer), names) for buffer, names in filled if buffer]
+    # a buffer has the bytes of the rounded flat master, and thus the parameters in the same order
     of_buffers, of_flats = labels([buffer for buffer, _ in buffers], asked.flats)
     members = by_key((label, names) for label, (_, names) in zip(of_buffers, buffers, strict=True))
     shown = [label for own in of_flats for label in own if len(own) == len(members[label]) == 1]
-    if len({*shown}) < len(asked.flats):
+    if len({*shown}) < len(asked.flats):  # another program has saved the file again
         raise asked.missing(
             "the module's weights do not show the names: they are no longer views of the groups' "
             "flat buffers"
@@ -390,9 +388,8 @@ WAYS = (by_file, by_user, by_views, by_bytes, by_torch, by_shapes)
 def of_stages(asked: Sequence[Nameless]) -> list[Named] | None:
     """The names in the optimizers of a pipeline, found as if its stages were one optimizer.
 
-    In each group, the parameters of all stages are put one after another, in the order of the
-    layers. None if the shapes are ambiguous, or if two layers have equal weights, since these may
-    be copies of one tied layer.
+    None if this is not possible, for example if an optimizer has masters, if shapes are ambiguous,
+    or if two layers have equal weights.
     """
     counts = {len(each.groups) for each in asked}
     if len(asked) == 1 or len(counts) > 1 or any(each.flats for each in asked):
@@ -400,7 +397,7 @@ def of_stages(asked: Sequence[Nameless]) -> list[Named] | None:
     parts = ((LayerName.of(name), weight) for name, weight in asked[0].weights.items())
     layers = by_key((part.number, (part.inner, weight)) for part, weight in parts)
     if len(alike({number: dict(own) for number, own in layers.items()})) < len(layers):
-        return None
+        return None  # equal layers may be copies of one tied layer
     stages = zip(*(each.groups for each in asked), strict=True)
     whole = replace(asked[0], groups=[[*chain.from_iterable(own)] for own in stages])
     try:
@@ -439,16 +436,16 @@ def _by_module_order(asked: Nameless) -> Named | None:
 def _matched(
     asked: Nameless, orders: Sequence[Sequence[Any]], labelled: Mapping[str, Any], what: str
 ) -> Named:
-    """Finds each parameter's name by comparing labels of parameters with labels of weights.
+    """Finds each parameter's name: the name of the weight with the same label.
 
     A label is a shape, or what samples.py computes from bytes; `what` describes it in errors.
-    `orders` has the labels of each group's parameters. `labelled` maps weights to labels, in the
-    module's order. A group whose labels are all unique may be in any order; other groups must be in
-    the module's order. Raises MissingData with the names of the weights that cannot be told apart.
+    `orders` are the labels of each group's parameters, `labelled` those of the weights. Raises
+    MissingData if weights with equal labels cannot be told apart.
     """
     numbers = Counter(chain.from_iterable(orders))
     owners = by_key((label, name) for name, label in labelled.items())
     unique = {n: own[0] for n, own in owners.items() if numbers[n] == len(own) == 1}
+    # groups with unique labels may be in any order, all others must be in the module's order
     certain = {
         place: [unique[label] for label in order]
         for place, order in enumerate(orders)

@@ -33,12 +33,11 @@ FROZEN = "zckpt_frozen"
 class Number(Struct, frozen=True):
     """What the optimizer's state has under one number: for one parameter, or for a flat group.
 
-    group       the number of the param group
-    state       the optimizer states, such as exp_avg, by key
-    master      the fp32 master; None if the optimizer updates the weight itself
-    name        the parameter's name, if torch states it (since 2.6)
-    is_frozen   whether the parameter is frozen
-    shapes      names and shapes of its parameters; filled in when naming.py has found them
+    group    the number of the param group
+    state    the optimizer states by key, such as exp_avg
+    master   the fp32 master; None if the optimizer updates the weight itself
+    name     the parameter's name, if torch states it (since 2.6)
+    shapes   the parameters, once naming.py has found their names
     """
 
     group: int
@@ -69,15 +68,15 @@ class Number(Struct, frozen=True):
 def numbers_of(states: EngineStates) -> Groups:
     """What the optimizer's state has under each parameter number, as one list per param group.
 
-    In torch's own optimizer, a number without a state is a frozen parameter: the engine gives every
-    trained weight a gradient, and the optimizer then has a state for the weight. If no number has a
-    state, as with plain SGD, nothing shows which parameters are frozen. Raises CorruptCheckpoint if
-    the state is damaged, and InconsistentCheckpoint if only some numbers have masters.
+    Raises CorruptCheckpoint if the masters are damaged, and InconsistentCheckpoint if a group has
+    more or fewer masters than numbers.
     """
     optimizer, base, file = states.first, states.bases[0], states.optimizers[0]
     kept, wrapper = base.get("state") or {}, wrapper_of(optimizer)
     numbers = [list(group["params"]) for group in base["param_groups"]]
     masters: list[list[Any]] = [[None] * len(own) for own in numbers]
+    # the engine gives every trained weight a gradient, so torch's own optimizer has a state for it;
+    # if no number has a state (plain SGD), nothing shows which parameters are frozen
     frozen = {number for own in numbers for number in own if kept and not kept.get(number)}
     if wrapper is not None:
         stored, frozen = optimizer[WRAPPERS[wrapper]], set()

@@ -67,12 +67,10 @@ from .numbers import FROZEN, Number, Shape, misfit, numbers_of
 class WholeOptimizer(Struct, frozen=True):
     """The opened model file, and the names of its optimizer's parameters.
 
-    states     the opened file
-    members    each group's names in the optimizer's order: [["fc.weight", None], ["fc.bias"]].
-               None stands for a frozen parameter, which has no state. If nothing shows the
-               names, `members` is empty, and only the weights are read
+    members    each group's names in the optimizer's order, None for a frozen parameter:
+               [["fc.weight", None], ["fc.bias"]]. Empty if only the weights are read
     inferred   the names that follow only from the order of the module's weights
-    module     the names of all weights
+    module     the names of the module's tensors
     """
 
     states: EngineStates
@@ -88,9 +86,8 @@ class WholeOptimizer(Struct, frozen=True):
 def open_whole(directory: TagDirectory, files: RankFiles, reading: Reading) -> WholeOptimizer:
     """Opens the model file with its optimizer, and names the optimizer's parameters.
 
-    Raises IncompleteCheckpoint without an optimizer, and MissingData if nothing shows the names of
-    its parameters. If the user wants only weights, missing names are an error only for an optimizer
-    with fp32 masters, because masters are weights too.
+    Raises IncompleteCheckpoint without an optimizer, and MissingData if nothing shows the names.
+    With `reading.weights_only`, only an optimizer with fp32 masters needs names.
     """
     states = states_of(directory, files)
     module = ((name, states.models[0], own) for name, own in states.module.items())
@@ -139,7 +136,7 @@ def states_with(
     """Checks and combines a model file and its `optimizer`, which may be in another file.
 
         file        the model file; `model` is its content
-        beside      the file with `optimizer`: the model file, or an ep rank's optimizer file
+        beside      the file with `optimizer`: the model file, or an ep rank's file
         overrides   values that replace the model file's
 
     Raises the same errors as `states_of`.
@@ -239,11 +236,10 @@ def _slot(number: Number, file: TorchFile, name: str, tensor: Tensor) -> BufferS
 
 
 def kept(whole: WholeOptimizer, step_policy: str | None) -> list[FlatBuffer]:
-    """The optimizer's state as `FlatBuffer`s: one for each number that is a key of `state`.
+    """The optimizer's state as `FlatBuffer`s: one per parameter, or one per group (FP16_Optimizer).
 
-    A number stands for a parameter or, with FP16_Optimizer, for a flat group. With `step_policy`
-    "max", "min" or a number such as "7", all get this one step; with "keep" or None, each keeps its
-    own. A value named `step` that cannot be a step count is treated like any other state.
+    With `step_policy` "max", "min" or a number such as "7", all get this one step. With "keep" or
+    None, each keeps its own.
     """
     states, file, numbers = whole.states, whole.file, list(_named_numbers(whole))
     in_states, in_groups = steps.StatedSteps("state"), steps.StatedSteps("group")
@@ -273,7 +269,7 @@ def kept(whole: WholeOptimizer, step_policy: str | None) -> list[FlatBuffer]:
         other: dict[Any, Any] = {}
         for key, value in number.state.items():
             if key == "step" and steps.step_of(states.number(0, value)) is not None:
-                continue
+                continue  # any other `step` is a state like others
             scalar = states.scalar([value]) if key in keys and is_number(value, Tensor) else None
             if scalar is not None:
                 scalars[key] = scalar
@@ -297,9 +293,8 @@ def _is_slot(number: Number, key: Any, value: Any) -> bool:
 def manifest_of_whole(whole: WholeOptimizer, step_policy: str | None) -> Manifest:
     """Builds the manifest of a model file that also has the optimizer.
 
-    With `step_policy` "max", "min" or a number such as "7", all parameters get this one step; with
-    "keep" or None, each keeps its own. If some parameters' names were inferred only from the order
-    of the module's weights, a warning lists them.
+    `kept` explains `step_policy`. A warning lists names that were inferred only from the order of
+    the module's weights.
     """
     states, buffers = whole.states, kept(whole, step_policy)
     manifest = manifest_of(states, buffers, "deepspeed", states.config, states.module_dtype)
@@ -322,9 +317,8 @@ def manifest_of_whole(whole: WholeOptimizer, step_policy: str | None) -> Manifes
 def with_members(manifest: Manifest, members: Members) -> Manifest:
     """Records each group's parameters in the manifest, if the optimizer lists frozen parameters.
 
-    Only torch's own optimizer may list frozen parameters. `members` has the names of each group's
-    parameters, with None for a frozen parameter. The manifest gets these lists with an index for
-    each name: its place in the list of all weights, `state["module"]`.
+    `members` has each group's names, with None for a frozen parameter. The manifest gets the place
+    of each name in `state["module"]`.
     """
     if all(None not in own for own in members):
         return manifest

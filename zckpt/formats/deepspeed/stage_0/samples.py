@@ -46,11 +46,10 @@ class TensorInFile(Struct, frozen=True):
 def labels(
     weights: Sequence[TensorInFile], masters: Sequence[TensorInFile]
 ) -> tuple[list[Label], list[list[Label]]]:
-    """Gives labels to weights and masters: a master may belong to the weights with its label.
+    """Labels weights and masters: a master may belong to the weights that have its label.
 
-    A label stands for a shape, a type and the bits of some elements. Returns one label for every
-    weight. Returns a list of labels for every master: a master is rounded to each type that weights
-    of its shape have, and for each type it gets at most one label.
+    Returns one label per weight, and a list of labels per master, with at most one label for each
+    type of weights. A label stands for a shape, a type and the bits of some elements.
     """
     typed = by_key(((w.tensor.shape, w.tensor.dtype), place) for place, w in enumerate(weights))
     shaped = by_key((m.tensor.shape, place) for place, m in enumerate(masters))
@@ -87,13 +86,13 @@ class _Sampler(Struct, frozen=True):
     descriptors: dict[str, int] = field(default_factory=dict)
 
     def split(self, weights: Sequence[int], theirs: Sequence[int], dtype: str) -> Iterator[_Set]:
-        """Splits weights of one shape and type into sets of equal weights, with each set's masters.
+        """Yields sets of equal weights, each with the masters that round to its weights.
 
-        A set's masters are those that round to its weights. `weights` and `theirs` (the masters)
-        are indices in `self.weights` and `self.masters`. If no master fits a set, the set is not
-        split further, so its weights may differ. fp32 masters may belong to 16-bit weights; other
-        masters only to weights of their own type.
+        `weights` and `theirs` (the masters) are indices of tensors of one shape in `self.weights`
+        and `self.masters`; the weights are of type `dtype`. In a set without masters, weights may
+        differ.
         """
+        # only 16-bit weights have masters of another type
         kinds = (dtype, "F32") if dtype in ("BF16", "F16") else (dtype,)
         theirs = [place for place in theirs if self.masters[place].tensor.dtype in kinds]
         numel = self.weights[weights[0]].tensor.numel

@@ -53,10 +53,9 @@ def open_stages(
 ) -> WholeStages:
     """Opens the optimizers of one tensor rank's pipeline stages.
 
-    `layers` are its layer files. `tied` maps numbers of files to keys of tied layers, if these are
-    already known. Raises MissingData if nothing shows the names of the optimizers' parameters,
-    WrongOption for names that do not fit, UnsupportedCheckpoint if several layers may be a tied
-    one.
+    `layers` are the rank's layer files. `tied` maps their numbers to keys of tied layers; None if
+    these are unknown. Raises MissingData (nothing shows the parameters' names), WrongOption (the
+    user's names do not fit) and UnsupportedCheckpoint (several layers may be a tied one).
     """
     states = [states_of(directory, each, is_stage=True) for each in files]
     has_masters = any(wrapper_of(each.first) is not None for each in states)

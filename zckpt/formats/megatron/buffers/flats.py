@@ -200,11 +200,9 @@ class FlatItems:
     ) -> list[ModelRank]:
         """The flat buffers of every model-parallel rank, in the order of its model chunks.
 
-        `tp` tensor ranks share a parameter, and `ep` ranks share the experts. If `experts` (the
-        number of experts in a layer) is given, the result has only the buffers of the experts'
-        optimizer; without it, only the buffers of all other parameters. A missing `stages` or `ep`
-        is computed from the number of ranks in the files. Raises InconsistentCheckpoint if the
-        files do not have tp * ep * stages ranks, or if `ep` does not divide `experts`.
+        With `experts` (the number in a layer), the result has only the buffers of the experts'
+        optimizer; without it, only all others. `stages` and `ep` are computed if None. Raises
+        InconsistentCheckpoint if the numbers do not fit the files.
         """
         by_group = by_key(
             (group, flats[key])
@@ -256,10 +254,9 @@ class FlatItems:
 
 
 def buffers_of(file: TorchFile, value: Any) -> Iterator[tuple[int, Flat]]:
-    """Yields (number, flat buffer) for each flat buffer of one optimizer.
+    """Yields (number, flat buffer) for each flat buffer in an optimizer's dictionary `value`.
 
-    `value` is the optimizer's dictionary, and `file` contains this dictionary: `distrib_optim.pt`,
-    or a file of torch_dist with a `param_state` object. Raises UnsupportedCheckpoint for files from
+    `file` contains this dictionary. Raises UnsupportedCheckpoint for files of a Megatron-LM from
     before March 2024, and CorruptCheckpoint if a buffer is not a 1-d float32 tensor.
     """
     if not isinstance(value, dict):
@@ -359,25 +356,17 @@ def param_groups(file: TorchFile, value: Any) -> list[Any]:
 
 
 class FlatFragments:
-    """The flat shards saved under one key, sorted by slice.
+    """The flat shards saved under one key, sorted by slice: the part of a tensor rank.
 
-    A slice is one of the equal parts into which tensor ranks cut a parameter. The sharding type
-    `fully_sharded_model_space` was the default of Megatron-Core up to 0.13. It stores a weight and
-    an optimizer state like this:
+    The sharding type `fully_sharded_model_space`, Megatron-Core's default up to 0.13, stores a
+    weight and its states like this (megatron-core 0.13.1):
 
             decoder.layers.mlp.linear_fc2.weight                           (L, h, ffn), tp cuts ffn
             optimizer.state.fp32_param.decoder.layers.mlp.linear_fc2...    (L, 1, tp, h * ffn / tp)
 
-    The axes of the state are:
-
-            L                  layers and experts, as in the weight
-            1, tp              the number of slices along each axis of the parameter, here h and ffn
+            L                  layers and experts
+            1, tp              the number of slices along each axis of the parameter
             h * ffn / tp       the elements of one slice, flattened
-
-    Each data-parallel rank saves a range of a slice's elements (megatron-core 0.13.1).
-
-    A bucket of a flat buffer (`dp_reshardable`) has only the last axis. Here it is treated as one
-    slice with the index ().
     """
 
     def __init__(self, table: ItemTable, files: ItemFiles, key: str, dtype: str = "") -> None:
@@ -393,6 +382,8 @@ class FlatFragments:
                     f"{file.path}: a shard of {key} is not one range of flat elements",
                     file=file.path,
                 )
+            # each data-parallel rank saved a range of a slice's elements; a bucket of a flat buffer
+            # (`dp_reshardable`) has only this axis, and is the slice with the index ()
             start = box.offsets[-1]
             part = Fragment(start, start + box.sizes[-1], file.extent(tensor))
             self.parts.setdefault(box.offsets[:-1], []).append(part)

@@ -23,7 +23,7 @@ BEHIND = ("decoder.final_layernorm", "mtp", "output_layer")
 PARTS = ("enorm", "hnorm", "eh_proj", "transformer_layer", "mtp_model_layer", "final_layernorm")
 """The parts of a multi-token prediction layer, in order.
 
-`transformer_layer` and `mtp_model_layer` (0.19) are two names of its decoder layer.
+Its decoder layer is `transformer_layer` or, in modules of 0.19, `mtp_model_layer`.
 """
 MODULES = (
     "input_layernorm",

@@ -76,24 +76,19 @@ Places = tuple[tuple[int, int] | None, ...]
 """The place of each parameter as (bucket, element); None for one outside of the buffer."""
 
 State = tuple[int, int, int]
-"""How far a buffer is filled: the bucket's number and the number of its filled elements.
-
-The third number is the bucket's start modulo the alignment.
-"""
+"""How far a buffer is filled: (bucket, filled elements, bucket's start modulo ALIGNMENT)."""
 
 
 def places(
     locals_: Sequence[Local], flat: Flat, read_bytes: ReadBytes, may_lack: bool = False
 ) -> list[Places]:
-    """Finds the ways in which parameters fill a buffer exactly, in the order of `locals_`.
+    """Finds the ways in which the parameters `locals_` fill a buffer exactly, in this order.
 
-    A way lists the position (bucket, element) of every parameter. At most two ways are returned:
-    two suffice to show that the bytes do not decide.
-
-    With `may_lack`, the buffer may lack parameters; these have the position None. Parameters are
-    then found by their first weight. zckpt rounds the master at each position where a parameter may
-    begin, and tries all parameters whose first weight has this value.
+    A way lists each parameter's position (bucket, element). At most two ways are returned: two show
+    that the bytes do not decide. With `may_lack`, the buffer may lack parameters: their position is
+    None.
     """
+    # parameters by the bytes of their first weight: only those to which a master rounds are tried
     firsts = enumerate(locals_) if may_lack else ()
     by_first = by_key(
         (read_bytes(local.first)[: SIZES[local.dtype]], number)
@@ -140,12 +135,12 @@ def places(
 def _starts(flat: Flat, state: State) -> list[tuple[int, int]]:
     """All positions (bucket, element) at which the next parameter may begin.
 
-    `state` says how far the buffer is filled. The parameter begins at the next multiple of 64
-    elements, or in a new bucket. If all buckets are stored as one tensor (`coalesced`), a new
-    bucket may begin at any element; the bytes show whether one does.
+    `state` says how far the buffer is filled. A parameter begins at the next multiple of 64
+    elements, or in a new bucket.
     """
     bucket, end, base = state
     if flat.coalesced:
+        # a new bucket may begin at any element; the bytes show whether one does
         starts = sorted({base + align(end - base, ALIGNMENT), end})
         return [(0, start) for start in starts if start <= flat.sizes[0]]
     start = align(end, ALIGNMENT)

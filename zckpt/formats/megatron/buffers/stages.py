@@ -54,15 +54,11 @@ def placed(
 ) -> list[dict[str, list[BufferPlace]]]:
     """Finds each parameter's flat buffer, and its position in this buffer.
 
-    `parts` has a dictionary for each tensor rank: its shards of parameters by name. The result has
-    a dictionary for each tensor rank too: the buffers and positions of parameters by name. A tied
-    embedding has a second position: that of its replica in the last stage. Frozen parameters have
-    no position, because buffers lack them. If no range of complete layers fills a buffer, zckpt
-    tries ranges in which parameters are missing. `where` begins the error messages.
+    `parts` has each tensor rank's shards by name; the result has their buffers and positions. A
+    frozen parameter has no position, a tied embedding may have two. `where` begins error messages.
 
-    Raises UnsupportedCheckpoint if no range of layers fits a buffer, or if there are several ways
-    to fill it. Raises InconsistentCheckpoint for a parameter in two buffers, and for a parameter
-    that only some tensor ranks have in their buffers.
+    Raises UnsupportedCheckpoint unless a buffer can be filled in exactly one way, and
+    InconsistentCheckpoint if a parameter is in two buffers, or missing on some tensor ranks.
     """
     last = max(rank.pp for rank in ranks)
     result: list[dict[str, list[BufferPlace]]] = [{} for _ in parts]
@@ -73,6 +69,7 @@ def placed(
                 ends = rank.pp == number == 0, rank.pp == last and number == len(flats) - 1
                 locals_of_rank = rank.own_parts(parts[rank.tp])
                 ways = _ways(flat, locals_of_rank, ends, read_bytes)
+                # no range of complete layers fits: some parameters may be frozen
                 ways = ways or _ways(flat, locals_of_rank, ends, read_bytes, may_lack=True)
                 require_one(ways, flat, where)
                 for name, place in ways[0]:
@@ -86,6 +83,7 @@ def placed(
                 "which other tensor ranks have",
                 hint=WEIGHTS_ONLY,
             )
+        # the last stage has a replica of a tied embedding
         twice = [
             name
             for name in places_by_name
@@ -158,9 +156,8 @@ def _ways(
 def _kinds(flat: Flat, parts: Mapping[str, Local], ends: Ends) -> list[Mapping[str, Local]]:
     """The candidate parameters of a buffer: those whose weights have its type.
 
-    `ends` says whether the buffer is of the model's first chunk, and of its last. Returns one set
-    of candidates, or two. The second set is for the last chunk, if the embedding is tied and in
-    another chunk: it adds the embedding's replica as the output layer.
+    `ends` says whether the buffer is of the model's first chunk, and of its last. A last chunk may
+    have two sets of candidates: the second has also the replica of a tied embedding.
     """
     of_type = {name: part for name, part in parts.items() if part.dtype == flat.dtype}
     if ends == (False, True) and OUTPUT not in parts and EMBEDDING in of_type:

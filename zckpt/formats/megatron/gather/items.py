@@ -42,9 +42,8 @@ BUFFER = re.compile(
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
     """Every tensor of the model and of its optimizer, joined from the ranks' shards.
 
-    Raises UnsupportedCheckpoint for cases for which rule.py has no rule: frozen parameters in flat
-    buffers, modules that a GPTModel does not have, an optimizer whose states are stored by the
-    parameters' numbers, and Megatron-FSDP.
+    Raises UnsupportedCheckpoint if rule.py has no rule: for Megatron-FSDP, frozen parameters in
+    flat buffers, modules that a GPTModel does not have, and states stored by parameters' numbers.
     """
     if kind_of(path) == OF_FSDP:
         raise rule.refusal(path, "files of Megatron-FSDP")
@@ -119,14 +118,13 @@ class _Items:
     def _of_fsdp2(self, boxes: list[BoxPart]) -> list[BoxPart]:
         """Moves a gated layer's shards from their offsets in the files to offsets in the module.
 
-        torch's FSDP2 divided the layer's rows over the data ranks. The files have the first half of
-        every rank's rows, and then the second half of every rank's rows. Here the two halves of
-        each rank are joined first, then the rows of the data ranks, and last the gate and up halves
-        of the tensor ranks.
+        The files have the first half of every data rank's rows, then the second half of every data
+        rank's rows: torch's FSDP2 divided the rows over the data ranks.
         """
         tp = self._size("tensor_model_parallel_size")
         boxes = sorted(boxes, key=lambda part: part.offsets)
         firsts, seconds = boxes[: len(boxes) // 2], boxes[len(boxes) // 2 :]
+        # join first the two halves of each rank, then the data ranks, last gate and up
         rows = [part for pair in zip(firsts, seconds, strict=True) for part in pair]
         length = len(rows) // tp
         slices = [rows[start : start + length] for start in range(0, len(rows), length)]

@@ -76,9 +76,9 @@ Box = tuple[Shape, Shape]
 
 
 Slots = Mapping[str, Mapping[int, Runs]]
-"""The file ranges (`Runs`) of a flat buffer, by optimizer state and by bucket number.
+"""The file ranges of a flat buffer, by optimizer state and bucket: {"exp_avg": {0: Runs}}.
 
-States are named as in the files: `param` or `fp32_param` is the master.
+The names are those in the files: `param` or `fp32_param` is the master.
 """
 
 
@@ -124,12 +124,11 @@ class Filled(Struct, frozen=True):
 def layout(
     path: str, sizes: Sequence[tuple[str, int]], slots: Slots, bucket_size: int | None
 ) -> dict[str, dict[str, Runs]]:
-    """Divides a buffer among its parameters: the file ranges of each, by name and optimizer state.
+    """Divides a buffer among its parameters: file ranges by name and optimizer state.
 
-    `sizes` has names and element counts in the order of the module. `slots` has the buffer's file
-    ranges by optimizer state and bucket number. `bucket_size` is the number of elements after which
-    a new bucket begins; None if the buffer is a single bucket. Raises UnsupportedCheckpoint if the
-    parameters do not fill the buffer exactly.
+    `sizes` has names and element counts in the order of the module. A new bucket begins after
+    `bucket_size` elements; never if None. Raises UnsupportedCheckpoint if the parameters do not
+    fill the buffer exactly.
     """
     numels = {
         number: max((run.stop for run in runs), default=0)
@@ -182,9 +181,8 @@ def joined(ranks: Sequence[Filled], whole: Mapping[str, Shape], gated: bool) -> 
 def in_boxes(runs: Runs, size: int, boxes: Sequence[Box]) -> Iterator[BoxPart]:
     """Yields the file ranges of a rank's shard, box after box.
 
-    A box is a rectangular part of the full tensor: (offsets, sizes). A shard has one box or several
-    `boxes`. `runs` are the file ranges of the shard's elements: all elements of the first box, then
-    of the second, and so on. `size` is bytes per element.
+    `boxes` are the rectangular parts of the tensor that make up the shard. `runs` are the ranges of
+    the first box's elements, then of the second's, and so on. `size` is bytes per element.
     """
     begin = 0
     for offsets, sizes in boxes:
@@ -197,10 +195,10 @@ def in_boxes(runs: Runs, size: int, boxes: Sequence[Box]) -> Iterator[BoxPart]:
 def bucket_size_of(args: Mapping[str, Any], stage: int) -> int | None:
     """The number of elements after which a bucket is full; None if a buffer is a single bucket.
 
-    `stage` is 0 for the first model chunk of the first pipeline stage, and larger for all others.
-    Only the first model chunk's buffer may have several buckets. `args` are the run's arguments.
-    Computed as in Megatron-LM's arguments.py.
+    `stage` is 0 for the first model chunk of the first pipeline stage: only its buffer may have
+    several buckets.
     """
+    # as in Megatron-LM's arguments.py
     if stage or not args.get("overlap_grad_reduce"):
         return None
     usual = max(40_000_000, 1_000_000 * int(args.get("data_parallel_size") or 1))
@@ -215,13 +213,13 @@ def layers_of_chunks(
 ) -> list[range]:
     """The layers of each model chunk, as ranges of layer numbers.
 
-    The chunks are in the order of the model's layers: the first chunks of all pipeline stages, then
-    the second chunks of all stages, and so on. Layers are divided as by get_num_layers_to_build.
-    Raises UnsupportedCheckpoint for --pipeline-model-parallel-layout, and if the stages' numbers of
-    layers do not add up to `layers`.
+    The first chunks of all pipeline stages come first, then the second chunks, and so on. Raises
+    UnsupportedCheckpoint for --pipeline-model-parallel-layout, and if the stages' numbers of layers
+    do not add up to `layers`.
     """
     if args.get("pipeline_model_parallel_layout") is not None:
         raise refusal(path, "pipeline stages defined by --pipeline-model-parallel-layout")
+    # as in Megatron-Core's get_num_layers_to_build
     ends = [_stated(args, "first"), _stated(args, "last")]
     apart = [args.get(f"account_for_{what}_in_pipeline_split") for what in ("embedding", "loss")]
     middle = stages - sum(end is not None for end in ends)
@@ -260,9 +258,8 @@ def order_of(
 ) -> tuple[Any, ...] | None:
     """The sort key of a parameter in the order of a GPTModel; None for an unknown module.
 
-    `fused` is true for Transformer Engine's spec, in which a linear module includes the norm before
-    it. `names` has all parameters' names as keys, and shows which layers have this linear module.
-    `grouped` is true if a layer has one module for all experts (TEGroupedMLP).
+    `fused`: a linear module includes the norm before it (Transformer Engine's spec). `grouped`: one
+    module has all experts of a layer (TEGroupedMLP). `names` has all parameters' names as keys.
     """
     module, _, kind = name.rpartition(".")
     last = kind == "bias"

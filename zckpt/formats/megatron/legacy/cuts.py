@@ -86,11 +86,11 @@ def cuts_of(
     args: Mapping[str, Any],
     given: TensorRules | None,
 ) -> dict[str, Sliced]:
-    """How `tp` tensor ranks cut each parameter, by name.
+    """How `tp` tensor ranks cut each parameter, by name; `shapes` are the shapes on a rank.
 
-    `shapes` are the parameters' shapes on a rank. `given` are the rules of --tp-rules, which come
-    first. Raises MissingData for modules that no rule covers, and UnsupportedCheckpoint if a given
-    rule is `sum`: by it the full parameter is the sum of the ranks' tensors.
+    `given` are the rules of --tp-rules, which come first. Raises MissingData for modules that no
+    rule covers, and UnsupportedCheckpoint if a given rule makes a parameter the sum of the ranks'
+    tensors.
     """
     if tp == 1:
         return {

@@ -58,9 +58,9 @@ LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 class LegacyReader:
     """Reads all `mp_rank_*` folders of one iteration; `content` has what the manifest needs.
 
-    `given` is the value of --tp-rules; its rules for tensor ranks come before zckpt's rules. Raises
-    UnsupportedCheckpoint for models that are not of Megatron-Core, and MissingData if several
-    tensor ranks have a module that no rule covers.
+    `given` is the value of --tp-rules, whose rules come before zckpt's. Raises
+    UnsupportedCheckpoint for models that are not Megatron-Core's, and MissingData for modules that
+    no rule covers.
     """
 
     def __init__(self, folder: str, given: str | None) -> None:
@@ -352,10 +352,9 @@ def whole_states(
 ) -> Iterator[tuple[str, Iterable[Entry]]]:
     """Yields the states of an optimizer that is not distributed, parameter by parameter.
 
-    The optimizer numbers parameters group by group; within a group, in the `order` of the model.
-    `groups` are its groups, `args` the run's arguments. Raises UnsupportedCheckpoint if
-    Megatron-Core's rule does not decide which parameters a group has, and InconsistentCheckpoint if
-    groups or states do not fit the model.
+    `order` has the parameters' names in the order of the model. Raises UnsupportedCheckpoint if it
+    is unknown which parameters a group has, and InconsistentCheckpoint if groups or states do not
+    fit the model.
     """
     file, weights = rank.file, rank.weights
     member = members(groups, {name: weights[name].shape for name in order}, args)
@@ -370,6 +369,7 @@ def whole_states(
             file=file.path,
         )
     for number, group in enumerate(groups):
+        # the optimizer numbers parameters group by group, and in a group in the order of the model
         names = [name for name in order if member[name] == number]
         halves = iter(masters[number] if number < len(masters) else ())
         numbers = group.get("params")

@@ -103,9 +103,9 @@ def with_own_experts(model: Mapping[Any, Any], is_scaled: bool) -> Iterator[tupl
 def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
     """All model-parallel ranks of a directory, sorted by stage, expert rank and tensor rank.
 
-    Raises IncompleteCheckpoint if a rank has no folder, InconsistentCheckpoint if there is a folder
-    of a rank that the run did not have by its arguments, UnsupportedCheckpoint if experts have
-    another number of tensor ranks than the other weights, and CorruptCheckpoint for a damaged file.
+    Raises IncompleteCheckpoint (a rank has no folder), InconsistentCheckpoint (the folder of a rank
+    that the run did not have), UnsupportedCheckpoint (experts cut over another number of tensor
+    ranks than other weights) and CorruptCheckpoint (a damaged file).
     """
     names = sorted(filter(is_of_rank, os.listdir(folder)))
     files = {name: _file(folder, name, parsed) for name in names}
