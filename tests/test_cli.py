@@ -440,8 +440,9 @@ class TestConvert:
         ("batch", "said"),
         [
             ({"train_batch_size": 6, "gradient_accumulation_steps": 2}, "=3 and gradient_acc"),
-            ({"train_batch_size": 3 * 10**12, "gradient_accumulation_steps": 7}, ""),
-            ({"train_batch_size": -8, "gradient_accumulation_steps": 3}, ""),
+            ({"train_batch_size": 24, "gradient_accumulation_steps": 3}, ""),
+            ({"train_batch_size": 3 * 10**12, "gradient_accumulation_steps": 7}, "batch of 24"),
+            ({"train_batch_size": -8, "gradient_accumulation_steps": 3}, "batch of 24"),
         ],
     )
     def test_batch_sizes_that_fit_are_named(

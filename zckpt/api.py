@@ -112,7 +112,7 @@ def _of_ranks(words: Mapping[str, Any], is_resharded: bool = True) -> dict[str, 
     `with_slicings`: the reader must find out how tensor-parallel ranks slice parameters.
     """
     tp = words.get("tp")
-    # the target has other slices than the source
+    # the target may have other slices than the source
     cuts = tp is not None and (tp > 1 or words.get("vocab_size") is not None)
     apart = tp is None and words.get("groups_from") is None  # groups are those of the whole model
     return {"ranks_apart": is_resharded and apart, "with_slicings": is_resharded and cuts}
@@ -142,7 +142,8 @@ def read(
         follow_links    read files beside the checkpoint even through links out of its directory
         tp_rules        how tensor-parallel ranks slice parameters, if the checkpoint does not state
                         it: a model family or a file
-        buffers         globs: buffers of which each rank stores its own values
+        buffers         globs: tensors that are buffers, if the files do not show it; their values
+                        may differ between ranks
         param_names     the names of the parameters, if the optimizer only numbers them
         weights_only    the optimizer may be left unread, and its parameters need no names
         nameless        read the states of numbered parameters without names, if no file has the
@@ -236,9 +237,9 @@ def convert(
         sharing         `zckpt.Part(k, n)` in the process that writes part k of n; the last process
                         completes `target`. Or a `zckpt.group()` of processes that torchrun started
 
-    If weights are not the rounded masters, `convert` raises InconsistentCheckpoint before it
-    writes. With the option `accept_weights` this is a warning: a program may have saved other
-    weights than it trained, such as an EMA. Raises a ZckptError; then `target` does not exist.
+    If weights are not the rounded masters, `convert` raises InconsistentCheckpoint. With the option
+    `accept_weights` this is a warning: a program may have saved other weights than it trained, such
+    as an EMA. Raises a ZckptError; then `target` does not exist.
     """
     reading, running, options = _split(words, masters_from_weights=masters_from_weights)
 
@@ -459,19 +460,19 @@ def verify(
     """Checks the checkpoint at `path` for contradictions, or compares it with `against`.
 
         gather          rebuild the tensors from the ranks' partitions as the engine does (needs
-                        torch); under torchrun, only rank 0's report has findings
+                        torch); under torchrun, all processes gather and return the report
         device          where `gather` runs, "cuda" or "cpu"; by default on a GPU if there is one
         tensors         a glob that selects tensors
-        weights_only    compare only weights
+        weights_only    compare only weights and buffers
         drop_state      optimizer states that are not compared; any other state that only one side
-                        has is a difference
+                        has is a difference, or a note if no run needs it
         rename          pairs of a regular expression and its replacement, for the names of `path`
         family          a model family, such as "llama": converts names and fused weights of `path`
                         from Hugging Face to Megatron-Core, or back
         sharing         a `zckpt.group()`, whose processes share the reading; all return the report
 
-    `source` are the arguments of `read`. Findings are in the report: a ZckptError means that the
-    checkpoint could not be read at all.
+    `source` are the arguments of `read`. Findings are in the report, damaged files too. A
+    ZckptError means that there is no result, for example because `path` is no checkpoint.
     """
     from .proving import prove
 
@@ -547,9 +548,9 @@ def stats(
     """Measures every tensor of a checkpoint, and warns about suspicious numbers.
 
     Suspicious are, for example, NaN, infinities, weights that are all zero, and negative second
-    moments. `tensors` is a glob that selects tensors; `source` are the arguments of `read`. Over
-    the finite numbers, in float64: min, max, mean, std (with n - 1, as torch.std), norm (L2),
-    counts, and a histogram of magnitudes.
+    moments. `tensors` is a glob that selects tensors; `source` are the arguments of `read`. The
+    statistics are over the finite numbers, in float64: min, max, mean, std (with n - 1, as
+    torch.std), norm (L2), counts, and a histogram of magnitudes.
     """
     from .proof import health
 

@@ -330,8 +330,8 @@ TOPICS: dict[str, dict[str, Code]] = {
         "proof-unsupported": Code(
             (REFUSAL,),
             "The files do not allow the comparison that `verify` was asked to make.",
-            "`--gather` cannot join the files of the ranks, or the comparison needs values, and "
-            "the proof file has only checksums.",
+            "With `--gather`, the files of the ranks cannot be joined. Or the comparison needs "
+            "values, and the proof file has only checksums.",
             "Verify without `--gather`, or compare with the checkpoint instead of its proof file.",
         ),
         "state-unsupported": Code(

@@ -79,8 +79,8 @@ def _read_opened(path: str | os.PathLike[str], reading: Reading, alone: bool) ->
 
     An item is a torch file inside a `.distcp` file.
     """
-    # to save memory, the byte layout of most items is inferred from similar items; but masters are
-    # read immediately
+    # to save memory, the byte layout of most items is inferred from similar items; but not with
+    # --masters-from-weights, which reads masters before all items are opened here
     planned = replace(reading, opens_items=reading.masters_from_weights)
     manifest = _read(path, planned, alone)
     try:
@@ -369,7 +369,7 @@ def _read_second(path: str | os.PathLike[str], first: Manifest, reading: Reading
 
     Options about the files of `first` only, such as `--tag`, do not apply.
     """
-    # then the file is a complete model, even if its name looks like one shard of several
+    # `--from gathered`: the file is a complete model, even if its name is that of a shard
     is_whole = reading.format == "gathered" and os.fspath(path).endswith(".safetensors")
     options = Reading(
         reading.format if is_whole else None,

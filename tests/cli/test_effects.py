@@ -154,7 +154,7 @@ SAID: dict[tuple[str, ...], str] = {
     ("inspect", "RUN", "--tp-rules", "llama"): "--tp-rules llama is not used",
     ("inspect", "RUN", "--step-policy", "99"): "--step-policy 99 is not used",
     ("inspect", "RUN", "--tag", "zzz"): "'zzz'",
-    ("inspect", "RUN", "--root", "zzz"): "not called zzz",
+    ("inspect", "RUN", "--root", "zzz"): "is called zzz",
     ("inspect", "RUN", "--steps", "--tensors", "x"): "--steps and --tensors cannot be printed",
     ("inspect", "RUN", "--state", "--layout"): "--state and --layout cannot be printed",
     ("inspect", "ORT", "--tag", "zzz"): "not called zzz",

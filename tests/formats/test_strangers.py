@@ -101,6 +101,19 @@ def test_a_number_is_kept(kind: str, place: str, tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "new")
 
 
+@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("value", [{}, [], 0.5])
+def test_an_equal_value_under_a_number_is_only_compared(
+    kind: str, value: Any, tmp_path: Path
+) -> None:
+    """It could be the state of a parameter that the files do not name."""
+    run = run_of(tmp_path, kind, value, "state")
+    (item,) = zckpt.read(run).states.of_form("unsupported")
+    assert item.key == "99"
+    assert zckpt.verify(run, shutil.copytree(run, tmp_path / "copy"))["equal"]
+    assert not zckpt.verify(run, tmp_path / "run")["equal"]
+
+
 @pytest.mark.parametrize("kind", ["stage 1", "stage 3"])
 def test_numbers_that_the_universal_loader_does_not_take(kind: str, tmp_path: Path) -> None:
     """DeepSpeed's takes groups and states alone of its universal directory."""

@@ -113,7 +113,7 @@ def verify(
 
     Without --against, verify checks that checksums match, every element is stored once, replicas
     are equal, weights are the rounded masters, steps agree, and each file belongs to the rank in
-    its name. Only --against finds a file of the same rank from another run.
+    its name. A file of the same rank from another run may fit: then only --against finds it.
 
     With --against, verify compares tensors bit for bit and everything else by value. What only one
     side has is a difference, or a note if the other side's format cannot store it. Each of several

@@ -110,10 +110,11 @@ def inspect(
 ) -> int:
     """Show what a checkpoint contains, without reading a tensor.
 
-    PATH is a directory or a single file of DeepSpeed, Megatron, torch.distributed.checkpoint (DCP),
-    torch.save (complete, or one file per rank) or ONNX Runtime. It may also be a universal
-    checkpoint, or the directory that Hugging Face Trainer, Accelerate, Lightning or torchtitan
-    writes around a checkpoint.
+    PATH is a directory of DeepSpeed, Megatron, torch.distributed.checkpoint (DCP), torch.save
+    (complete, or one file per rank) or ONNX Runtime. It may also be a universal checkpoint, a
+    single file of torch.save, safetensors or ONNX Runtime, or the directory that Hugging Face
+    Trainer, Accelerate, Lightning or torchtitan writes around a checkpoint. Only replicas in files
+    without checksums are read, to compare them.
     """
     from ..reading import read
 

@@ -206,7 +206,8 @@ class Restored(Notice):
 
     record           the offset and length of the record
     tensors          the tensors in the record
-    state            "lost" if mend cannot restore the record
+    state            "lost" if mend cannot restore the record, "needs-consent" if it does so only
+                     with --accept-chance, "accepted" if this was given
     offset, bytes    the first restored byte of the file, and the number of restored bytes
     by               the evidence for the restored bytes
     bit, element     the flipped bit, if only one was flipped, and its tensor's element
@@ -272,7 +273,7 @@ class Interrupted(Struct):
     alike      how many of these `older` has with the same type and shape
     frozen     the weights counted in `alike` that training does not change
 
-    `older`, `tensors` and `alike` are null if they are unknown.
+    `older` is null if no checkpoint is complete; `tensors` and `alike` are null if unknown.
     """
 
     name: str

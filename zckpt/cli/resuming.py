@@ -230,8 +230,8 @@ def list_run(
     """List the checkpoints of a run and their state, the oldest first.
 
     A row tells, from the metadata, whether the checkpoint is complete and from one save. If not,
-    the reasons follow below the table. If a file of it changed within the last minute, another line
-    says that the save may still be running.
+    the reasons follow below the table. There, another line says that the save may still be running
+    if a file of this checkpoint changed within the last minute.
 
     With a size, such as --dp 16, a row tells whether the engine loads the checkpoint on that many
     ranks. A damaged checkpoint does not hide the others.

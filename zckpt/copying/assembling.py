@@ -49,9 +49,9 @@ class Assembler(Struct, frozen=True, eq=False):
 
     A pair is a tensor of the target and the tensor of the source that fills it.
 
-        numbers         maps each pair whose target tensor gets a CRC-32 (its Python `id`) to its
-                        index
-        checking        the pairs (by `id`) whose bytes are compared with checksums of the source
+        numbers         maps the Python `id` of each pair whose target tensor gets a CRC-32 to the
+                        pair's index
+        checking        the `id`s of pairs whose bytes are compared with checksums of the source
         hashed_first    the indices of pairs whose elements are hashed before they are cast
     """
 

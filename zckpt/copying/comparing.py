@@ -112,9 +112,9 @@ class Row:
     ) -> Differing | None:
         """Compares the elements of a part; returns their difference, or None if they are equal.
 
-        Some checks need only the first difference of two tensors. If the part's region has an
-        earlier difference of the same tensors, the result is None too. The bytes that are read here
-        are not hashed for checksums.
+        Some checks need only the first difference of two tensors. For these, the result is also
+        None if the part's region has an earlier difference of the same tensors. The bytes that are
+        read here are not hashed for checksums.
         """
         views = []
         assert part.match.b is not None

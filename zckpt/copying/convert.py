@@ -90,7 +90,7 @@ def convert(
 
     Returns None if another part of the run will complete the target. After an error there is no
     target. Raises NotEnoughSpace, CorruptCheckpoint if a checksum of the source is wrong,
-    SourceChanged, MissingData, OSError, and the errors of `checks` and of `Staging`.
+    SourceChanged, MissingData, ProcessLost, OSError, and the errors of `checks` and of `Staging`.
     """
     with (
         naming_full_disk(staging.target, size, staging.partial),

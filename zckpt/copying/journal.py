@@ -40,10 +40,11 @@ Key = tuple[str, int, int]
 
 The index is that of a tensor, of a target file, or of a record (byte range with a checksum) in the
 source. For a record in the target, the index is that of its file, and the place is the record's
-index in the file. In all other cases the place is 0.
+index in the file. In all other cases the place is 0. Items of the kind DIFFERS (comparing.py) have
+no CRC-32 and another form.
 """
 Passed = tuple[Key, int, int, int]
-"""The CRC-32 of a part of a tensor, file or record: (key, first byte, end, CRC-32)."""
+"""The CRC-32 of bytes [start, stop) of a tensor, file or record: (key, start, stop, CRC-32)."""
 
 
 class Identity(Struct, frozen=True):

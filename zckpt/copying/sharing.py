@@ -53,7 +53,7 @@ class Sharing:
 
     Processes that communicate call, in this order: `agree_on`; `begin` in rank 0, `begun` in all
     other ranks; `mine`; `regions_of_others`; `end`. Rank 0 creates and completes the target's
-    files. A process that does not communicate has the rank 0 too.
+    files. A process that does not communicate has rank 0 too.
     """
 
     rank = 0

@@ -35,7 +35,7 @@ class Process(Struct, frozen=True):
 
         boot         identifies one start of the machine
         namespace    the namespace of process numbers
-        started      when the process began, in clock ticks
+        started      when the process began, in clock ticks: a later process may get its number
 
     All three are empty where the system does not state them.
     """

@@ -1,9 +1,9 @@
 """Finds a checkpoint's hyper-parameters for the param groups of a running program's optimizer.
 
 The program's groups may have another order than the checkpoint's, or be parts of these. So a group
-of the program gets its value from the checkpoint's groups that contain its parameters, and not from
-the group of its number. These groups must have the same value. The members of the program's groups
-do not change.
+of the program gets its value from the checkpoint's groups that contain its parameters, not from the
+group with the same number. The values of these groups must be equal. The members of the program's
+groups do not change.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class KeyNames(Struct, eq=False, dict=True):
     words    the first words of the checkpoint's keys: "app" of "app.model.fc.weight"
     weights  maps the checkpoint's keys of weights to the weights' names
 
-    A program's key with one of these `words` must begin with the checkpoint's complete prefix, such
-    as "app.model.".
+    A program's key that begins with one of these `words` must have the checkpoint's complete
+    prefix, such as "app.model.".
     """
 
     manifest: Manifest

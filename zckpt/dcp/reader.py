@@ -41,8 +41,8 @@ class StorageReader(storage.StorageReader):
     source. Hyper-parameters that the source lacks stay unchanged.
 
     Raises a ZckptError. The constructor raises it for the path. Loading raises it inside torch's
-    CheckpointException, before a tensor is loaded on any rank: if the source lacks a key, if a
-    value is an object whose pickle zckpt would have to run, or if `convert` refuses the checkpoint.
+    CheckpointException, before this rank loads a tensor: if the source lacks a key, if a value is
+    an object whose pickle zckpt would have to run, or if `convert` refuses the checkpoint.
     """
 
     def __init__(

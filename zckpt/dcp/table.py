@@ -3,7 +3,8 @@
 A listed key is a key of the source itself. Other keys of the program are found by name: the source
 has the same parameter under another key.
 
-    in, [key]     before a load: listed keys, and keys that a look-up by name would find
+    in, [key]     before a load: listed keys, and keys that a look-up by name would find, unless the
+                  source is a directory of torch.distributed.checkpoint
                   during a load: every key, so that one error names all missing ones
     items, ...    always the listed keys
     keys()        during a load: see `KeyTable.keys`

@@ -118,8 +118,8 @@ def read_table(folder: str, is_laid: bool = False) -> ItemTable:
     """Reads the metadata of a folder: one `.metadata`, or those of all ranks combined.
 
     `is_laid` means that zckpt has just written the folder: its metadata is trusted. Raises as
-    `need_agreement`, IncompleteCheckpoint also for missing metadata, and UnsupportedCheckpoint
-    (compressed or encrypted items, more metadata than memory).
+    `need_agreement`; also CorruptCheckpoint (malformed metadata), IncompleteCheckpoint (missing
+    metadata), UnsupportedCheckpoint (compressed or encrypted items, more metadata than memory).
     """
     with os.scandir(folder) as entries:
         files = sorted(entry.path for entry in entries if entry.name.endswith(METADATA))

@@ -56,7 +56,7 @@ class ItemFiles:
 
     An item is one stored value. If its data offset is computed from similar items, it is "planned".
 
-    sizes         the bytes of each opened file, by path
+    sizes         the size of each file that was needed, in bytes, by path
     records       the byte ranges of the data of items that were read or planned
     keeps_open    True to keep files open, up to a quarter of the process's limit
     plans         True to plan items, and to open them only when their CRC-32 is needed
@@ -82,8 +82,7 @@ class ItemFiles:
     ) -> SavedTensor | None:
         """Describes a tensor of a lost file as if the file were there; None for any other file.
 
-        While `sources.standing_in` is active, a copy of another rank's file takes the place of a
-        lost file. The copy does not have the lost file's tensors, so it is not opened.
+        At its path is a copy of another rank's file (`sources.standing_in`), which is not opened.
         """
         if not sources.is_stand_in(location.file):
             return None
@@ -92,10 +91,9 @@ class ItemFiles:
         return SavedTensor(key, dtype, sizes, extent)
 
     def stored(self, location: ItemLocation, key: str) -> SavedTensor | None:
-        """The tensor `key` of the safetensors file at this location.
+        """The tensor `key` of the safetensors file at a location; None for an item of torch.save.
 
-        None if the location has an item of torch.save instead. Raises IncompleteCheckpoint if the
-        safetensors file lacks the tensor.
+        Raises IncompleteCheckpoint if the safetensors file lacks the tensor.
         """
         begin = location.file, location.offset
         if begin not in self._tensors:
@@ -138,8 +136,7 @@ class ItemFiles:
     ) -> Record | None:
         """The byte range and CRC-32 of the data of a tensor or chunk, without opening its item.
 
-        None if the item must be opened, such as the first one of a file or of a kind. Items of one
-        kind have the same dtype, and keys that differ only in numbers.
+        None if the item must be opened, such as the first one of a file or of a kind (`_Forms`).
         """
         if not self.plans or location.shared or location.file not in self.sizes:
             return None
@@ -153,10 +150,7 @@ class ItemFiles:
         return record
 
     def planned_boxes(self, table: ItemTable, key: str, dtype: str) -> PlannedBoxes | None:
-        """All boxes (chunks) of a tensor that are not empty, with the places of their data.
-
-        None if the item of one box must be opened to find its data: see `planned`.
-        """
+        """The non-empty boxes (chunks) of a tensor; None if an item must be opened (`planned`)."""
         places = table.locations
         if (item := table.items[key]) is None or not self.plans:
             return None
@@ -186,8 +180,7 @@ class ItemFiles:
     ) -> TorchFile:
         """Opens the item of a tensor or chunk, and learns where similar items have their data.
 
-        Similar items have the same dtype, and keys that differ only in numbers. The caller must
-        check that the item holds the expected tensor. Raises as `torch_file`.
+        The caller must check that the item holds the expected tensor. Raises as `torch_file`.
         """
         file = self.torch_file(location)
         if self.forms.note(file, key, dtype, sizes, location):
@@ -351,8 +344,7 @@ class _Forms:
     ) -> bool:
         """Learns from an item that was opened; returns whether it is a plain tensor.
 
-        A plain tensor has the stated type and shape, is row-major, and fills its only storage. The
-        offsets of similar items are computed only as long as all opened ones are plain.
+        A plain tensor has the stated type and shape, is row-major, and fills its only storage.
         """
         tensor, records = file.value, [*file.records.values()]
         kind, length = (kind_of(key), dtype), prod(sizes) * SIZES[dtype]
@@ -431,10 +423,7 @@ class _Outline(Struct, frozen=True):
         return bytes(blank)
 
     def crc(self, file: int, location: ItemLocation) -> int | None:
-        """Reads the CRC-32 that the item at `location` states for its data.
-
-        None if the item differs from this outline in more than its data, checksums and ids.
-        """
+        """The CRC-32 that an item states for its data; None if the item has another outline."""
         head, tail = self.bytes_of(file, location.offset, location.length)
         if self.blank(head, 0) != self.head or self.blank(tail, self.behind) != self.tail:
             return None
@@ -450,10 +439,7 @@ def _number(data: bytes, place: int) -> int:
 
 
 class _Planned(Struct, eq=False):
-    """A function that opens a planned item (see the module) on its first call.
-
-    It returns the CRC-32 that the item states for its data.
-    """
+    """Returns the CRC-32 that a planned item states for its data; the first call opens the item."""
 
     files: ItemFiles
     location: ItemLocation
@@ -542,8 +528,7 @@ class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
     def crc(self, place: int) -> int | None:
         """The CRC-32 of the data of a box (chunk), which its item states; None if it states none.
 
-        `place` is the index of the box. The first call opens the item. Raises as
-        `_Planned.__call__`.
+        `place` is the index of the box. The first call opens the item. Raises as `_Planned`.
         """
         if not self.is_open(place):
             location, sizes = self.places.at(self._rows[place]), self._box(place).sizes

@@ -38,9 +38,9 @@ Places = dict[str, list[tuple[int, int]]]
 def numbers_in(folder: str, choice: Choice) -> list[float]:
     """Reads the numbers that some items of a folder hold, such as the steps of parameters.
 
-    `choice` gets all keys in `.metadata`, and returns the keys of these items. They must be files
-    of torch.save; items of one file with equal bytes give one number. The result is empty without a
-    `.metadata`. Raises as `read_table` and `TorchFile`, and OSError.
+    `choice` gets all keys in `.metadata`, and returns the keys of these items. Items of one file
+    with equal bytes give one number. The result is empty without a `.metadata` that fits in memory,
+    or if items share a safetensors file. Raises as `read_table` and `TorchFile`, and OSError.
     """
     path = os.path.join(folder, METADATA)
     if not sources.is_file(path) or sources.size(path) > most_metadata():

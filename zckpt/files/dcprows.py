@@ -146,8 +146,8 @@ class InfoRow(Struct, frozen=True, gc=False):
 class Run(Struct, frozen=True, eq=False):
     """Rows `start` to `stop` (exclusive) of the columns in `Rows`.
 
-    A row replaces an object of the pickle. In a tensor's list of chunks, it stands for a chunk. In
-    the dictionary of locations, where the `Run` is a key, it stands for an item with its location.
+    In a tensor's list of chunks, each row stands for a chunk. In the dictionary of locations, the
+    `Run` is a key, and each row stands for an item with its location.
     """
 
     start: int
@@ -199,14 +199,15 @@ class Rows:
         self._place_words: tuple[bytes, ...] = ()
 
     def match(self, cls: str, data: Any, position: int, memo: dict[int, Any]) -> Any:
-        """Recognizes the object that the pickle `data` builds from `position` on; else None.
+        """Recognizes the object that the pickle `data` builds from `position` on.
 
             cls     the name of the object's class, which the pickle has just named
             memo    the unpickler's values by memo number
 
         Returns a list of values for the unpickler's stack, and the position at which the object
-        ends. A chunk becomes a `Run`, an item's key an `IndexRow`, a location an `InfoRow`. The
-        list has two values if a key and its location are recognized together.
+        ends; None for an object of any other form. A chunk becomes a `Run`, an item's key an
+        `IndexRow`, a location an `InfoRow`; other objects are returned themselves. The list has two
+        values if a key and its location are recognized together.
         """
         form = self._forms.get(cls)
         return None if form is None else form(data, position, memo)

@@ -62,9 +62,9 @@ def read(path: str) -> list[SavedTensor]:
 def read_with_metadata(path: str, begin: int = 0) -> tuple[list[SavedTensor], dict[str, str]]:
     """Reads the header: the tensors in the order of their bytes, and the metadata's texts.
 
-    `begin` is the file's byte at which the safetensors data begin. Raises CorruptCheckpoint for a
-    header that is malformed or too long, and for tensors that overlap, leave gaps, or do not end at
-    the file's end.
+    `begin` is the byte at which the safetensors content begins, with the header's length. Raises
+    CorruptCheckpoint for a header that is malformed, too long or names a tensor twice, and for
+    tensors that overlap, leave gaps, or do not end at the file's end.
     """
     with sources.opened(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -125,9 +125,9 @@ def split(
 ) -> list[tuple[str, list[T]]]:
     """Distributes tensors over files of at most `most` bytes; returns each file's name and tensors.
 
-    `stem` begins the names: `model.safetensors`, or `model-00001-of-00002.safetensors` if there are
-    several files. `length` returns the bytes of a tensor. A tensor larger than `most` gets a
-    separate file.
+    The `stem` "model" gives `model.safetensors`, or `model-00001-of-00002.safetensors` and so on if
+    there are several files. `length` returns the bytes of a tensor. A tensor larger than `most`
+    gets a separate file.
     """
     parts = [*portions(tensors, length, most)] or [[]]
     if len(parts) == 1:

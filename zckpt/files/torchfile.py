@@ -100,7 +100,7 @@ def _read(path: str, length: int, offset: int) -> bytes:
 
 
 class TorchFile:
-    """One file of torch.save: `value` is the saved value; `extent` and `read` locate the bytes.
+    """One file of torch.save: `value` is the saved value; `extent` locates a tensor's bytes.
 
     `within` is its byte range if the file at `path` holds several, and `file` the descriptor if
     that file is open. Raises CorruptCheckpoint (truncated, damaged pickle, overlapping members),
@@ -262,8 +262,8 @@ class TorchFile:
         """Copies a value, with a name in place of each tensor; adds the tensors to `entries`.
 
         `path` is the value's path in the saved dictionary. A tensor's name is its own path, such as
-        `client_state.rng`, and its key in `entries` is (name, "state"). A 0-d tensor becomes its
-        number.
+        `client_state.rng`, and its key in `entries` is (name, "state"). A 0-d tensor that is not
+        complex becomes its number.
         """
         if isinstance(value, Tensor):
             if not value.shape and value.dtype != "C64":

@@ -206,7 +206,7 @@ class LocatedCheckpoint(Struct, frozen=True):
     """The one checkpoint that was found at the path that the user gave.
 
     path        the folder or file to read
-    inside      the subfolder that is read of a numbered folder such as step3; "" for any other path
+    inside      the subfolder to read, if the path is a numbered folder such as step3; else ""
     left_out    other subfolders of the numbered folder with checkpoints, excluded by `--root`
     """
 
@@ -230,9 +230,9 @@ def find(
 ) -> LocatedCheckpoint:
     """Finds the one checkpoint at `path` by the content of its files.
 
-    `name` allows one format only. `tag` chooses one checkpoint of a run, and `root` one subfolder
-    of a numbered folder such as step3. Raises NotACheckpoint, with checkpoints nearby as a hint,
-    and AmbiguousCheckpoint, which lists the candidates.
+    `name` is the only format to try. `tag` chooses one checkpoint of a run, and `root` one
+    subfolder of a numbered folder such as step3. Raises NotACheckpoint, with checkpoints nearby as
+    a hint, and AmbiguousCheckpoint, which lists the candidates.
     """
     if sources.status(path) is None and not os.path.islink(path):
         message, hint = paths.elsewhere(path) or (f"{path} does not exist", _describe_parent(path))
@@ -364,8 +364,8 @@ def inside_numbered(path: str, name: str | None = None) -> list[str]:
     """Finds the checkpoints in a numbered folder: ["actor"] for verl's global_step_3/actor.
 
     Returns the relative paths on the first level of subfolders that has any. Weights alone count
-    only if the level has nothing else, and a file elsewhere is named like an optimizer's. [] if
-    `path` is not numbered, or is a checkpoint itself.
+    only if the level has nothing else, and a file elsewhere is named like an optimizer's. `name` is
+    the only format to try. [] if `path` is not numbered, or is a checkpoint itself.
     """
     # a folder that zckpt wrote (`is_marked`) may have any name
     if not (numbered.is_numbered(path) or is_marked(path)) or _detects(path):

@@ -108,7 +108,7 @@ class Format(Struct, frozen=True, eq=False):
     loads_by_place: bool = False
     """Whether programs find optimizer states by a parameter's place in its group, not by name."""
     keeps_estimates: bool = False
-    """Whether a target can store hyper-parameters that each rank estimates, as Prodigy does."""
+    """Whether a target with the source's ranks keeps what each rank estimates, as Prodigy does."""
     overrides_groups: bool = False
     """Whether `--group-defaults` replace the source's values, unless `--like` gives groups."""
     keeps_steps: bool = False
@@ -259,8 +259,8 @@ class Functions(Struct, frozen=True, eq=False):
     """Restores the values of a lost model file, from the model file of an older save of the run.
 
     The first manifest is of the damaged save, read with the older model file; the second is of the
-    older save. The last result tells whether optimizer files confirm the order of parameters in
-    flat buffers.
+    older save. Returns the first one with these values, a list of them, and whether optimizer files
+    confirm the order of parameters in flat buffers.
     """
     begins: Callable[[Manifest, Options], Beginning] | None = None
     """Returns the initial state (a `Beginning`) that targets need for newly trained parameters."""

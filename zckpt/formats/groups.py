@@ -34,13 +34,13 @@ NOT_DECAYED = re.compile(r".*(?:bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.))",
 def of_trained(manifest: Manifest, options: Options) -> Manifest:
     """Reduces the parameter groups to the parameters that DeepSpeed trains.
 
-    Drops parameters that match --frozen or --buffers, then groups without a trainable parameter.
-    Raises WrongOption for a pattern that matches nothing, and for a --frozen pattern that matches a
-    trained parameter.
+    Parameters that match --frozen or --buffers leave the groups; groups without a trainable
+    parameter are dropped. Raises WrongOption for a pattern that matches nothing, and for a --frozen
+    pattern that matches a trained parameter.
     """
     if manifest.ranks:  # the run has dropped empty groups
         return manifest
-    manifest = with_programs(manifest)
+    manifest = with_programs(manifest)  # DeepSpeed keeps a scheduler's state in `lr_scheduler`
     manifest = _with_buffers(manifest, options[BUFFERS])
     if not options[FROZEN]:
         return without_empty_groups(manifest)

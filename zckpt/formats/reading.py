@@ -59,7 +59,7 @@ class Reading(Struct, frozen=True):
         tp_rules        a model family or a file: how tensor ranks cut parameters
         ranks_apart     slices of tensor and pipeline ranks are not joined
         with_slicings   the reader finds out how tensor ranks cut parameters, even for one rank
-        inspected       a file that may be one rank's slice is read alone
+        inspected       the checkpoint is only shown: a file that may be a slice is read alone
         nameless        optimizer states without names are kept uninterpreted
         by_checksums    replicas are compared only by checksums: no tensor is read
         opens_items     every item of torch.distributed.checkpoint is opened

@@ -50,7 +50,7 @@ def weights_or_raise(
     weights, or if the weights cannot be read either.
 
         read_weights    reads without the optimizer's files
-        has_masters     whether the engine rounds 16-bit weights from masters
+        has_masters     whether masters are not read either: for 16-bit weights, `lost` says so
         is_all          whether the whole optimizer is lost; then every command gets weights
     """
     try:

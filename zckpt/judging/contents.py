@@ -56,9 +56,9 @@ def check_tensors(
 ) -> list[Notice]:
     """Runs the checks that read tensors, before a tensor is loaded or written; returns warnings.
 
-    `shared` lists comparisons that a conversion makes while it copies: here they only compare first
-    elements. `full_checks` explains the other arguments. Raises InconsistentCheckpoint if a check
-    fails, and CorruptCheckpoint if damage is the cause.
+    `shared` lists comparisons that a conversion makes while it copies: of their tensors, only the
+    first elements are compared here. `full_checks` explains the other arguments. Raises
+    InconsistentCheckpoint if a check fails, and CorruptCheckpoint if damage is the cause.
     """
     format = formats.named(manifest.format)
     functions, lines = format.functions, list[Notice]()

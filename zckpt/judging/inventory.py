@@ -44,8 +44,8 @@ def inventory(manifest: Manifest, required: Mapping[str, needs.Need]) -> list[Ro
     """Lists the files of a checkpoint: first the engine's files, then the files beside them.
 
     `required` maps roles, such as `scheduler`, to files that the program needs. A missing one is
-    listed too, unless the checkpoint has only weights. Files beside the engine's are opened, to
-    find damage.
+    listed too, unless the checkpoint has only weights. Known files beside the engine's are opened,
+    to find damage.
     """
     rows = [*of_engine(manifest), *_beside(manifest, required)]
     there, folder = {row.role for row in rows}, folder_of(manifest)

@@ -46,8 +46,8 @@ class Agreement:
         """Raises Told in all ranks if one of them failed, or if bytes do not have their checksum.
 
         error      this rank's failure, or None
-        is_last    whether this was the last file; then records that ranks have read in part are
-                   read to the end (a record is a byte range with a checksum)
+        is_last    whether this was the last file; then records (byte ranges with a checksum) that
+                   ranks have read in part are read to the end, unless much is missing
         is_all     whether the engine has read both model and optimizer; then, after the last
                    file, tensors that no rank has hashed are read too
         """

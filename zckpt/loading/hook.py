@@ -2,8 +2,8 @@
 
 `auto_resume(copy=False)` makes this directory for programs that look for the files' names, and
 writes no copy. `serve` tells which checkpoint belongs to the directory. Its first call replaces
-`DeepSpeedEngine.load_checkpoint` in this process; for any other path, the method works as before.
-`undo` restores the original method.
+`DeepSpeedEngine.load_checkpoint` in this process; for any other path, the method works as before,
+but refuses a directory of empty files. `undo` restores the original method.
 """
 
 from __future__ import annotations

@@ -68,9 +68,9 @@ def load(
 ) -> tuple[str | None, Any]:
     """Loads the checkpoint at `source` into an engine, as `zckpt.deepspeed.load_checkpoint`.
 
-    `given` are arguments of the engine's own loader, whose result is returned. `words` are
-    arguments of `zckpt.reshard`. With `is_sparing`, no checksums are compared. Raises the errors of
-    `zckpt.deepspeed.load_checkpoint`, in all ranks.
+    `given` are arguments of the engine's own loader, whose result is returned, with the path of the
+    source. `words` are arguments of `zckpt.reshard`. With `is_sparing`, no checksums are compared.
+    Raises the errors of `zckpt.deepspeed.load_checkpoint`, in all ranks.
     """
     given = ARGUMENTS | given
     refuse_engine(engine, source, given["load_optimizer_states"])

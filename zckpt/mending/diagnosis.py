@@ -116,8 +116,8 @@ def diagnose(
 def what_opens(path: str, reading: Reading, stack: ExitStack) -> Diagnosis:
     """Reads the checkpoint at `path`, and repairs, in memory, files that cannot be opened.
 
-    The repairs end when `stack` is closed. Tensors are read only in the repaired files. An error
-    that damage may cause (`REFUSED`) is in the result; other errors are raised.
+    The repairs end when `stack` is closed. Tensors are read only in files that may be damaged. An
+    error that damage may cause (`REFUSED`) is in the result; other errors are raised.
     """
     early: list[Place] = []
     while True:
@@ -166,8 +166,8 @@ def _in_file(path: str) -> list[Place]:
 def structure_of(path: str, limit: int = LIMIT) -> list[Place]:
     """Finds the damage in a file's headers, or in a file that states a checksum of itself.
 
-    Tensors are read only if one checksum covers the whole file. `limit` is the most bytes that are
-    parsed to find a flipped bit of manifest.json.
+    Tensors are read only beside a damaged zip header, or if one checksum covers the whole file.
+    `limit` is the most bytes that are parsed to find a flipped bit of manifest.json.
     """
     structure = [*map(_of_structure, flipped_in(path))]
     if (stated := place_in(path, limit)) is not None:

@@ -41,7 +41,7 @@ BLOCK = 1 << 20  # bytes that are looked at at once
 class Place(Struct, frozen=True):
     """One damaged record (a byte range with a stated checksum), and how to restore its bytes.
 
-    corrections    changes that restore the bytes; empty if the record is lost
+    corrections    changes that restore the bytes or the checksum; empty if the record is lost
     by             evidence: "checksum", "witness" (other bytes), "chance" (the user must accept
                    the corrections) or None (the record is lost)
     chance         probability that damage of many bits looks like one flipped bit

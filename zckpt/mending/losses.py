@@ -81,9 +81,10 @@ class Losses(Struct, frozen=True):
     """What a checkpoint has lost with its missing or unreadable files.
 
     faults      report lines that say which files are lost
-    lines       report lines about their contents, each with a `state` (see `Loss`)
+    lines       report lines about their contents, each with a `state`: that of a `Loss`,
+                "restored" or "rebuilt"
     lost        one `Loss` for each tensor with lost elements
-    manifest    describes the files that still exist; None if unreadable
+    manifest    what could be read, with other files in place of lost ones; None if nothing
     remade      the restored contents, for zckpt-mended.json; empty unless all can be restored
     """
 
@@ -97,7 +98,10 @@ class Losses(Struct, frozen=True):
     values: Sequence[MadeValue] = ()
     """What a lost model file had besides tensors, as far as an older one and other files tell."""
     borrowed: Sequence[str] = ()
-    """Paths (in the manifest) of lost files that are replaced by files of an older checkpoint."""
+    """Paths (in the manifest) of lost files that are replaced by files of an older checkpoint.
+
+    Empty if no model file is among them.
+    """
     copies: Mapping[Key, tuple[Entry, str]] = {}
     """Maps the key of a tensor with a lost replica to (a tensor of equal values, the reason)."""
     lacks_older: bool = False

@@ -247,7 +247,8 @@ def _refuse(
 ) -> None:
     """Raises an error if the checkpoint cannot be mended, or if nothing is damaged.
 
-    CorruptCheckpoint       bytes are lost, or `accept_chance` is needed for a probable correction
+    CorruptCheckpoint       bytes are lost, `accept_chance` is needed for a probable correction, or
+                            lost files would be made from damaged ones
     the reader's error      files are lost
     IncompleteCheckpoint    other problems prevent loading
     MissingData             nothing is damaged

@@ -57,7 +57,7 @@ class Rebuilding(Struct, frozen=True):
     moments    "moments=zero", "moments=older" (those of the checkpoint `older`), or None
     model      the values in a lost model file may be made up
     others     maps the key of a lost tensor to (a tensor that supplies its elements, the reason)
-    made_up    keys of lost tensors whose values are unknown, even if `others` has them
+    made_up    keys of lost tensors whose values are unknown; those in `others` may differ
     """
 
     masters: bool = False
@@ -157,8 +157,8 @@ def rebuild(
 ) -> list[Mended] | None:
     """Writes lost files again, at `paths` in a temporary folder; the checkpoint is not changed.
 
-    Returns what zckpt-mended.json will say about the files. None if they cannot get the content
-    that they had, for example because replicas of a lost tensor differ.
+    Returns what zckpt-mended.json will say about the files. None if a file cannot be laid out as it
+    was, or if values are unknown and cannot be made up, for example because replicas differ.
 
     Raises MissingData as `Rebuilding.source` does, and CorruptCheckpoint if elements would be taken
     from a damaged part of the older checkpoint.
@@ -233,7 +233,7 @@ def differing_copies(found: Found, losses: Losses) -> list[str]:
     """Lists tensors that cannot be restored: replicas on other ranks differ, or are too few.
 
     A lost file had a replica of the tensor. At least two other replicas are needed, unless another
-    tensor supplies the values (`Losses.others`) or values may be made up.
+    tensor supplies the values (`Losses.others`) or they must be made up.
     """
     names, supplied = [], losses.others
     made_up = losses.made_up_keys - supplied.keys()

@@ -71,7 +71,7 @@ WIDTHS: tuple[tuple[str, str], ...] = (
     ("gate_up.weight", "down.weight"),
     ("linear1.weight", "linear2.weight"),
 )
-"""Names of weights of two consecutive layers, by which cuts are checked.
+"""Ends of the names of two consecutive layers' weights, by which cuts are checked.
 
 Each fused part of the first weight must have as many rows as the second weight has columns.
 """

@@ -235,7 +235,7 @@ def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[
         patterns = list(info.get(WHOLE) or ())
         names = (name for name in whole if not any(re.match(p, name) for p in patterns))
         changed[WHOLE] = [*patterns, *(f"^{re.escape(name)}$" for name in names)]
-    if WIDTHS in info:  # sizes that cannot be divided evenly are left out
+    if WIDTHS in info:  # sizes are divided evenly among the ranks, or else left out
         even = {
             pattern: slicing.even_parts([*map(sum, parts)], ranks)
             for pattern, parts in info[WIDTHS].items()

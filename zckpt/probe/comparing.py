@@ -4,8 +4,8 @@ A record is a line about one tensor. Records of both runs are paired by step, ba
 in the order of the first run. distances.py measures the distance of two records.
 
 A difference is big if it exceeds the tolerance for the tensor's type. If a second run of the
-original program was recorded, a difference is big if it exceeds four times the noise between these
-two runs. Where these two are equal bit for bit, every difference is big.
+original program was recorded, a difference must also exceed four times the noise between these two
+runs. If the two are equal bit for bit, every difference is big.
 
 Runs with different numbers of ranks are merged first (merging.py). They compute sums in different
 orders. The rounding error of a sum over W ranks grows with the square root of W, and every update
@@ -216,10 +216,11 @@ def aligned(a: Run, b: Run) -> tuple[list[Event], list[str], list[str]]:
 def above_noise(
     events: Sequence[Event], a: Run, noise: Run, is_merged: bool
 ) -> tuple[list[Event], float]:
-    """Replaces the tolerance of each pair of records by four times the noise of its tensor.
+    """Raises the tolerance of each pair of records to four times the noise of its tensor.
 
     `a` and `noise` are two runs of one program. The noise is the distance between them: for each
-    tensor, the largest so far. Also returns the largest noise of all tensors.
+    tensor, the largest so far. Before the first noise, tolerances are 0, unless runs were merged.
+    Also returns the largest noise of all tensors.
     """
     measured: dict[tuple[Any, ...], float] = {}
     for event in aligned(a, noise)[0]:

@@ -18,8 +18,8 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
     """Records a Trainer's run into `directory`, from the first update to the last one.
 
     `options` are those of `zckpt.probe.record`, except `step` and `optimizer`: the step is the
-    trainer's `global_step`. Raises TypeError for an unknown option. The errors of `record` are
-    raised when training begins.
+    trainer's `global_step`, which continues after `resume_from_checkpoint`. Raises TypeError for an
+    unknown option. The errors of `record` are raised when training begins.
     """
 
     def __init__(self, directory: str | os.PathLike[str], **options: Any) -> None:

@@ -84,7 +84,7 @@ def record(
     and gradients of the run stay the same, bit for bit.
 
     Raises TargetExists if this rank has recorded into `directory` before, unless `overwrite`, and
-    WrongOption if `device` is neither None nor "cpu".
+    WrongOption if `device` is neither None nor "cpu", or if the step is not known.
     """
     if device is not None and torch.device(device).type != "cpu":
         raise WrongOption(

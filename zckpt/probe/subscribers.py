@@ -68,8 +68,8 @@ class Subscriber:
     """Base class for code that runs in forward and backward passes; override methods you need.
 
     The value that a method returns replaces its last argument (or `args` and `kwargs`). `path` is
-    the place of a tensor in inputs or outputs, which may be nested: `in[0]`, `in.mask`, `out`,
-    `out.logits`.
+    the place of a tensor in inputs or outputs, which may be nested tuples, lists, mappings and
+    dataclasses: `in[0]`, `in.mask`, `out`, `out.logits`.
     """
 
     def pre_forward_module(

@@ -165,6 +165,7 @@ class Processes(Group, Sharing, Pool):
         # torchrun's agents count restarts separately: an unfinished target proves a restart too
         if self.store.has(key):
             return is_unfinished or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        # an unfinished target of another run is continued only with --resume
         if not os.path.lexists(path) and not is_unfinished:
             self.store.set(key, "1")
         return False

@@ -105,7 +105,7 @@ def only_rounded(matches: Iterable[Match], a: Manifest, b: Manifest) -> dict[str
 
 
 def missing(keys: Sequence[Key], owner: Manifest, other: Manifest) -> list[Key]:
-    """The tensors among `keys` of `owner` that the checkpoint `other` lacks, but should have.
+    """Selects from `keys`, which only `owner` has, the tensors that `other` should have too.
 
     If `other` has any tensor of a slot, such as `exp_avg`, it should have all of them. If it has
     any weight, as `param` or as `master`, it should have every trained weight.

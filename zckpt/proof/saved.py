@@ -254,7 +254,8 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
     The checksum is "" if the proof has none. `manifest` supplies optimizer states that an older
     proof does not list.
 
-    Raises CorruptCheckpoint if the file is no proof, or reports a difference.
+    Raises CorruptCheckpoint if the file is no proof, or reports a difference, and
+    UnsupportedCheckpoint if it is too large.
     """
     try:
         with sources.opened(path) as file:

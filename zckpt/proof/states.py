@@ -28,7 +28,7 @@ MODULE = "module"  # the list depends on the kind of files, so `_names` compares
 OF_PROGRAM = ("lr_scheduler", "client_state", "module_extra")
 """Keys of `Manifest.state` that are the user's program's, whatever the engine is."""
 OF_SIZES = ("tensor_parallel", "pipeline", "universal")
-"""Keys of `Manifest.whole_state` about how ranks cut tensors; only `twins` are compared in them."""
+"""Keys of `Manifest.whole_state` about how ranks cut tensors; compared only between `twins`."""
 OF_SAVING = frozenset(
     (
         *("world_size", "zero_stage", "data_parallel_size", "horizontal_parallel_size"),
@@ -125,10 +125,11 @@ class _Comparison:
     def _are_other_schedulers(self, a: Any, b: Any) -> bool:
         """Whether the LR schedulers of the two checkpoints cannot be compared.
 
-        `a` and `b` are the states of the schedulers, or None. They cannot be compared if they are
-        of different kinds, or if one checkpoint stores its scheduler in another place.
+        `a` and `b` are the states of the schedulers, or None. Two states cannot be compared if they
+        are of different kinds. A state and None cannot be compared if the side without a state may
+        have another scheduler, or may store its scheduler in another place.
         """
-        if isinstance(a, Mapping) and isinstance(b, Mapping):  # one is torch's: not DeepSpeed's own
+        if isinstance(a, Mapping) and isinstance(b, Mapping):  # whether just one is DeepSpeed's own
             return (COUNTER in a) != (COUNTER in b)
         state, other = (a, "b") if isinstance(a, Mapping) else (b, "a")
         if (a in _NOTHING) == (b in _NOTHING) or not isinstance(state, Mapping):
@@ -136,7 +137,7 @@ class _Comparison:
         if COUNTER in state:  # DeepSpeed's own; the other engine or configuration may have another
             named = [_scheduler_of(manifest) for manifest in self.sides.values()]
             return not self.same_engine or named[0] != named[1]
-        # torch's; the other side may have one in a trainer's file or in its client state
+        # torch's; the other side may have one in a trainer's file, or this one in its client state
         files = self.sides[other].files.siblings
         client_state = self.sides[other].state.get("client_state")
         return any(item.name in OF_TRAINER for item in files) or _has_within(client_state, state)

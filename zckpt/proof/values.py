@@ -69,7 +69,7 @@ def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
     Returns report lines and notices. If a configuration or the user names the optimizer, another
     place is only a notice, and types are not compared.
     """
-    # an optimizer that does not find its step, in a parameter's state or in a group, counts from 1
+    # an optimizer looks in one place (state or group), and counts from 1 if it finds no step there
     ours, theirs = step_place(a), step_place(b)
     if ours is None or theirs is None:
         return [], []
@@ -102,7 +102,7 @@ def _are_alike(a: Manifest, b: Manifest) -> bool:
 def step_place(manifest: Manifest) -> StepPlace | None:
     """Where the optimizer stores its step (in states or in groups), and in which type.
 
-    None if no step is stored, or if the engine has optimizers of its own (ONNX Runtime).
+    None if no step is stored, or if the engine has its own optimizers (Megatron, ONNX Runtime).
     """
     has_steps = any(parameter.step is not None for parameter in manifest.parameters.values())
     if not has_steps or isinstance(manifest.run.engine, NamedWeightsEngine):
@@ -112,7 +112,7 @@ def step_place(manifest: Manifest) -> StepPlace | None:
 
 
 def scalars(a: Manifest, b: Manifest) -> list[Report]:
-    """Report lines about different optimizer states of one number, such as NAdam's `mu_product`.
+    """Report lines about optimizer states of one number that differ, such as NAdam's `mu_product`.
 
     If types or shapes differ, the line states them as `a_type`, `a_shape` and so on. A state that
     only one checkpoint has gets no line here, because `missing_states` reports it.
@@ -344,7 +344,7 @@ def _groups_of_experts(a: Manifest, b: Manifest) -> list[Report]:
         if ours.group is None or theirs.group is None:
             continue
         one, other = _hyper(a.groups[ours.group]), _hyper(b.groups[theirs.group])
-        # the names have the size, and the engine splits a group that is too large on a rank
+        # names contain the size, and the engine splits a group that is too large on a rank
         if one.get("moe") and other.get("moe"):
             one, other = ({**side, "name": None} for side in (one, other))
         elif (

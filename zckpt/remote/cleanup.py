@@ -44,9 +44,9 @@ def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
     unfinished multipart uploads are removed too. Other uploads are only reported (`other_uploads`),
     with the commands that abort them. The caller makes sure that no run still writes there.
 
-    Raises NotACheckpoint if there is no note and no upload, WrongOption for a complete checkpoint,
-    UnsupportedCheckpoint if the note cannot be parsed, and TargetExists if a run writes there
-    meanwhile.
+    Raises NotACheckpoint if there is no note and no upload, WrongOption for a complete checkpoint
+    or a bucket, UnsupportedCheckpoint if the note cannot be parsed, and TargetExists if a run
+    writes there meanwhile.
     """
     url = parse(path)
     if not url.key:

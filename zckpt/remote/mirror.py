@@ -284,7 +284,8 @@ def spelled(text: str) -> str:
 def mirrored(url: Url) -> Mirror:
     """Creates the mirror of a URL: a local folder in which an empty file stands for each object.
 
-    Reads of a file then fetch the object's bytes. Raises StoreError and other errors of stores.
+    Reads of a file then fetch the object's bytes. Raises IncompleteCheckpoint if the URL belongs to
+    an unfinished target, and StoreError and other errors of stores.
     """
     own_folder = os.path.join(top(), os.urandom(4).hex())
     base = os.path.join(own_folder, f"{url.scheme}:", *url.root.split("/"))

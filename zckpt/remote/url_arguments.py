@@ -142,7 +142,7 @@ def kept(path: Any) -> str:
     """Returns a local path at which a URL can be read until the process ends.
 
     At this path there are empty files: reads of these files fetch the bytes from the store. If
-    `path` is not a URL, it is returned unchanged.
+    `path` is not a URL, it is returned, converted by `os.fspath`.
     """
     return mirror.mirrored(parse(path)).path if is_url(path) else os.fspath(path)
 

@@ -50,10 +50,10 @@ def finite(value: Any) -> Any:
 
 
 def section(checkpoint: Found, lines: Mapping[str, Report], updates: Mapping[str, float]) -> Report:
-    """Makes the section `numbers`: a heat map for each slot, with a number per layer and parameter.
+    """Makes the section `numbers`: heat maps with a number per layer and kind of parameter.
 
-    A slot is a kind of tensor, such as `exp_avg`. `lines` are statistics by the tensor's name;
-    `updates` are the root mean squares of Adam's next update by parameter.
+    There is one for each slot (a kind of tensor, such as `exp_avg`). `lines` are statistics by the
+    tensor's name; `updates` are the root mean squares of Adam's next update by parameter.
     """
     places = checkpoint.places
     by_slot: dict[str, list[list[Any]]] = {"param": []}

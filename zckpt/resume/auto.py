@@ -65,10 +65,10 @@ def auto_resume(
                     JSON file
         single      True: work alone in this process, and ignore a launcher's variables, such as to
                     prepare another job. Then `dp` defaults to the source's
-        copy        False, only for DeepSpeed: write no tensor. The result is then the path of empty
-                    files with the names of the engine's files. In this process,
-                    `engine.load_checkpoint` is replaced: for this path, it reads the original
-                    checkpoint. `zckpt.deepspeed.undo()` reverts this
+        copy        False, only for DeepSpeed: in place of a copy, write empty files with the names
+                    of the engine's files. In this process, `engine.load_checkpoint` is replaced:
+                    for the path of these files, it reads the original checkpoint.
+                    `zckpt.deepspeed.undo()` reverts this
         copying     a `zckpt.Copying`: the number of threads, and the memory
         tell        a function that is called in rank 0 with the warnings. By default they become
                     Python warnings, unless the logger "zckpt" prints them. The logger gets them in

@@ -31,10 +31,10 @@ def interrupted(
     `path` is a run, or a checkpoint of a run; `tag` chooses a checkpoint. Keys of the report:
 
         files      the files of this checkpoint, each with its state
-        older      the path of the newest complete checkpoint
-        tensors    the number of tensors in the interrupted checkpoint
-        alike      how many of these have the same type and shape in `older`
-        frozen     the names of the frozen weights among these
+        older      the path of the newest complete checkpoint, or None
+        tensors    the number of tensors in the interrupted checkpoint; None if unknown
+        alike      how many of these have the same type and shape in `older`; None if unknown
+        frozen     the names of the frozen weights that `alike` counts
     """
     reading = reading or {}
     with suppress(ZckptError, OSError):

@@ -2,7 +2,7 @@
 
 The program gets the path of a directory with empty files, which have the names of the engine's
 files. When the program passes this path to the engine's own loader, zckpt reads the source
-checkpoint, and fills the files in memory (`zckpt/loading/`).
+checkpoint, and gives the loader the contents of the files in memory (`zckpt/loading/`).
 """
 
 from __future__ import annotations

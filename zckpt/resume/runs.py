@@ -203,7 +203,7 @@ def _by_tag(run: str, inside: bool = False) -> list[Candidate]:
     `inside` is True if `run` is a folder in a run.
     """
     for format in FORMATS:
-        # a folder in a run with one tag may be a trainer's folder of one checkpoint
+        # a folder with one tag, if it is inside a run, may be a trainer's folder of one checkpoint
         if len(tags := format.tags(run)) > (inside and format.pointer is not None):
             break
     else:

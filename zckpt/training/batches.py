@@ -29,7 +29,7 @@ class Names(NamedTuple):
 
 
 SETTINGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-"""The keys of a ds_config; DeepSpeed computes one or two of them if it states the others."""
+"""The keys of a ds_config for the batch size. DeepSpeed computes those that are not stated."""
 OF_DEEPSPEED = Names("train_micro_batch_size_per_gpu")
 OF_TRAINER = Names(
     "per_device_train_batch_size", also=" (and the numbers in your ds_config, if they are not auto)"
@@ -107,10 +107,10 @@ def is_of_trainer(source: Manifest) -> bool:
 def of_next_run(
     source: Manifest, ranks: int, config: Mapping[str, Any] | None = None, sp: int = 1
 ) -> list[Notice]:
-    """A warning that says what to set to keep the source's global batch on `ranks` ranks.
+    """A warning that says what to set to keep the global batch on `ranks` ranks.
 
     `config` is the next run's ds_config, or else the source's; None for a program without one. The
-    list is empty if nothing must be set, or if the source states neither batch nor ranks.
+    list is empty if nothing must be set, or if neither the batch nor the source's ranks are known.
     """
     batch = in_state_dicts(source) if config is None else in_config(source, config)
     is_known = batch.total is not None or source.run.origin.dp is not None

@@ -141,8 +141,8 @@ def without_others(
     """Removes values whose pickle would name a class or function that is not allowed.
 
     Allowed are `COMMON`, `needed` (names in engines' own files) and `admitted` (from
-    `--allow-object`). The innermost dictionary loses the value, with a note. Raises
-    CorruptCheckpoint for a value that contains itself.
+    `--allow-object`). Such a value is removed from the innermost dictionary that contains it, with
+    a note. Raises CorruptCheckpoint for a value that contains itself.
     """
     filtered = _Filter((COMMON | {*needed, *admitted}) - {ITSELF.name})
     state = filtered.dictionary(manifest.state_with_states, "")

@@ -215,7 +215,7 @@ def is_of_axis(key: str, shapes: Iterable[Sequence[int]]) -> bool:
     False if a parameter is no square matrix: then the preconditioner's own shape is enough to
     recognize it.
     """
-    # it has the shape of a square parameter, but its elements belong to no single element of it
+    # it has the shape of a square parameter, but its elements do not belong to the parameter's
     is_square = all(len(shape) == 2 and shape[0] == shape[1] for shape in shapes)
     return is_square and OF_MATRICES.fullmatch(key) is not None
 

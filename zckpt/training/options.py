@@ -167,7 +167,7 @@ VOCAB_SIZE = _number(
 LIKE: Option[str | None] = Option(
     "like",
     None,
-    "Give DST the layout of RUN, a checkpoint saved by the program that will load DST",
+    "Give DST the layout of RUN, a checkpoint of the program that will load DST",
     metavar="RUN",
     group="Engine",
 )
@@ -202,7 +202,7 @@ GROUP_DEFAULTS: Option[GroupDefaults] = Option(
 GROUPS_FROM: Option[str | None] = Option(
     "groups_from",
     None,
-    "Use the optimizer groups of RUN, a checkpoint saved by the program that will load DST",
+    "Use the groups of RUN, which the next program has saved",
     metavar="RUN",
     group="Optimizer and steps",
     reason="it has no optimizer groups",

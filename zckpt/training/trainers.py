@@ -212,8 +212,8 @@ def beside(
     own_paths  the checkpoint's own files and folders, which are skipped
     source     links are followed only within this directory, by default `root`
 
-    Of folders, only `.hf_metadata`, and those with just tokenizer and configuration files or just
-    one file per rank, are listed.
+    The files of a folder are listed only if the folder is `.hf_metadata`, or has nothing but files
+    for from_pretrained, or nothing but one file per rank.
     """
     siblings = SiblingList(source or root, OPEN_FOLDERS)
     folders: list[Notice] = []

@@ -30,7 +30,7 @@ ASKS_FOR_MORE: dict[str, tuple[str, str]] = {
         "add --tp N, or leave out --vocab-size",
     ),
 }
-"""Options that must change the target: by name, the reason and the hint of an error.
+"""Maps options that must change the target, by name, to the reason and the hint of an error.
 
 The error is raised if no writer reads the option's value.
 """

@@ -264,7 +264,7 @@ class _RunsGroups:
         before = (self.named.groups or ({},))[self.origins[number]]
         if "lr" not in group or not _has_scheduler(self.named):
             return group
-        # the other run has saved the rate of its first update, the source the one of its scheduler
+        # the other run has saved the rate of its first update; the source's scheduler has gone on
         base, base_before, rate = (
             number_of(value)
             for value in (group.get("initial_lr"), before.get("initial_lr"), before.get("lr"))

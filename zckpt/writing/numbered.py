@@ -50,7 +50,7 @@ def in_its_folder(
 
         same format       the engine's files are in the same subfolder, the trainer's files around
                           it; with a warning if the target's name has no number
-        another format    all files are directly in the target, also with --dialect, and for a
+        another format    all files are directly in the target; the same with --dialect, and for a
                           format with tags (folders such as global_step500)
         only weights      the trainer's files are left out
 

@@ -219,7 +219,7 @@ def test_model_ranks_of_an_earlier_zckpt(tmp_path: Path) -> None:
     report = zckpt.verify(BEFORE_GRID / "run")
     assert report["equal"]
     note = report["notes"][-1]
-    assert "6 of 22 rank files were saved under the name of another" in note["message"]
+    assert "6 of 22 rank files contain the name of another rank's file" in note["message"]
     assert note["code"] == "saved-name-unknown"
     assert zckpt.verify(BEFORE_GRID / "run", BEFORE_GRID / "proof.json")["equal"]
     zckpt.reshard(BEFORE_GRID / "run", tmp_path / "run", dp=2)

@@ -102,7 +102,7 @@ class TestTarget:
         assert common["opt_param_scheduler"]["num_steps"] == 12
         assert common["args"].consumed_train_samples == 12
         assert any(
-            "num_steps is set to 12: zckpt assumes 3 steps" in line
+            "num_steps is set to 12, for 3 steps: zckpt assumes" in line
             for line in texts(report["warnings"])
         )
 

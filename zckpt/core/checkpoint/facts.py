@@ -121,7 +121,7 @@ class StateDictEngine(Struct, frozen=True):
     adapter: bool
     """Whether the model's state holds only an adapter."""
     whole: bool = False
-    """Whether each file is a complete state dict, not a part of sharded storage."""
+    """Whether each file has state dicts of its own, and is not a part of sharded storage."""
     dialect: str | None = None  # the kind of files; None unless `whole`
     ordered: bool | None = None
     """Whether the user stated the order of the parameters."""
@@ -135,7 +135,7 @@ class StateDictEngine(Struct, frozen=True):
     bare: bool = False
     """Whether names in the optimizer lack prefixes that PEFT puts before a module's names."""
     file: FileName | None = None
-    """The one file that holds everything; with sharded storage, all but the state dicts."""
+    """The one file with everything; with sharded storage, with everything but the state dicts."""
 
     def to_state(self, group_step: str | None) -> dict[str, Any]:
         """Converts this record to JSON: the value of the key `state.engine` in a manifest.
@@ -237,7 +237,7 @@ class Pipeline(Struct, frozen=True):
     """The pipeline stages of the run, and the layers in their files.
 
     parameters, buffers    the names in each stage
-    layers                 the numbers of layer files; without such files, the numbers in names
+    layers                 the numbers of layer files, or without such files, those in the names
     tied                   maps the file numbers of a tied layer to its key in DeepSpeed's
                            TiedLayerSpec
     """

@@ -223,7 +223,7 @@ def _too_many(most: int, noun: str) -> CorruptCheckpoint:
 def require_tree(
     value: Any, most: int, most_containers: int, most_nested: int = MAX_NESTING
 ) -> None:
-    """Raises CorruptCheckpoint for a value that is too large or nested for recursive functions.
+    """Raises CorruptCheckpoint for a value that is too large or deep for recursive functions.
 
     A container counts once per reference, since a recursive function visits it as often.
 
@@ -291,7 +291,7 @@ def require_tree(
 
 
 def _replace_cycles(value: Any, outer: Collection[int]) -> None:
-    """Replaces references from `value` back to an object that contains it by the constant ITSELF.
+    """Puts ITSELF in place of references from `value` back to an object that contains it.
 
     `outer` has the ids of all containers and objects around `value`. Raises CorruptCheckpoint for
     any other reference back, such as to a list, or from a tuple.

@@ -229,8 +229,8 @@ class Files(Struct, frozen=True):
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
     """Maps each file's path to its fingerprint: device, inode, size and time.
 
-    This shows whether the file changes after it was first opened or listed. Only `reading.read`
-    fills this field.
+    This shows whether the file changes after it was first opened or listed. `reading.read` fills
+    this field; a format's reader leaves it empty.
     """
     objects: frozenset[str] = frozenset()
     """The classes and functions that the pickles name, even for dropped values.
@@ -256,7 +256,7 @@ class Files(Struct, frozen=True):
     It is only compared with another checkpoint's files of the same names.
     """
     laid: Mapping[str, Any] = field(default_factory=dict)
-    """What the reader found in each folder of a target without tensor data, such as a `.metadata`.
+    """What the reader found in each folder of a target without tensor data: a table of `.metadata`.
 
     The format's `seal` uses this after the copy. Empty for a source.
     """
@@ -268,9 +268,9 @@ class Notices(Struct, frozen=True):
     warnings: tuple[Notice, ...] = ()
     """Warnings for the user."""
     notes: tuple[Notice, ...] = ()
-    """What no file can prove, such as that files without names were not swapped.
+    """Notes that `verify` reports if it checks one checkpoint alone.
 
-    `verify` reports these notes if it checks one checkpoint alone.
+    Most say what no file can prove, such as that files without names were not swapped.
     """
     links: tuple[Notice, ...] = ()
     """A warning that lists the files which are reached by links out of the directory."""
@@ -335,7 +335,7 @@ class Manifest(Struct, frozen=True):
     place: GridPlace | None = None
     """The model rank that this manifest describes; None if it describes the complete checkpoint."""
     ranks: "tuple[Manifest, ...]" = ()
-    """The manifests of the pipeline stages and tensor ranks, if zckpt keeps them separate.
+    """A manifest for each pair of pipeline stage and tensor rank, if zckpt keeps them separate.
 
     Then only these manifests have tensors and parameters, and several may use the same names. This
     manifest has the files, and the facts about the complete run.

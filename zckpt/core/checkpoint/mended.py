@@ -27,7 +27,7 @@ By = Literal["checksum", "witness", "chance", "made-up"]
 
 checksum   the checksum of a small record (byte range)
 witness    other bytes of the checkpoint or of an older one
-chance     only the checksum of a large record, which the user has accepted
+chance     only a checksum, which other damage could give too; the user has accepted this risk
 made-up    none: the user asked for made-up bytes
 """
 HOW = {
@@ -50,6 +50,7 @@ class Mended(Struct, frozen=True):
     chance             the probability that damage to many bits would look the same
     witness            the bytes that confirm the repair, or the source of made-up bytes
     value              a value that is no tensor, such as `global_steps`; `after` is its new value
+                       if that is a number or a text, else None
     """
 
     file: str

@@ -58,7 +58,7 @@ class Origin(Struct, frozen=True):
     inside: str | None = None
     """The checkpoint's folder within its numbered folder: `actor` of `global_step_3`."""
     nulls: frozenset[str] = OF_ANY_ENGINE
-    """The fields that are null in the JSON if they are None. It leaves out other None fields."""
+    """The fields that are null in the JSON if they are None. Other None fields are left out."""
     other_fields: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the JSON, which zckpt does not interpret."""
 

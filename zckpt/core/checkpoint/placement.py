@@ -54,7 +54,7 @@ class Placement(Struct, frozen=True):
     is_cut: ClassVar[bool] = False
     """Whether each rank has different elements of the parameter.
 
-    Equal bytes on all ranks then show that the placement is wrong.
+    Equal optimizer states on all ranks then show that the placement is wrong.
     """
 
     @property

@@ -38,7 +38,7 @@ class Slicing(Struct, frozen=True):
 
         whole     the shape of the complete tensor
         slices    the shape of each rank's slice
-        pieces    the blocks of all ranks, which together have every element
+        pieces    the blocks of all ranks: every element, once for each rank that holds it
 
     All shapes have the same number of axes. They may be views of the real ones, such as (outer,
     width, inner).

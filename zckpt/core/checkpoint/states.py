@@ -45,10 +45,10 @@ NO_PARAMETER = "no parameter"
 OF_NO_GROUP = "it belongs to no parameter in a group, and zckpt reads only states of parameters"
 BESIDE_STATE = "it stands beside the optimizer's `state`, but zckpt reads only what is inside"
 REASONS: dict[Form, str] = {"among": OF_NO_GROUP, "beside": BESIDE_STATE}
-"""Why zckpt does not read a value of the optimizer that belongs to no parameter.
+"""Why zckpt does not use a value of the optimizer that belongs to no parameter.
 
-The key `among` is for values inside the optimizer's dictionary `state`, `beside` for values next to
-this dictionary.
+This applies to all values except numbers and texts that are equal on all ranks. The key `among` is
+for values inside the optimizer's dictionary `state`, `beside` for values next to this dictionary.
 """
 
 # of Adafactor and CAME in torch, transformers, fairseq, came_pytorch and pytorch_optimizer, and of
@@ -286,8 +286,8 @@ def with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
 def of_numbers(source: Manifest, target: Manifest) -> list[State]:
     """Finds states with dictionaries whose keys are strings now, but may have been numbers.
 
-    Only torch.distributed.checkpoint turns numbers into strings: the list is empty if `source` is
-    of another format, or if `target` is of this one.
+    Only torch.distributed.checkpoint turns numbers into strings: the list is empty unless `source`
+    comes from its files, and `target` does not.
     """
     if not has_texts_alone(source) or has_texts_alone(target):
         return []

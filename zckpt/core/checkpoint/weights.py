@@ -116,9 +116,9 @@ def agreement(master: Entry, weight: Entry) -> str | None:
 def counterpart(entry: Entry, other_weight: Weight, weight: Weight) -> tuple[Entry, str] | None:
     """Finds the tensor of another checkpoint that must equal `entry`, and how to compare the two.
 
-    `entry` is the `param` or the `master` of `weight`; `other_weight` is this weight in the other
-    checkpoint, without such a tensor of the same type. The comparison is `bits` or `rounded`, as in
-    `agreement`. None if no tensor fits.
+    `entry` is the `param` or the `master` of `weight`. `other_weight` is the same weight in the
+    other checkpoint, which has no tensor of this slot and type. The comparison is `bits` or
+    `rounded`, as in `agreement`. None if no tensor fits.
     """
     # a tensor of the same type, or one that rounds to `entry` (to a master, only an fp64 `param`)
     for other in (other_weight.master, other_weight.param):

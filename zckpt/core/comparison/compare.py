@@ -341,12 +341,12 @@ def compare(
     """Reads and compares all pairs of tensors; `b` may be the same manifest as `a`.
 
         everything    whether to read records (zip members etc.) that hold no tensor, too
-        measure       which elements are compared as numbers: those in the `first` part of a tensor
-                      that differs, in all `differing` parts, or `all`, as exact cosines need
+        measure       which elements are compared as numbers: those in a tensor's `first` differing
+                      part, in all `differing` parts, or `all`, as exact cosines need
         begin         called with the number of bytes to read; returns a function, which is called
                       with the number of bytes whenever some were read
 
-    Damage is listed in the outcome, not raised.
+    Damage is listed in the outcome, not raised. The processes of `copying.pool` share the reading.
     """
     # up to five buffers a thread
     chunk = chunk_size(max(a.dp, b.dp), copying.jobs, copying.memory * 2 // 5)

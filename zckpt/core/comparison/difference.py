@@ -22,8 +22,8 @@ class Difference(Struct, eq=False):
     """By how much two tensors differ.
 
         first, a, b    the row-major number of the first differing element, and its two values
-        max_abs        the largest distance; None if the elements are not numbers
-        max_ulp        the same in units in the last place; None unless both have one float type
+        max_abs        the largest distance; None if no numbers differ
+        max_ulp        the same in units in the last place; None unless floats of one type differ
         dot, aa, bb    sums over all elements that were compared as numbers
         squares        the sum of squared finite distances
         changes        the number of finite distances by power of two

@@ -58,8 +58,8 @@ def check(manifest: Manifest, elements: str, hint: str, accepted: bool) -> list[
     """Checks that fp32 masters round to their weights; returns warnings.
 
     `elements` is BEGINNINGS (the first elements of each fragment) or ALL. Raises CorruptCheckpoint
-    if a damaged file explains a difference. Raises InconsistentCheckpoint with the `hint` for any
-    other difference, unless the user has `accepted` differences.
+    if a file is damaged at the first difference. Otherwise raises InconsistentCheckpoint with the
+    `hint` for a difference, unless the user has `accepted` differences.
     """
     return _report_differing(manifest, unlike(manifest, elements), hint, accepted)
 

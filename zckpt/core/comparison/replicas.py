@@ -231,8 +231,9 @@ def not_compared(manifest: Manifest) -> list[Notice]:
 def check_joined(manifest: Manifest) -> None:
     """Checks the rules by which the slices of tensor-parallel ranks were joined.
 
-    Raises InconsistentCheckpoint if all slices of a parameter are equal: then its rule is wrong.
-    Raises UnsupportedCheckpoint if a parameter is the sum of the ranks' tensors.
+    Raises InconsistentCheckpoint if all slices of an optimizer state are equal, but not zero: then
+    the parameter's rule is wrong. Raises UnsupportedCheckpoint if a parameter is the sum of the
+    ranks' tensors.
     """
     _refuse_sums(manifest)
     check_slices(manifest)
@@ -317,9 +318,9 @@ def _line(result: Result) -> str:
 def check_slices(manifest: Manifest) -> None:
     """Raises InconsistentCheckpoint if all slices of a cut parameter are equal.
 
-    Then the ranks hold replicas, and the rule that cuts the parameter is wrong. The slices of
-    second moments are compared. If they are all zero, the weight was never trained, and they prove
-    nothing.
+    Then the ranks hold replicas, and the rule that cuts the parameter is wrong. The first
+    elements of its optimizer states are compared. If they are all zero, the weight was never
+    trained, and they prove nothing.
     """
     if len(manifest.models) < 2:
         return

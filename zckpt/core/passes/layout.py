@@ -69,7 +69,7 @@ class Layout(Struct, frozen=True):
 class CopyOutcome(Struct, eq=False):
     """The results of a copy.
 
-    digests      the tensors' CRC-32s by model rank (0 if the manifest has no separate ranks)
+    digests      the CRC-32s of tensors, if computed, by model rank (0 if ranks are merged)
     files        maps paths to sizes and CRC-32s
     records      maps zip members etc. of the target to their CRC-32s
     differing    for each check, in order: maps a match's index to the tensors' difference

@@ -38,7 +38,7 @@ class TargetPiece(Struct, frozen=True):
     """Elements [start, stop) of a tensor, for the bytes of a target file from `offset` on.
 
     If `count` is above one, the bytes hold that many runs: run i has elements [start + i * stride,
-    stop + i * stride). `is_cut` is True if another piece has the rest, as at the edge of a chunk.
+    stop + i * stride). `is_cut` is True if a chunk's edge cuts the piece; another one has the rest.
     """
 
     offset: int
@@ -138,7 +138,7 @@ class Match(Struct, frozen=True):
         types      not at all: the types differ, and one is not of numbers
         shapes     not at all: the shapes differ, or the types of replicas
 
-    `copy` is True for a pair with a replica, which reports do not count as a tensor.
+    `copy` is True for a pair of replicas (`of_copies`), which reports do not count as a tensor.
     """
 
     a: Entry

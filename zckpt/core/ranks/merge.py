@@ -52,7 +52,7 @@ def merge(
     """Merges the manifests of the ranks of one parallel axis into one manifest.
 
         table     how the ranks cut each parameter
-        policy    the value of --step-policy: which step counts if ranks differ
+        policy    the value of --step-policy: which step counts if ranks differ; None: an error
         beside    tensors of no single rank, such as those in DeepSpeed's files of pipeline layers
 
     Raises InconsistentCheckpoint if ranks contradict each other or are of different saves, and

@@ -42,7 +42,7 @@ class Role(Struct, frozen=True):
     """A kind of files with one form of names, such as `model`, `optimizer` or `scheduler`.
 
     names      a regular expression; its unnamed groups match the numbers of a rank ("" means 0),
-               its group `stem` matches text that the program chose
+               and its group `stem` matches text that the program chose
     axes       the axes of these numbers, such as `dp`, in order
     fixed      an axis, such as `layer`, along which files cannot replace each other
     is_last    whether the file is written after the files of all ranks
@@ -297,8 +297,7 @@ NAME_MAX = 255
 class SavedName(Struct, frozen=True):
     """The present name of a rank's file, and the name under which torch.save wrote it.
 
-    `saved_name` is None if the file states no name, or a name that no file of this checkpoint has
-    had.
+    `saved_name` is None if the file states no name, or one that fits no file of this checkpoint.
     """
 
     row: Row

@@ -53,7 +53,7 @@ def lines_in(data: bytes) -> list[bytes]:
 
 
 def is_begun(folder: Folder, name: str) -> bool:
-    """Whether `folder` contains only what an unfinished run that writes the target `name` leaves.
+    """Whether `folder` has only the remains of an unfinished run that writes the target `name`.
 
     Such a folder is empty, or has a journal (a list of what was written) and perhaps the directory
     `name`. Raises TargetExists for a journal that is a link or of a user whom `folder` refuses.

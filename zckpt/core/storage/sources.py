@@ -223,7 +223,7 @@ def open_file(path: str, fingerprints: Fingerprints | None = None) -> int:
 def note(path: str, now: os.stat_result) -> None:
     """Records a file's fingerprint (inode, size and time), if the call is in a `watching` block.
 
-    A second fingerprint of the same path shows that the file has changed.
+    A later fingerprint of the same path that differs shows that the file has changed.
     """
     watch = _watch.get()
     if watch is not None:
@@ -242,10 +242,10 @@ def note_objects(names: Iterable[str]) -> None:
 
 
 def note_beside(records: Iterable[Record]) -> None:
-    """Records byte ranges that no reader needs, if the call is in a `watching` block.
+    """Records byte ranges that no reader needs, such as the version in a torch file.
 
-    The block must have `keeps_records`. Such a byte range is the version in a torch file. `zckpt
-    verify` checks the CRC-32s.
+    Does nothing unless the call is in a `watching` block with `keeps_records`. `zckpt verify`
+    checks the CRC-32s of these byte ranges.
     """
     watch = _watch.get()
     if watch is not None and watch.beside is not None:

@@ -92,7 +92,8 @@ def refuse_unfinished(paths: Iterable[str]) -> None:
     """Raises IncompleteCheckpoint if a path is in a target that is not complete.
 
     Such a target has a journal while it is written, or a note (zckpt-unfinished.json) that lists
-    missing files or is malformed. Both are looked for at the path and in all folders above it.
+    missing files, or that this version of zckpt cannot parse. Both are looked for at the path and
+    in all folders above it.
     """
     places = {
         place: path for path in paths for place in (os.path.realpath(path), os.path.abspath(path))

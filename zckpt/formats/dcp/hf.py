@@ -118,8 +118,8 @@ def _stated_shapes(
 ) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Yields the full shapes of weights, as states of the optimizer and other files show them.
 
-    Each result is the weight's name, its shape, and the beginning of an error's sentence ("its
-    moments have").
+    Each result is the weight's name, its shape, and words for an error message ("its moments
+    have").
     """
     for path in find_optimizers(saved.tree):
         for name, state in read_optimizer(value_at(saved.tree, path)).state.items():

@@ -189,7 +189,8 @@ def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str,
     """Maps second names of rank 0's tied weights to the first names: DeepSpeed saves both.
 
     Tied weights have equal bytes (DeepSpeed 0.19.8 saves copies), or share a storage in a file that
-    zckpt wrote. Equal bytes do not count if the first elements are all equal.
+    zckpt wrote. Equal bytes do not count if the first elements are all equal: such weights may be
+    equal without being tied.
     """
     lists_shapes = bool(ranks.listed_shapes)
     buffers = {*ranks.buffer_names}
@@ -232,8 +233,8 @@ def _names_on_first_rank(
 ) -> Named:
     """The names of ep rank 0's optimizer parameters: stated, or found by matching weights.
 
-    Dense parameters and experts are matched separately, by bytes or shape. Raises the errors of
-    `names_of`, such as MissingData.
+    If neither files nor the user state names, dense parameters and experts are matched separately,
+    by bytes or shape. Raises the errors of `names_of`, such as MissingData.
     """
     if ranks.listed_shapes or param_names is not None:
         return names_of([ranks], weights, param_names)[0]

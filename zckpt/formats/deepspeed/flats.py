@@ -50,9 +50,9 @@ def flat_buffers(
 ) -> Iterator[FlatBuffer]:
     """Yields every flat buffer of the checkpoint: masters and optimizer states from all ranks.
 
-    All ranks share one buffer per param group (in stage 3, per sub-group). With experts, ep ranks
-    have separate buffers, which `sharing` returns. `step_policy` chooses a step if ranks differ:
-    "max", "min" or a number such as "7".
+    All ranks share one buffer per param group (in stage 3, per sub-group). A group of experts has
+    one buffer per ep rank, so with experts `sharing` returns the buffers of a group. `step_policy`
+    chooses a step if ranks differ: "max", "min" or a number such as "7".
     """
     shapes = ranks.param_shapes()
     masters = [_masters(ranks, state) for state in ranks.states]
@@ -320,8 +320,8 @@ class _RankedBuffer(Struct, dict=True):
         """Compares the steps of all ranks, in the buffer's optimizer state and in its param group.
 
         `kept` has each rank's step in the optimizer state. Returns a `Sighting` for each place that
-        states a step, the place that the optimizer reads, and warnings. Raises if ranks disagree,
-        unless `policy` chooses a step.
+        states a step, the place that the optimizer reads (None if no step is stated), and warnings.
+        Raises if ranks disagree, unless `policy` chooses a step.
         """
         if any(map(_is_empty, kept)):
             what = f"the step of flat group {self.place} is lost: DeepSpeed's elastic save took it "

@@ -95,8 +95,8 @@ def _need_same_model(model: TorchFile, optimizers: Sequence[TorchFile], older: M
     """Compares the parameters in a model file with those that the optimizer's files list.
 
     Raises InconsistentCheckpoint if they differ, or if the run has experts. Returns whether their
-    order was compared too: not if the optimizer's files have no such list, nor under
-    `round_robin_gradients`.
+    order was compared too: not under `round_robin_gradients`. If the optimizer's files have no such
+    list, nothing is compared.
     """
     if model.value.get("num_experts"):
         raise _unfit(older, "is of a run with experts, and zckpt does not write such a file again")
@@ -209,8 +209,8 @@ def _scheduler(
     """The scheduler's state to write, and the report's lines about its values.
 
     `updates` and `before` are the completed updates of this save and of the older one. If the older
-    state has only constants, learning rates and a counter of updates, it is advanced to `updates`.
-    Any other state stays unchanged.
+    state has only constants, learning rates and a counter that agrees with `before`, it is advanced
+    to `updates`. Any other state stays unchanged.
     """
     state = manifest.state.get("lr_scheduler")
     if state is None:

@@ -234,7 +234,7 @@ def _with_weights_of_layers(
 
     `ranks` are the manifests of the model ranks, `models` those of the tensor ranks. Each stage
     gets all copies of a tied weight. If there are fewer copies than stages that use it, only the
-    first one gets them.
+    first of these stages gets them.
     """
     tp = len(models)
     tensors = (chain(model.entries.values(), model.replicas) for model in models)

@@ -70,7 +70,7 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
 
     source   the manifest that has the tensors for the ranks' files
     ranks    one manifest per model rank, in order
-    grid     the pipeline stages and tensor ranks; None for one rank without a pipeline
+    grid     the numbers of stages and tensor ranks; None for one model rank without a pipeline
     """
 
     source: Manifest

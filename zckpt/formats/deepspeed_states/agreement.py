@@ -121,9 +121,9 @@ def _difference(value: Any, first: Any, fact: str = "") -> tuple[str, Any, Any] 
 def check_names(files: Iterable[TorchFile]) -> list[Notice]:
     """Checks that every file was saved under its present name; returns notes on what is unknown.
 
-    `files` are all files of a directory. Raises InconsistentCheckpoint for a swapped or copied
-    file. If an earlier version of zckpt gave several files one name, only the bytes of the model
-    ranks' optimizers are compared.
+    `files` are of one directory. Raises InconsistentCheckpoint for a swapped or copied file. If an
+    earlier version of zckpt gave several files one name, only the bytes of the model ranks'
+    optimizers are compared.
     """
     opened = {file.path: file for file in files}
     # torch.save stores a file's name in the file

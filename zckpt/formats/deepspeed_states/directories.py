@@ -110,11 +110,11 @@ class TagKind(Struct, frozen=True):
         return models if len(models) > 1 and OF_MODELS.fullmatch(latest) else [latest]
 
     def locate(self, path: str, tag: str | None) -> TagDirectory:
-        """The directory of `tag`; if `tag` is None, of the tag in the pointer file (`latest`).
+        """The directory of `tag`; if it is None, of the tag in the pointer file, or the only tag.
 
-        Raises AmbiguousCheckpoint (several tags, no pointer file), NotACheckpoint (no such tag),
-        IncompleteCheckpoint (the pointer file names a missing tag) and UnsupportedCheckpoint (the
-        pointer file is a link out of the directory).
+        Raises AmbiguousCheckpoint (several tags, no pointer file), NotACheckpoint (no tag, or not
+        this one), IncompleteCheckpoint (the pointer file names a missing tag) and
+        UnsupportedCheckpoint (the pointer file is a link out of the directory).
         """
         if tag is not None and self.holds(path) and self.detect(path) == [tag]:
             return TagDirectory(path, tag, None)

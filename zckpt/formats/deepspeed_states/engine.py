@@ -145,13 +145,13 @@ class TargetEngine:
     def wraps_bf16(self) -> bool:
         """Whether the engine uses BF16_Optimizer, whose files are partitioned even in stage 0.
 
-        If the source uses it, so does the target, unless the user gives a ds_config.
+        In stage 1, a target keeps it from the source, unless the user gives a ds_config.
         """
         if self.dtype != "BF16" or self.offloads or self.stage > 1:
             return False
         before = self.before
         # DeepSpeed 0.19.8, engine.py `_do_optimizer_sanity_check`
-        if self.stage == 0:  # in bf16, before 0.17.6
+        if self.stage == 0:  # before 0.17.6, BF16_Optimizer was used in stage 0 too
             version = None if before is None else before.version
             return version is not None and version_numbers(version) < (0, 17, 6)
         kept = before is not None and before.optimizer_class == "BF16_Optimizer"

@@ -92,7 +92,7 @@ def need_same_ranks(source: Manifest, dp: int = 0, stage: int | None = None) -> 
     """Raises UnsupportedCheckpoint if the target cannot keep what ranks have estimated (Prodigy).
 
     `dp` and `stage`, the target's number of ranks and ZeRO stage, must be the source's; stages 1
-    and 2 count as equal. The defaults are for another engine's target, which keeps no estimates.
+    and 2 count as equal. The defaults are for a target of a format that keeps no estimates.
     """
     stage_of_source, flat = source.run.origin.zero_stage, (1, 2)
     estimates = stated_estimates(source)

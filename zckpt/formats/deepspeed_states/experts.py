@@ -90,8 +90,8 @@ def parameter_of(name: str) -> str:
 def stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Replaces the slices of AutoEP's experts in `shapes` by the engine's parameters.
 
-    The engine stacks all experts of a layer in one parameter. For example, `experts.w1.0` and
-    `experts.w1.1` of shape (20, 16) become `experts.w1` of shape (2, 20, 16).
+    Such a parameter stacks one tensor (`w1`) of all experts that a rank has in a layer:
+    `experts.w1.0` and `experts.w1.1` of shape (20, 16) become `experts.w1` of shape (2, 20, 16).
     """
     counts = Counter(map(parameter_of, shapes))
     together: dict[str, tuple[int, ...]] = {}

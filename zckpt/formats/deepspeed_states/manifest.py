@@ -403,7 +403,8 @@ def _times(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> int:
     """
     if not all("bias_correction" in group for group in ranks.groups(0)):
         return len(buffers)
-    # Apex's and TransformerEngine's FusedAdams skip groups that are empty during a call
+    # the FusedAdams of Apex and TransformerEngine, whose groups have `bias_correction`, skip groups
+    # that are empty during a call
     return max(Counter(buffer.group for buffer in buffers).values())
 
 

@@ -14,10 +14,9 @@ SHAPES = ("frozen_param_shapes", "frozen_param_fragments")
 
 
 def as_in_module(model: dict[str, Any]) -> dict[str, Any]:
-    """Replaces names in the lists of a model file by the names in its module's state dict.
+    """Replaces names in a model file's lists, such as `param_shapes`, by those in its `module`.
 
-    For example, `param_shapes` is such a list. The state dict is `module`. Returns a changed copy,
-    or `model` itself if the names already agree.
+    `module` is the state dict. Returns a changed copy, or `model` itself if no name changes.
     """
     groups = model.get("param_shapes")
     if not isinstance(module := model.get("module"), dict) or not isinstance(groups, list):

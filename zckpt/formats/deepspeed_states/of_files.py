@@ -165,7 +165,7 @@ OF_ENGINE = OF_BASE | {
     "universal_checkpoint_info",
     *("param_shapes", "ds_config", "ds_version"),
 }
-"""Keys that the engine's optimizer wrappers write into optimizer files (0.5.10 to 0.19.8)."""
+"""Keys that the engine's optimizer wrappers, or DeepSpeed's converter, write (0.5.10 to 0.19.8)."""
 
 
 def extra_states_of(ranks: EngineStates) -> list[StateRow]:
@@ -176,9 +176,11 @@ def extra_states_of(ranks: EngineStates) -> list[StateRow]:
     """
 
     def keep(values: Any, path: str, tensors: dict[Key, Entry]) -> Any:
+        files = ranks.optimizers
+        by_rank = [values] * len(files) if is_plain(values) else values
         return [
             file.kept(value, f"{path}.{rank}", tensors)
-            for rank, (value, file) in enumerate(zip(values, ranks.optimizers, strict=True))
+            for rank, (value, file) in enumerate(zip(by_rank, files, strict=True))
         ]
 
     return sorted_out(_extra_states(ranks), keep)

@@ -62,8 +62,8 @@ STAGE: Option[int | None] = Option(
 PP_BOUNDS: Option[Sequence[int] | None] = Option(
     "pp_bounds",
     None,
-    "The first layer of each pipeline stage, then the number of all layers, which include plain "
-    "functions: 0,12,24",
+    "The first layer of each pipeline stage, then the number of all layers, with functions: "
+    "0,12,24",
     kind="integers",
     metavar="N,...",
     check=_check_bounds,
@@ -74,8 +74,8 @@ PP_BOUNDS: Option[Sequence[int] | None] = Option(
 PP_PARTITION: Option[str | None] = Option(
     "pp_partition",
     None,
-    "DeepSpeed's rule for the bounds of the pipeline stages: uniform, uniform:LAYERS (the number "
-    "of all layers, which include plain functions), parameters, or type:REGEX",
+    "How DeepSpeed chooses the first layer of each stage: uniform, uniform:LAYERS (the number of "
+    "all layers, with functions), parameters, or type:REGEX",
     metavar="METHOD",
     check=_check_partition,
     group=SIZES,

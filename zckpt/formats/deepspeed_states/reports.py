@@ -84,8 +84,8 @@ def of_stage_0(target: DeepSpeedTarget, wholes: Sequence[Manifest]) -> list[Noti
 def of_sequences(target: DeepSpeedTarget) -> list[Notice]:
     """Warnings for a run in which several ranks share a sequence.
 
-    Gradients change between stage 3 and other stages. Releases with the older file names (DeepSpeed
-    0.18.2 to 0.19.5) fail to load any checkpoint of such a run.
+    Stage 3 scales gradients otherwise than stages 1 and 2. Releases with the older file names
+    (DeepSpeed 0.18.2 to 0.19.5) fail to load any checkpoint of such a run.
     """
     engine, origin = target.engine, target.source.run.origin
     warnings = []

@@ -63,7 +63,7 @@ class EngineStates(Struct, frozen=True):
     models       model files; `model` is the content of the first one
     optimizers   optimizer files; empty if the optimizer is not read
     states       per optimizer file: the state of DeepSpeed's optimizer class
-    bases        per optimizer file: the state of the base optimizer
+    bases        per optimizer file: the base optimizer's {"state": ..., "param_groups": ...}
     dp           the number of data ranks
     overrides    values that replace those in `model`
     """

@@ -23,7 +23,7 @@ from .states import EngineStates, FlatBuffer
 class ManifestTensors:
     """Collects the tensors of a manifest from opened files.
 
-    entries      where each tensor is in files, by (parameter, kind): ("fc.weight", "exp_avg")
+    entries      where each tensor is in files, by (name, kind): ("fc.weight", "exp_avg")
     replicas     further copies of these tensors
     parameters   trained and frozen parameters by name
     numbers      optimizer states that are a single number

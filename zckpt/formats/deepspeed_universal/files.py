@@ -44,7 +44,7 @@ MASTER = "fp32"
 VIEW = "sub_param_shape"  # key beside a tensor: a view of several parts, maybe of more dimensions
 
 ROLES = (*OF_RUN, role("optimizer", r"zero/.+"))
-"""Roles of files by their names: a run's model files, and the optimizer's tensors below zero/."""
+"""Roles of files by their names: those of a run's files, and `optimizer` for files below zero/."""
 
 SliceInfo = dict[str, Any]
 """The keys beside the tensor in a parameter's file, which say how the engine cuts it."""

@@ -45,9 +45,9 @@ from .slicing import cuts_of
 def read(path: str, reading: Reading = USUAL) -> Manifest:
     """Reads a universal directory, or the latest one in a run's directory.
 
-    If steps differ within a group, `reading.step_policy` must choose one. Raises NotACheckpoint,
-    IncompleteCheckpoint, InconsistentCheckpoint (shapes or steps differ), CorruptCheckpoint and
-    UnsupportedCheckpoint (MoE).
+    If steps differ within a group, the user must give a step policy. Raises NotACheckpoint,
+    AmbiguousCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint (shapes or steps differ),
+    CorruptCheckpoint and UnsupportedCheckpoint (MoE).
     """
     directory = KIND.locate(path, reading.tag)
     try:

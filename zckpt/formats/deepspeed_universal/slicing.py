@@ -249,7 +249,7 @@ def cuts_of(
     """
     if rules is not None:
         return TensorParallel.of_state(convert(rules, dict[str, Any]))
-    # not even the tensors' files do: an AutoTP run's files do not state the dimension of the cut
+    # the tensors' own files are not enough: an AutoTP run's do not state the dimension of the cut
     if not any(key.endswith("_patterns") or key.startswith("parameter_") for key in patterns):
         return None
     infos = {name: info_of_patterns(patterns, name, shape) for name, shape in shapes.items()}

@@ -42,7 +42,7 @@ def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
     """Returns every tensor of model and optimizer, joined from shards by torch's own rule.
 
     Raises UnsupportedCheckpoint for a DTensor that the rule cannot place, and
-    InconsistentCheckpoint if a rank has other shards than its metadata lists.
+    InconsistentCheckpoint if a rank has more or fewer shards than its metadata lists.
     """
     try:
         return _partitions(locate(path))

@@ -167,9 +167,10 @@ class MergedRanks(Struct, eq=False):
     def of(self, by_rank: dict[int, Any], path: TreePath) -> Any:
         """Merges the values that ranks have at one path of their trees.
 
-        Joins the shards of a tensor, merges containers item by item, and takes the first rank's
-        value of anything else. Raises UnsupportedCheckpoint (different numbers of param groups) and
-        InconsistentCheckpoint (ranks contradict each other).
+        Joins the shards of a tensor, and merges containers item by item. Steps must agree, unless
+        `step_policy` chooses one; of other values, the first rank's is taken. Raises
+        UnsupportedCheckpoint (different numbers of param groups) and InconsistentCheckpoint (ranks
+        contradict each other).
         """
         values = list(by_rank.values())
         kinds = {type(value) for value in values}

@@ -52,9 +52,9 @@ def merge(
 ) -> dict[Any, Any]:
     """Joins the ranks' local states into one optimizer's state dict, with new parameter numbers.
 
-    If `param_names` lists all parameters, the numbers follow its order. If not, the numbers are
-    those of `_owners_by_size`. Raises InconsistentCheckpoint (ranks of different saves) and
-    MissingData (no state shows the size of a parameter).
+    If `param_names` lists all parameters, the numbers follow its order. If not, a group's largest
+    parameters come first (`_owners_by_size`). Raises InconsistentCheckpoint (ranks of different
+    saves) and MissingData (no state shows the size of a parameter).
     """
     _check_alike(files, step_policy)
     groups = [file.value["param_groups"] for file in files.values()]

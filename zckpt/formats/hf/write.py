@@ -218,7 +218,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         if not self.adapter or self._is_alone or peft.is_adapters(name):
             return True
         parameter = self.source.parameters.get(name)
-        # a source without frozen parameters has no optimizer: it does not show what was trained
+        # without frozen parameters, as in weights alone, a source does not show what was trained
         trained = self._shows_frozen and parameter is not None and parameter.trainable
         return trained or peft.is_saved_base(name, self.config)
 

@@ -121,8 +121,8 @@ def _is_one_of_run(run: str, name: str) -> bool:
 def kind_of(path: str) -> str | None:
     """The kind of Megatron-Core checkpoint in a folder; None for any other folder.
 
-    The kind is the --ckpt-format in `metadata.json`, such as `torch_dist`. Without this file it is
-    OF_RANKS, OF_FSDP or UNMARKED (torch_dist whose `metadata.json` is lost).
+    A folder with mp_rank_* folders is OF_RANKS. Else the kind is the --ckpt-format in
+    `metadata.json`, such as `torch_dist`. Without this file it is OF_FSDP or UNMARKED (torch_dist).
     """
     if not sources.is_folder(path):
         return None

@@ -59,7 +59,7 @@ HALF = re.compile(r"(?P<name>.*\blinear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])"
 STATES, GROUPS = "state", "param_to_group_meta"
 
 Keys = dict[str, str]
-"""Maps names, such as parameters' names, to the keys under which `.metadata` lists their values."""
+"""Maps names in the saved state, such as `module.<parameter>`, to keys of `.metadata`."""
 
 
 class FsdpReader:

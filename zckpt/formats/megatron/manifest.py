@@ -57,7 +57,7 @@ class Content(Struct, eq=False):
     args        the run's arguments
     frozen      weights without an optimizer state, although others have one
     sharding    how the optimizer's state was sharded; None if it was not read
-    keys        the directory's keys with their number of leading axes (layers, experts)
+    keys        torch_dist keys with their number of leading axes (layers, experts)
     group_of    the number of each parameter's group, if the files state it
     steps       the steps in the ranks' files
     """

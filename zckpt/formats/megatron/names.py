@@ -195,8 +195,8 @@ class KeysOfGpt:
     def items(self) -> dict[str, str]:
         """Maps modules' extra states (`..._extra_state`, pickled objects) to their torch_dist keys.
 
-        If `names` has none, linear modules get one, as in Megatron-Core's local layer spec. With
-        Transformer Engine's spec it is unknown which modules need one: then the result is {}.
+        If `names` has none, the linear modules of Megatron-Core's local layer spec get one. For
+        Transformer Engine's spec the result is then {}: it is unknown which modules need one.
         """
         # to load a directory, a run needs the extra state of each of its modules, even an empty one
         modules = [name for name in self.names if name.endswith(OF_MODULE)]

@@ -83,7 +83,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         MissingData               the source is not of Megatron-Core, or lacks a tensor
         UnsupportedCheckpoint     layers under one key differ, or states are not Adam's
         InconsistentCheckpoint    steps differ, or groups that `--ep 1` joins
-        WrongOption               `--group-defaults` with `--weights-only`
+        WrongOption               an option has no use, or `--group-defaults` has an unknown key
     """
     if options[GROUP_DEFAULTS] and options.weights_only:
         raise WrongOption(
@@ -227,7 +227,7 @@ class MegatronWriter:
     def _tensor(
         self, key: str, slot: str, names: Mapping[tuple[int, ...], str]
     ) -> TargetTensor | None:
-        """Makes the one tensor of a key, which stacks the tensors of all layers and experts.
+        """Makes the tensor of a key for one slot; it stacks the tensors of all layers and experts.
 
         `names` maps each index (layer, expert) to a parameter. None for masters and optimizer
         states of frozen parameters. Raises UnsupportedCheckpoint if the layers differ, and

@@ -52,9 +52,9 @@ def per_rank(total: int, dp: int) -> int:
 
 
 def shares(numels: Mapping[str, int], dp: int) -> dict[str, list[Share]]:
-    """Computes which elements of each trainable weight a rank owns, by ONNX Runtime's rule.
+    """Computes which elements of each weight every rank owns, by ONNX Runtime's rule.
 
-    The module's docstring states the rule. `numels` maps each weight to its number of elements.
+    The module's docstring states the rule. `numels` has the trainable weights' element counts.
     """
     width = per_rank(sum(numels.values()), dp) if dp > 1 else sum(numels.values()) + 1
     owned: dict[str, list[Share]] = {}

@@ -208,7 +208,7 @@ def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list
         owned_before = len(owners)
         for place, order in enumerate(orders):
             free = [n for n in enumerate(names) if owners.get(n[0], place) == place]
-            # a name that both the earliest and the latest assignment give is decided
+            # a parameter's name is decided if the earliest and the latest assignment agree on it
             first, last = _earliest(order, free, spare), _earliest(order[::-1], free[::-1], spare)
             if len(first) < len(order):
                 reason = _why_not(orders, place, len(first), names)

@@ -16,6 +16,7 @@ class Stated(Struct):
     """The facts that zckpt writes beside state dicts, under the key `zckpt`.
 
     aliases    {second name of a tied weight: its first name}
+    buffers    the names of buffers
     frozen     the names of weights that no optimizer trains
     names      {file or key of a value: the manifest's names of its tensors, in order}
     inferred   names that no file of the source stated

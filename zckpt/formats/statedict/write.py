@@ -46,7 +46,7 @@ class StateDicts:
 
     `format` is the target's format. The groups of a source in the same format are kept. `layout` is
     the kind of keys in the optimizer's state dict: "nested", "flat" or "raw". None means the
-    source's layout, or else "nested".
+    source's layout, or "nested" if the source has none or has complete files.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
     With `reading.weights_only`, files of the optimizer may be missing or damaged. Raises
     IncompleteCheckpoint without manifest.json, UnsupportedCheckpoint for another version, and
-    CorruptCheckpoint if manifest.json is damaged or contradicts itself.
+    CorruptCheckpoint if tensors are missing, or if manifest.json is damaged or contradicts itself.
     """
     name = os.path.join(path, MANIFEST)
     if not sources.is_file(name):

@@ -136,7 +136,7 @@ LAYOUTS: Mapping[str, Mapping[str, Callable[[Views, Sizes], Views]]] = {
     },
     "experts": {MEGATRON: _split_experts, HUGGING_FACE: _join_experts},
 }
-"""The functions that convert tensors: for each packing (way to fuse them), one for each target."""
+"""The functions that convert tensors: by packing (way to fuse them), and by target program."""
 
 
 def with_rows(entry: Entry, rows: int) -> Entry:

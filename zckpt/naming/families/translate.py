@@ -44,8 +44,8 @@ def translated(manifest: Manifest, text: str, config: str | None = None) -> Mani
     path of config.json, or of its folder; None if the user gives none. Replicas are dropped.
 
     Raises WrongOption for names or sizes that do not fit, MissingData for an unknown size or a
-    missing tensor, InconsistentCheckpoint if tensors that become one differ in type or step, and
-    UnsupportedCheckpoint for tensors that no rule can convert.
+    missing tensor, InconsistentCheckpoint if tensors that become one differ in type, step or
+    hyper-parameters, and UnsupportedCheckpoint for tensors that no rule can convert.
     """
     name, given = parsed(text)
     family = family_of(name)

@@ -25,7 +25,7 @@ def as_saved(manifest: Manifest, config: Mapping[str, Any]) -> Manifest:
 
     `config` is the model's configuration. A manifest that already has such names is returned as it
     is. Otherwise, replicas are dropped. An optimizer state of another shape than its parameter is
-    not cut or joined.
+    not cut or joined, and keeps its name.
 
     Raises UnsupportedCheckpoint for tensors that do not fit, and InconsistentCheckpoint if two
     tensors would get one name.

@@ -173,8 +173,8 @@ def _of_layers(
     """Yields the tensors in one tensor rank's layer files, named "{layer's number}.{inner name}".
 
     A tied layer's tensors are named "tied_modules.{key}.{inner name}". The key is found by values:
-    all masters of the layer in `tensors` round to the file's weights. `trained` has parameters'
-    names.
+    all masters of the layer in `tensors` round to the file's weights. `trained` has the names of
+    trained parameters.
     """
     tied = by_key(
         (m[1], (m[2], tensor))

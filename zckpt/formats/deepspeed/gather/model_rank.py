@@ -439,8 +439,8 @@ def _ranks_that_share(model: Mapping[str, Any], dp: int, group: Mapping[str, Any
 def _in_whole_model(names: Iterable[str]) -> Callable[[str, int], str]:
     """Returns a function that maps (name, ep rank) to the parameter's name in the full model.
 
-    `names` are rank 0's parameters; all ranks have as many experts. Every rank numbers its experts
-    from 0: with 2 experts per rank, rank 1's expert 0 is expert 2 of the full model.
+    `names` are rank 0's parameters; all ranks have the same number of experts, and number them from
+    0. With 2 experts per rank, rank 1's expert 0 is expert 2 of the full model.
     """
     local = by_key((n[: match.start()], match[0]) for n in names if (match := LOCAL.search(n)))
 

@@ -200,9 +200,9 @@ def spread_over(
 ) -> ExpertLayers:
     """Finds the expert-parallel size of each layer: over how many ranks its experts are spread.
 
-    The size is `ep`. If `ep` is None, rank 0's experts are counted in `named`, its tensor names.
-    Raises InconsistentCheckpoint (ranks cannot share the experts evenly) and UnsupportedCheckpoint
-    (`named` lacks a layer).
+    The size is `ep`. If `ep` is None, it is a layer's number of experts divided by rank 0's, which
+    are counted in `named`, rank 0's tensor names. Raises InconsistentCheckpoint (ranks cannot share
+    the experts evenly) and UnsupportedCheckpoint (`named` lacks a layer).
     """
     path, layers = ranks.directory.path, dict[str, ExpertLayer]()
     numbers = by_key((part.layer, part.number) for part in map(expert_name, named) if part)

@@ -37,7 +37,7 @@ class Number(Struct, frozen=True):
     state    the optimizer states by key, such as exp_avg
     master   the fp32 master; None if the optimizer updates the weight itself
     name     the parameter's name, if torch states it (since 2.6)
-    shapes   the parameters, once naming.py has found their names
+    shapes   names and shapes of the parameters, once naming.py has found them
     """
 
     group: int
@@ -75,8 +75,8 @@ def numbers_of(states: EngineStates) -> Groups:
     kept, wrapper = base.get("state") or {}, wrapper_of(optimizer)
     numbers = [list(group["params"]) for group in base["param_groups"]]
     masters: list[list[Any]] = [[None] * len(own) for own in numbers]
-    # the engine gives every trained weight a gradient, so torch's own optimizer has a state for it;
-    # if no number has a state (plain SGD), nothing shows which parameters are frozen
+    # the engine gives every trained weight a gradient, so torch's own optimizer has a state for it:
+    # a parameter without one is frozen. If none has a state (plain SGD), nothing shows this
     frozen = {number for own in numbers for number in own if kept and not kept.get(number)}
     if wrapper is not None:
         stored, frozen = optimizer[WRAPPERS[wrapper]], set()

@@ -68,7 +68,8 @@ class WholeOptimizer(Struct, frozen=True):
     """The opened model file, and the names of its optimizer's parameters.
 
     members    each group's names in the optimizer's order, None for a frozen parameter:
-               [["fc.weight", None], ["fc.bias"]]. Empty if only the weights are read
+               [["fc.weight", None], ["fc.bias"]]. Empty if nothing shows the names, and only the
+               weights are read
     inferred   the names that follow only from the order of the module's weights
     module     the names of the module's tensors
     """
@@ -317,8 +318,8 @@ def manifest_of_whole(whole: WholeOptimizer, step_policy: str | None) -> Manifes
 def with_members(manifest: Manifest, members: Members) -> Manifest:
     """Records each group's parameters in the manifest, if the optimizer lists frozen parameters.
 
-    `members` has each group's names, with None for a frozen parameter. The manifest gets the place
-    of each name in `state["module"]`.
+    `members` has each group's names, with None for a frozen parameter. The manifest gets them as
+    `optimizer.members`: each name's index in `state["module"]`.
     """
     if all(None not in own for own in members):
         return manifest

@@ -86,7 +86,7 @@ class _Sampler(Struct, frozen=True):
     descriptors: dict[str, int] = field(default_factory=dict)
 
     def split(self, weights: Sequence[int], theirs: Sequence[int], dtype: str) -> Iterator[_Set]:
-        """Yields sets of equal weights, each with the masters that round to its weights.
+        """Yields sets of equal weights, each with the masters that round to its compared elements.
 
         `weights` and `theirs` (the masters) are indices of tensors of one shape in `self.weights`
         and `self.masters`; the weights are of type `dtype`. In a set without masters, weights may

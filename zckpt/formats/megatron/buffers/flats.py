@@ -201,8 +201,9 @@ class FlatItems:
         """The flat buffers of every model-parallel rank, in the order of its model chunks.
 
         With `experts` (the number in a layer), the result has only the buffers of the experts'
-        optimizer; without it, only all others. `stages` and `ep` are computed if None. Raises
-        InconsistentCheckpoint if the numbers do not fit the files.
+        optimizer, and an `ep` of None is computed. Without it, the result has only all others, and
+        `stages` of None is computed. Raises InconsistentCheckpoint if the numbers do not fit the
+        files.
         """
         by_group = by_key(
             (group, flats[key])
@@ -256,8 +257,9 @@ class FlatItems:
 def buffers_of(file: TorchFile, value: Any) -> Iterator[tuple[int, Flat]]:
     """Yields (number, flat buffer) for each flat buffer in an optimizer's dictionary `value`.
 
-    `file` contains this dictionary. Raises UnsupportedCheckpoint for files of a Megatron-LM from
-    before March 2024, and CorruptCheckpoint if a buffer is not a 1-d float32 tensor.
+    `file` contains this dictionary: distrib_optim.pt, or a `param_state` object. Raises
+    UnsupportedCheckpoint for files of a Megatron-LM from before March 2024, and CorruptCheckpoint
+    if a buffer is not a 1-d float32 tensor.
     """
     if not isinstance(value, dict):
         raise CorruptCheckpoint(
@@ -356,7 +358,7 @@ def param_groups(file: TorchFile, value: Any) -> list[Any]:
 
 
 class FlatFragments:
-    """The flat shards saved under one key, sorted by slice: the part of a tensor rank.
+    """The flat shards saved under one key, by slice: a tensor rank's part of a parameter.
 
     The sharding type `fully_sharded_model_space`, Megatron-Core's default up to 0.13, stores a
     weight and its states like this (megatron-core 0.13.1):

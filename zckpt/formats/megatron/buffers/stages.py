@@ -55,10 +55,10 @@ def placed(
     """Finds each parameter's flat buffer, and its position in this buffer.
 
     `parts` has each tensor rank's shards by name; the result has their buffers and positions. A
-    frozen parameter has no position, a tied embedding may have two. `where` begins error messages.
+    frozen parameter has no position, an embedding may have two. `where` begins error messages.
 
-    Raises UnsupportedCheckpoint unless a buffer can be filled in exactly one way, and
-    InconsistentCheckpoint if a parameter is in two buffers, or missing on some tensor ranks.
+    Raises UnsupportedCheckpoint unless every buffer can be filled in exactly one way, and
+    InconsistentCheckpoint if another parameter has two, or if one is missing on some tensor ranks.
     """
     last = max(rank.pp for rank in ranks)
     result: list[dict[str, list[BufferPlace]]] = [{} for _ in parts]
@@ -83,7 +83,7 @@ def placed(
                 "which other tensor ranks have",
                 hint=WEIGHTS_ONLY,
             )
-        # the last stage has a replica of a tied embedding
+        # the last stage may have replicas of the embedding's parameters
         twice = [
             name
             for name in places_by_name

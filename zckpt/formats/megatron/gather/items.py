@@ -42,8 +42,9 @@ BUFFER = re.compile(
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
     """Every tensor of the model and of its optimizer, joined from the ranks' shards.
 
-    Raises UnsupportedCheckpoint if rule.py has no rule: for Megatron-FSDP, frozen parameters in
-    flat buffers, modules that a GPTModel does not have, and states stored by parameters' numbers.
+    Raises UnsupportedCheckpoint if rule.py has no rule, such as for Megatron-FSDP, for flat buffers
+    of a model with frozen parameters, for modules that a GPTModel does not have, and for states
+    stored by parameters' numbers.
     """
     if kind_of(path) == OF_FSDP:
         raise rule.refusal(path, "files of Megatron-FSDP")
@@ -124,7 +125,7 @@ class _Items:
         tp = self._size("tensor_model_parallel_size")
         boxes = sorted(boxes, key=lambda part: part.offsets)
         firsts, seconds = boxes[: len(boxes) // 2], boxes[len(boxes) // 2 :]
-        # join first the two halves of each rank, then the data ranks, last gate and up
+        # join each data rank's halves, then the data ranks, last the tensor ranks' gates and ups
         rows = [part for pair in zip(firsts, seconds, strict=True) for part in pair]
         length = len(rows) // tp
         slices = [rows[start : start + length] for start in range(0, len(rows), length)]

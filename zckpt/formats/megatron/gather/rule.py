@@ -78,7 +78,7 @@ Box = tuple[Shape, Shape]
 Slots = Mapping[str, Mapping[int, Runs]]
 """The file ranges of a flat buffer, by optimizer state and bucket: {"exp_avg": {0: Runs}}.
 
-The names are those in the files: `param` or `fp32_param` is the master.
+The names of the states are those in the files: `param` is the master.
 """
 
 
@@ -126,9 +126,9 @@ def layout(
 ) -> dict[str, dict[str, Runs]]:
     """Divides a buffer among its parameters: file ranges by name and optimizer state.
 
-    `sizes` has names and element counts in the order of the module. A new bucket begins after
-    `bucket_size` elements; never if None. Raises UnsupportedCheckpoint if the parameters do not
-    fill the buffer exactly.
+    `sizes` has names and element counts in the order of the module. If the file has complete
+    buffers, a bucket ends when it has `bucket_size` elements (None: no limit). Raises
+    UnsupportedCheckpoint if the parameters do not fill the buffer exactly.
     """
     numels = {
         number: max((run.stop for run in runs), default=0)

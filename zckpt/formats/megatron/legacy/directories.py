@@ -59,8 +59,8 @@ class LegacyReader:
     """Reads all `mp_rank_*` folders of one iteration; `content` has what the manifest needs.
 
     `given` is the value of --tp-rules, whose rules come before zckpt's. Raises
-    UnsupportedCheckpoint for models that are not Megatron-Core's, and MissingData for modules that
-    no rule covers.
+    UnsupportedCheckpoint for models that are not Megatron-Core's, and MissingData if several tensor
+    ranks have a module that no rule covers.
     """
 
     def __init__(self, folder: str, given: str | None) -> None:
