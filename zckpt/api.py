@@ -263,8 +263,8 @@ def reshard(
 
         checkpoints    "all" or "best-and-last": `source` is a Trainer's output directory, and these
                        checkpoints of it are written
-        best_in        without `checkpoints`: the directory in which the Trainer's best checkpoint
-                       will finally be, for its path in trainer_state.json
+        best_in        the folder that will finally contain the Trainer's best checkpoint; the
+                       target's trainer_state.json gets the new path. No effect with `checkpoints`
 
     The other arguments and the errors are as for `convert`.
     """

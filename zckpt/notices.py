@@ -932,7 +932,7 @@ TOPICS: dict[str, dict[str, Code]] = {
             (),
             "The position of a layer, a tensor or a checkpoint was inferred: its pipeline stage, "
             "its model, or its order in the run.",
-            "No file states this position.",
+            "No file states the position of this layer, tensor or checkpoint.",
             "Check the inferred position, as the message says.",
         ),
         "root-inferred": Code(

@@ -211,10 +211,13 @@ def test_before_it_is_typed(
     ended = zckpt(*words)
     assert ended.code == 0
     assert shown.out in ended.out
-    assert "made up (--rebuild): values in 2 tensors and 5 other values were lost" in ended.out
+    assert (
+        "made up (--rebuild), in place of lost values: values in 2 tensors and 5 other values: "
+        in ended.out
+    )
     last = ended.out.splitlines()[-1]
     names = "running_mean/param, client_state.rng/state, global_steps, skipped_steps and 3 more"
-    assert last.endswith(f"replaced by others: {names}")
+    assert last.endswith(f"different values take their place: {names}")
 
 
 def test_verify_names_it(run: Path, older: Path, zckpt: Callable[..., Result]) -> None:

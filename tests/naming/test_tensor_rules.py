@@ -95,7 +95,7 @@ def test_a_fused_layer_is_seen_by_its_neighbor() -> None:
     [
         ("0", "replicated", "has 8 rows, but by the rule `replicated` its bias has 4 elements"),
         ("1", "0", "has 4 rows, but by the rule `0` its bias has 8"),
-        ("0:2x", "0", "the rule `0:2x` cuts the rows of a.up.weight, but the rule `0` its bias"),
+        ("0:2x", "0", "`0:2x` cuts the rows of a.up.weight, but the rule `0` cuts its bias"),
         ("0:4,4", "0:2,6", "the rule `0:4,4` cuts"),
         ("0", "0", None),
         ("0:1x", "0", None),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import zckpt
+import zckpt as package
 from zckpt.judging.loads import batch_changes
 from zckpt.training import batches
 
@@ -153,3 +154,57 @@ def test_the_trainers_next_config(ranks: int, micro: int, accumulation: int, fit
     also = batches.OF_TRAINER.also
     said = f"set per_device_train_batch_size={fitting}{also} to keep a global batch of 8"
     assert [line.message for line in lines] == ([] if fitting == micro else [said])
+
+
+FACTOR = f"set the product of {TRAIN_MICRO} and gradient_accumulation_steps to {{}} its old value"
+SP = ROOT / "tests" / "data" / "deepspeed-0.18.2-z1_dp4_sp2" / "run"  # 24 samples per update
+
+
+def of_check(zckpt: Callable[..., Result], *words: object) -> list[str]:
+    return changes(zckpt("check", *words, "--json").document)
+
+
+def test_a_copy_has_the_configuration_of_other_ranks(
+    tmp_path: Path, zckpt: Callable[..., Result]
+) -> None:
+    """It states 6 samples for each of now 2 ranks, and counts 24 for each update."""
+    package.reshard(EXAMPLE, tmp_path / "two", dp=2)
+    assert batches.global_batch(package.read(tmp_path / "two")) is None
+    report = package.reshard(tmp_path / "two", tmp_path / "four", dp=4, dry_run=True)
+    assert changes(report) == [FACTOR.format("1/2 of") + " to keep the global batch"]
+    assert of_check(zckpt, tmp_path / "two", "--dp", 4) == changes(report)
+
+
+def test_the_batch_is_that_of_the_source_not_of_like(
+    tmp_path: Path, zckpt: Callable[..., Result]
+) -> None:
+    config = {TRAIN_MICRO: 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    run = tmp_path / "run"
+    package.reshard(EXAMPLE, run, dp=4, config=config)
+    for ranks, micro in ((4, 6), (8, 3)):
+        report = package.reshard(EXAMPLE, tmp_path / "out", dp=ranks, like=run, dry_run=True)
+        assert changes(report) == [f"set {TRAIN_MICRO}={micro} to keep a global batch of 24"]
+        assert of_check(zckpt, EXAMPLE, "--dp", ranks, "--like", run) == changes(report)
+
+
+def test_a_universal_checkpoint_of_deepspeed_does_not_state_sequence_ranks(
+    tmp_path: Path, zckpt: Callable[..., Result]
+) -> None:
+    package.convert(SP, tmp_path / "universal", to="deepspeed-universal")
+    report = package.reshard(tmp_path / "universal", tmp_path / "out", dp=8, dry_run=True)
+    assert changes(report) == [FACTOR.format("1/2 of") + " to keep the global batch"]
+    assert of_check(zckpt, tmp_path / "universal", "--dp", 8) == changes(report)
+
+
+@pytest.mark.parametrize("to", ["dcp", "deepspeed"])
+def test_weights_alone_have_no_batch(to: str, tmp_path: Path) -> None:
+    report = package.convert(EXAMPLE, tmp_path / "out", to=to, dp=2, weights_only=True)
+    assert changes(report) == []
+
+
+@pytest.mark.parametrize("micro", ["auto", 6.0, -1])
+def test_deepspeed_computes_nothing_from_what_is_no_count(micro: Any, tmp_path: Path) -> None:
+    config = {"train_batch_size": 24, TRAIN_MICRO: micro}
+    report = package.reshard(EXAMPLE, tmp_path / "out", dp=8, config=config, dry_run=True)
+    (said,) = changes(report)
+    assert f"{TRAIN_MICRO} and gradient_accumulation_steps to 3" in said

@@ -315,9 +315,10 @@ def probe_diff(
     RUN_A and RUN_B are folders that zckpt.probe or ONNX Runtime's StatisticsSubscriber wrote. The
     report names the step, the module, forward or backward, and the likely cause.
 
-    A difference is big above the tolerance of its type. With --noise it must also be above four
-    times the noise between RUN_A and RUN_A2; if these are equal bit for bit, every difference is
-    big.
+    A difference is big above the tolerance of its type. --noise names RUN_A2, a second run of
+    RUN_A's program. Then a big difference must also be above four times the noise, which is the
+    difference between RUN_A and RUN_A2. If these two runs are equal bit for bit, every difference
+    is big, unless RUN_A and RUN_B have different numbers of ranks.
 
     Exit code 3: there is a big difference.
     """

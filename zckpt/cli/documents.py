@@ -239,7 +239,7 @@ class OfTensor(Struct):
 
 
 class LostPart(Notice):
-    """What lost files contained of some tensors.
+    """Something that lost files contained.
 
     `state` tells whether it can be restored:
 
@@ -249,7 +249,8 @@ class LostPart(Notice):
     gone       no file has the values, and no other values can replace them
     restored   mend can restore a lost file exactly
 
-    `tensors` is empty for "restored", if all tensors are meant, and for a value that is no tensor.
+    `tensors` is empty in three cases: the state is "restored", the part is a value that is no
+    tensor, or the part is the names and shapes of all tensors.
     """
 
     state: Literal["restored", "elsewhere", "rebuilt", "made-up", "gone"]
@@ -608,7 +609,10 @@ DOCUMENTS: dict[str, type[Document]] = {
     "formats": Formats,
     "progress": Progress,
 }
-"""The document of each command."""
+"""Maps a command to the type of the JSON that it prints with `--json`.
+
+`progress` is no command: its type is that of a line which `--progress` prints.
+"""
 
 
 OF_SEVERAL = ("inspect", "verify", "check")

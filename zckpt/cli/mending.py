@@ -48,7 +48,8 @@ WHOLE = "which is complete according to its metadata"
     "--rebuild",
     multiple=True,
     type=click.Choice(["masters", "moments=zero", "moments=older", "model"]),
-    help="Make up lost masters from 16-bit weights, moments, or (with --older) the model file.",
+    help="Make up lost masters (from 16-bit weights), moments (zeros, or those of --older), or "
+    "values of the model file (needs --older).",
 )
 @copying_alone
 @by_rank_0

@@ -37,10 +37,11 @@ class Target(Protocol):
     def file(self) -> int: ...
 
     def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
-        """Yields CRC-32s of `data`: of the parts that lie in zip members (or the like), and of all.
+        """Yields CRC-32s of `data`, the bytes of the file from `start` on.
 
-        `data` are the bytes of the file from byte `start` on. The CRC-32s of neighboring parts are
-        combined later to that of the zip member, or of the file.
+        First come the CRC-32s of the parts of `data` in records (byte ranges with a checksum, such
+        as zip members), then the CRC-32 of all of `data`. The caller combines the CRC-32s of
+        neighbors.
         """
 
 

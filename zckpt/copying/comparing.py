@@ -35,12 +35,12 @@ NO_NUMBERS = -1  # in place of a distance; as bits it is a NaN, which no distanc
 
 
 class ComparedPart(Struct, frozen=True):
-    """Elements [start, stop) of two tensors, which are compared in one step.
+    """Elements [start, stop) of a pair of tensors, which are compared in one step.
 
-    row       all pairs of tensors that the same check compares, as one sequence of bytes
-    region    the first byte of the region (a byte range of the row) with these elements
-    number    the index of this pair in the row
-    match     this pair of tensors
+    row       all pairs of tensors that the same check compares
+    region    where the region with these elements begins in the row, in bytes
+    number    the index of the pair in the row
+    match     the pair of tensors
     """
 
     row: Row
@@ -63,11 +63,11 @@ class _Region(Struct, eq=False):
 
 
 class Row:
-    """All tensors that `check` compares, as one sequence of bytes in regions of some 256 MiB.
+    """All tensors that `check` compares, as one sequence of bytes.
 
-    The journal lists finished regions, as it does for files. There `name` stands for the row; it
-    ends with a slash, as no file name does. `memory` is in bytes, for a thread's three buffers
-    together.
+    A row is treated like a file: it has regions (byte ranges) of up to about 256 MiB, and the
+    journal lists the finished ones. `name` is the row's name in the journal; a slash at its end
+    tells it from file names. `memory` is the size in bytes of a thread's three buffers together.
     """
 
     def __init__(self, name: str, check: FullCheck, memory: int) -> None:
@@ -112,9 +112,8 @@ class Row:
     ) -> Differing | None:
         """Compares the elements of a part; returns their difference, or None if they are equal.
 
-        Some checks need only the first difference of two tensors. For these, the result is also
-        None if the part's region has an earlier difference of the same tensors. The bytes that are
-        read here are not hashed for checksums.
+        For a check without `measures`, the result is also None after an earlier element of the same
+        tensors, in the same region, was found to differ. No checksums are computed.
         """
         views = []
         assert part.match.b is not None
@@ -154,10 +153,10 @@ class Row:
 
 
 def rows_of(checks: Sequence[FullCheck], memory: int) -> dict[str, Row]:
-    """Makes a `Row` of all tensors that a check compares, for each check; maps names to rows.
+    """Makes a `Row` for each check: the sequence of all tensors that the check compares.
 
-    Checks without tensors get no row. A thread compares tensors in three buffers: `memory` is the
-    size of the three together, in bytes.
+    Returns the rows by name. Checks without tensors get no row. `memory` is the size in bytes of a
+    thread's three buffers together.
     """
     rows: dict[str, Row] = {}
     for check in checks:
@@ -194,8 +193,8 @@ def _noted(number: int, difference: Differing) -> Passed:
 def differing(passed: Sequence[Passed]) -> dict[int, Differing]:
     """Selects the differences of tensors from the journal's items about one region (byte range).
 
-    Maps the index of a match (two compared tensors) to the difference. The result is empty if the
-    region belongs to a file.
+    Maps the index of a match (two compared tensors) to the difference. Only regions of a `Row` have
+    differences; the result is empty for a region of a target file.
     """
     return {
         number: Differing(first, count, _distance(bits), nans)

@@ -424,8 +424,8 @@ def copy(
         checks         tensors to compare meanwhile
         has_digests    whether to compute a CRC-32 of each tensor, even if the source states none
 
-    Returns None if another process, or another part, will complete the target. Raises
-    CorruptCheckpoint if a checksum of the source is wrong, OSError, and the errors of `checks`.
+    Returns None if this process is not the one that completes the target. Raises CorruptCheckpoint
+    if a checksum of the source is wrong, OSError, and the errors of `checks`.
     """
     chunk = chunk_size(source.dp, copying.jobs, copying.memory)
     jobs = copying.jobs

@@ -38,10 +38,14 @@ ENDING = 5.0  # seconds that a process of an earlier run may need to end
 Key = tuple[str, int, int]
 """What a CRC-32 belongs to: its kind, an index, and a place.
 
-The index is that of a tensor, of a target file, or of a record (byte range with a checksum) in the
-source. For a record in the target, the index is that of its file, and the place is the record's
-index in the file. In all other cases the place is 0. Items of the kind DIFFERS (comparing.py) have
-no CRC-32 and another form.
+    tensor     the index of a pair of tensors; the CRC-32 is that of the target's tensor
+    source     the same; the CRC-32 is that of the source's tensor, before it is cast
+    file       the index of a target file
+    record     the index of a target file, and the index (place) of a record in it
+    checked    the index of a record in the source
+
+A record is a byte range with a checksum. The place is 0 for all kinds but `record`. Items of the
+kind `differs` hold a difference of two tensors, not a CRC-32 (see DIFFERS in comparing.py).
 """
 Passed = tuple[Key, int, int, int]
 """The CRC-32 of bytes [start, stop) of a tensor, file or record: (key, start, stop, CRC-32)."""
@@ -116,8 +120,8 @@ class Journal:
         is_new     whether there was no earlier run
         chunk      how many bytes a run copies in one step; an earlier run's value is kept
 
-    Raises TargetExists if another run has locked the journal, or if the earlier run has another
-    identity.
+    Raises TargetExists if another run has locked the journal, or if the earlier run had another
+    `identity`: another source, other options or the like.
     """
 
     def __init__(self, folder: Folder, identity: Identity, chunk: int) -> None:

@@ -61,7 +61,10 @@ class Sharing:
 
     @property
     def part(self) -> str:
-        """The name of this process's journal; "" if this process leads the others."""
+        """The end of the name of this process's journal (list of written regions): "2-of-8".
+
+        Empty if the process writes alone, or leads the others.
+        """
         return ""
 
     def agree_on(self, identity: Identity, target: str) -> None:
@@ -81,10 +84,10 @@ class Sharing:
     def mine(
         self, portions: Sequence[Portion], progress: Progress | None
     ) -> Iterator[Sequence[Portion]]:
-        """Selects the portions that this process must write from all portions of a target.
+        """Selects what this process must write: some of `portions`, which are those of the target.
 
-        Yields groups of neighbors in one file. Several groups are written at a time. `progress` is
-        called with the number of bytes that other processes write.
+        Yields groups of portions; the portions of a group are in one file, and not complete yet.
+        `progress` is called with the number of bytes that other processes write.
         """
         return by_file(portions)
 

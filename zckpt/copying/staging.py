@@ -39,7 +39,10 @@ ATTEMPTS = 20  # attempts to begin in a folder that ending runs remove meanwhile
 
 
 class Staging:
-    """`with Staging(target) as staging:` writes below `staging.root`; the end of the block renames.
+    """A context manager that makes a target directory appear completely or not at all.
+
+    The `with` block writes below `staging.root`, a folder in `<target>.partial`. At the end of the
+    block, this folder is renamed to the target.
 
         identity         the run: its source, options and target files
         chunk            the number of bytes that a thread copies in one step

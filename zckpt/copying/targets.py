@@ -197,10 +197,10 @@ def of_another_run(target: str, reason: str) -> TargetExists:
 
 
 def remove_empty(folder: Folder, above: Folder) -> None:
-    """Removes the directory `<target>.partial` (`folder`) if it has only journals left.
+    """Removes the directory `<target>.partial` (`folder`) if it contains nothing but journals.
 
-    That is so after the rename to the target. `above` is the directory around `folder`. If `folder`
-    contains other files too, raises OSError and removes nothing.
+    A journal lists what a run has written. `above` is the directory around `folder`. If `folder`
+    contains anything else, raises OSError and removes nothing.
     """
     contents = folder.names()
     if other_names := [name for name in contents if not is_journal(name)]:

@@ -57,8 +57,8 @@ class KeyNames(Struct, eq=False, dict=True):
     words    the first words of the checkpoint's keys: "app" of "app.model.fc.weight"
     weights  maps the checkpoint's keys of weights to the weights' names
 
-    A program's key that begins with one of these `words` must have the checkpoint's complete
-    prefix, such as "app.model.".
+    If "app" is one of the `words`, a program's key that begins with "app." is found only if the
+    checkpoint's complete prefix is there: "app.model." for weights.
     """
 
     manifest: Manifest
@@ -169,9 +169,10 @@ class KeyNames(Struct, eq=False, dict=True):
         return None
 
     def entries(self, meaning: KeyMeaning) -> list[Entry]:
-        """The tensors of the source that can fill a key.
+        """The tensors of the source from which a key of the program's state dict can be loaded.
 
-        For a weight, its value and its fp32 master.
+        For a weight, these are its value and its master, as far as the source has them. Empty for
+        a hyper-parameter, and for an extra state that is no tensor.
         """
         name, slots = meaning.name, ["param", "master"]
         if meaning.kind == "state":

@@ -74,9 +74,10 @@ class KeyTable(dict[str, Any]):
             return default
 
     def keys(self) -> KeysView[str]:  # type: ignore[override]  # of any dictionary
-        """The listed keys; during a load, only keys under which torch before 2.4 saved a container.
+        """The listed keys; during a load (`is_loading`), only the keys of containers.
 
-        A container is a dictionary, or a list that contains a dictionary or a tensor.
+        A container is a dictionary, or a list with a dictionary or a tensor in it, that torch
+        before 2.4 saved under one key.
         """
         if not self.is_loading:
             return super().keys()

@@ -195,7 +195,11 @@ def _are_two_models(report: dict[str, Any]) -> bool:
 
 
 NOT_WHOLE, UNREAD = ("trainer-file-damaged", "unfinished-save"), "unread-file-damaged"
-"""Codes: of damaged or missing files that resuming needs, and of files that it does not read."""
+"""Codes of problems with files.
+
+NOT_WHOLE is for damaged or missing files that resuming needs, UNREAD for damaged files that
+resuming does not read.
+"""
 DIFFERENCES = (
     "lacking", "differences", "problems", "steps", "step_place", "scalars", "groups", "states"
 )  # fmt: skip

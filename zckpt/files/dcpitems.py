@@ -150,7 +150,10 @@ class ItemFiles:
         return record
 
     def planned_boxes(self, table: ItemTable, key: str, dtype: str) -> PlannedBoxes | None:
-        """The non-empty boxes (chunks) of a tensor; None if an item must be opened (`planned`)."""
+        """The boxes (chunks) of a tensor that are not empty, with computed data ranges.
+
+        None if none has elements or an item must be opened. Raises IncompleteCheckpoint (short file).
+        """
         places = table.locations
         if (item := table.items[key]) is None or not self.plans:
             return None
@@ -178,9 +181,10 @@ class ItemFiles:
     def tensor_file(
         self, location: ItemLocation, key: str, dtype: str, sizes: tuple[int, ...]
     ) -> TorchFile:
-        """Opens the item of a tensor or chunk, and learns where similar items have their data.
+        """Opens the item of a tensor or chunk, and notes where in the item its data begin.
 
-        The caller must check that the item holds the expected tensor. Raises as `torch_file`.
+        From this offset, `planned` computes the data ranges of similar items. The caller must check
+        that the item holds the expected tensor. Raises as `torch_file`.
         """
         file = self.torch_file(location)
         if self.forms.note(file, key, dtype, sizes, location):
@@ -197,10 +201,11 @@ class ItemFiles:
     def reopened(
         self, location: ItemLocation, dtype: str, sizes: tuple[int, ...], data: Extent
     ) -> TorchFile | int:
-        """Opens a planned item; returns the CRC-32 that it states for its data, or the parsed item.
+        """Opens an item whose data range, `data`, was computed without opening it (`planned`).
 
-        `data` is the computed byte range. The CRC-32 is returned only if the range is certainly
-        right. With the parsed item, the caller must check the range.
+        If the item is laid out exactly like an item that was opened earlier, `data` is right, and
+        the result is the CRC-32 that the item states for its data. Otherwise it is the parsed item,
+        and the caller must check `data`.
         """
         # an item that differs from an earlier one only in data, checksums and ids is not parsed
         outline = self.outlines.get((dtype, sizes, location.length))
@@ -526,10 +531,7 @@ class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
         return bool(self._crcs) and self._crcs[place] != UNOPENED
 
     def crc(self, place: int) -> int | None:
-        """The CRC-32 of the data of a box (chunk), which its item states; None if it states none.
-
-        `place` is the index of the box. The first call opens the item. Raises as `_Planned`.
-        """
+        """The CRC-32 that is stored with the data of box number `place`; raises as `_Planned`."""
         if not self.is_open(place):
             location, sizes = self.places.at(self._rows[place]), self._box(place).sizes
             item = self.key, self.dtype, sizes, self._extent(place)

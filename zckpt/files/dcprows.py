@@ -144,10 +144,10 @@ class InfoRow(Struct, frozen=True, gc=False):
 
 
 class Run(Struct, frozen=True, eq=False):
-    """Rows `start` to `stop` (exclusive) of the columns in `Rows`.
+    """Rows `start` to `stop` (exclusive) of the columns in `Rows`, in place of objects.
 
-    In a tensor's list of chunks, each row stands for a chunk. In the dictionary of locations, the
-    `Run` is a key, and each row stands for an item with its location.
+    In a tensor's list of chunks, a `Run` replaces one chunk for each row. In the dictionary of
+    locations, a single key `Run` with the value None replaces one key and value for each row.
     """
 
     start: int
@@ -155,16 +155,16 @@ class Run(Struct, frozen=True, eq=False):
 
 
 class Rows:
-    """The chunks and locations of one pickle, as columns with one number per chunk or location.
+    """The chunks of tensors and the locations of items in one pickle, as columns of numbers.
 
-    `match` recognizes them in the pickle. `shapes` has all offsets and sizes, `names` all keys and
-    file names; columns have indices in these two lists.
+    An item's location is its file, first byte and length. Two columns have a row for each chunk,
+    the others a row for each location. Most numbers are indices in the list `shapes` of all offsets
+    and sizes, or in the list `names` of all keys and file names.
 
-        box_offsets, box_sizes     of a chunk (box): indices in `shapes`
-        place_keys, place_files    of a location: indices in `names`
-        place_offsets              of a location: its chunk's offsets, an index in `shapes`; -1 if
-                                   it has none
-        offsets, lengths           of a location: its bytes in the file
+        box_offsets, box_sizes     a chunk (box): indices in `shapes`
+        place_keys, place_files    an item's key and file: indices in `names`
+        place_offsets              offsets of the item's chunk: index in `shapes`, or -1 for none
+        offsets, lengths           the item's first byte in the file, and its length
     """
 
     def __init__(self, text: bytes) -> None:
@@ -204,10 +204,10 @@ class Rows:
             cls     the name of the object's class, which the pickle has just named
             memo    the unpickler's values by memo number
 
-        Returns a list of values for the unpickler's stack, and the position at which the object
-        ends; None for an object of any other form. A chunk becomes a `Run`, an item's key an
-        `IndexRow`, a location an `InfoRow`; other objects are returned themselves. The list has two
-        values if a key and its location are recognized together.
+        Returns None if the object is not recognized. Otherwise returns a list of values for the
+        unpickler's stack, and the position at which the object ends. The list has a `Run` for a
+        chunk of a tensor, an `IndexRow` for an item's key, an `InfoRow` for the item's location,
+        both for a key and a location together, or else the object itself.
         """
         form = self._forms.get(cls)
         return None if form is None else form(data, position, memo)
@@ -241,14 +241,14 @@ class Rows:
     # -- columns
 
     def boxes(self, run: Run) -> Iterator[tuple[int, int]]:
-        """Yields the offsets and sizes of each chunk in the rows `run`, as indices in `shapes`."""
+        """Yields two indices in `self.shapes` per chunk of `run`: of its offsets and its sizes."""
         rows = slice(run.start, run.stop)
         yield from zip(self.box_offsets[rows], self.box_sizes[rows], strict=True)
 
     def places(self, run: Run) -> Iterator[tuple[str, int, str, int, int]]:
         """Yields the key, offsets, file, first byte and length of each item in the rows `run`.
 
-        The offsets are those of the item's chunk, as an index in `shapes`; -1 without offsets.
+        For offsets, it yields their index in `self.shapes`; -1 if the pickle states no offsets.
         """
         names = self.names
         for row in range(run.start, run.stop):
@@ -268,8 +268,8 @@ class Rows:
     def set_items(self, target: dict[Any, Any], flat: list[Any]) -> list[Any]:
         """Stores the locations in `flat` as rows; returns all other keys and values in `flat`.
 
-        `flat` has new keys and values of the dictionary `target` in turn. For all stored locations,
-        `target` gets one key: the `Run` of their rows.
+        `flat` is a list of keys and values for the dictionary `target`: [key, value, key, ...].
+        In place of the stored locations, `target` gets one key: the `Run` of their rows.
         """
         start, number_of = len(self.offsets), self._number_of
         rest: list[Any] = []

@@ -28,7 +28,10 @@ KeyPath = tuple[str | int, ...]
 """The keys that lead to an item in the program's state dict."""
 
 ItemKey = tuple[str, tuple[int, ...] | None]
-"""A key with the offsets of one of its boxes; None instead of offsets for a value."""
+"""An item: its key and, for a box (chunk) of a tensor, the box's offsets.
+
+The offsets are None for a value that is not a tensor.
+"""
 
 
 class ItemBox(Struct, frozen=True):
@@ -72,7 +75,7 @@ class BoxColumns:
         self.offsets, self.sizes = array("i"), array("i")
 
     def since(self, start: int) -> BoxRows:
-        """The boxes of the tensor that was added last; its first box is in row `start`."""
+        """The boxes (chunks) from row `start` to the last row: those of the tensor added last."""
         return BoxRows(self, start, len(self.sizes))
 
 

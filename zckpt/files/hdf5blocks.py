@@ -97,7 +97,10 @@ class Blocks(Struct, eq=False, dict=True):
                 )
 
     def orphans(self) -> list[Extent]:
-        """The byte ranges beside datasets that no known object owns, although they are not zero."""
+        """The byte ranges next to datasets' data that are not zero, and that no block covers.
+
+        Empty for a file of the new kind. At most `MAX_GAPS` bytes between blocks are read.
+        """
         orphans, left = [], MAX_GAPS
         before = FileBlock(0, 0, "")
         last = FileBlock(self.size, self.size, "")

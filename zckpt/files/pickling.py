@@ -49,11 +49,10 @@ class Repeated(Struct, frozen=True, eq=False):
 
 
 class Record(Struct, frozen=True, eq=False):
-    """An object of a class with many objects; it is written faster than a `Foreign` (any object).
+    """One of many objects of a class; it gives the bytes of a `Foreign`, but in less time.
 
-    A `Foreign` gives the same bytes. `form` is the class and the names of its attributes, and
-    `values` are the attributes' values. All objects of a class must have the same tuple object as
-    `form`.
+    `form` has the class and the names of its attributes: one tuple object, which all records of the
+    class must share. `values` are the attributes' values, in the order of the names.
     """
 
     form: tuple[Global, tuple[str, ...]]

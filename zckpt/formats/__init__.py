@@ -363,9 +363,10 @@ def _folders_by_level(
 def inside_numbered(path: str, name: str | None = None) -> list[str]:
     """Finds the checkpoints in a numbered folder: ["actor"] for verl's global_step_3/actor.
 
-    Returns the relative paths on the first level of subfolders that has any. Weights alone count
-    only if the level has nothing else, and a file elsewhere is named like an optimizer's. `name` is
-    the only format to try. [] if `path` is not numbered, or is a checkpoint itself.
+    Returns the relative paths on the first level of subfolders that has any; [] if `path` is not
+    numbered, or is a checkpoint itself. `name` is the only format to try. A folder with weights
+    alone counts only if its level has no other checkpoint, and if a file outside of the folder has
+    an optimizer's name.
     """
     # a folder that zckpt wrote (`is_marked`) may have any name
     if not (numbered.is_numbered(path) or is_marked(path)) or _detects(path):

@@ -142,9 +142,11 @@ def with_trainers_groups(manifest: Manifest, _options: Options) -> Manifest:
 
 
 def in_torch(manifest: Manifest, options: Options) -> Beginning:
-    """Chooses the state that a torch program needs for parameters that were never updated.
+    """Chooses the initial optimizer state of parameters that were never updated.
 
-    It is "group" if the optimizer keeps one step per group, as Apex's FusedAdam does; else "zeros".
+    This is for targets that a torch program loads. The result is "group" (zeros at the group's
+    step) if the optimizer keeps one step per group, as Apex's FusedAdam does. Otherwise it is
+    "zeros" (zeros at step 0).
     """
     # torch's state dict helpers require a state of each parameter (2.13)
     return "group" if torch_place(manifest, options[OPTIMIZER]).where == "group" else "zeros"

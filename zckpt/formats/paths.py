@@ -47,7 +47,10 @@ def kind_of_file(path: str) -> Strange | None:
         given = "give the checkpoint that the training program saved"
         return "it is a GGUF file, with weights for inference", given
     if unpack := _of_ending(path):
-        return "it is a packed file", f"unpack it, and give the folder: {_with(unpack, path)}"
+        return (
+            "it is a packed file (an archive)",
+            f"unpack it, and give the folder: {_with(unpack, path)}",
+        )
     return None
 
 

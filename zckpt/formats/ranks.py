@@ -73,6 +73,6 @@ def refuse_other_writers(where: str, writers: Sequence[object]) -> None:
             "swapped-files",
             f"{where}: the files of model ranks are swapped: in the order of their names, the "
             f"arguments saved in them state the ranks {listed(known_writers)}",
-            hint="copy all files again, under their own names: the ranks that the files state must "
-            "then increase in the order of the names",
+            hint="copy all files again, under their own names. If the files are sorted by name, "
+            "the ranks that they state must increase",
         )

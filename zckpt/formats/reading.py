@@ -32,13 +32,13 @@ class Keywords(TypedDict, total=False):
 
 
 class NamedKeywords(Keywords, total=False):
-    """As `Keywords`, for a checkpoint that is read but not converted."""
+    """The keyword arguments for a checkpoint that is read but not converted."""
 
     param_names: Sequence[str] | None
 
 
 class SourceKeywords(Keywords, total=False):
-    """As `Keywords`, for the source of a conversion.
+    """The keyword arguments for the source of a conversion.
 
     `param_names` is not among them: in a conversion it is an option of the target.
     """
@@ -63,7 +63,7 @@ class Reading(Struct, frozen=True):
         nameless        optimizer states without names are kept uninterpreted
         by_checksums    replicas are compared only by checksums: no tensor is read
         opens_items     every item of torch.distributed.checkpoint is opened
-        laid            zckpt has just laid out these files
+        laid            zckpt has just created these files, without the tensors' bytes
 
     `zckpt.reading.read` applies these options to any format:
         format          the format, if the path has checkpoints of several

@@ -50,7 +50,7 @@ def weights_or_raise(
     weights, or if the weights cannot be read either.
 
         read_weights    reads without the optimizer's files
-        has_masters     whether masters are not read either: for 16-bit weights, `lost` says so
+        has_masters     whether fp32 masters were not read; `lost` says so if weights are 16-bit
         is_all          whether the whole optimizer is lost; then every command gets weights
     """
     try:

@@ -51,13 +51,12 @@ def batch_changes(
     The list is empty if one of `lines`, the report's notices so far, warns of this already.
     """
     ranks, origin, engine = words["dp"], manifest.run.origin, manifest.run.engine
-    of_zero = manifest.format in ("deepspeed", "onnxruntime")  # other formats state no size
+    config = engine.config if isinstance(engine, FlatBufferEngine) else None
+    of_zero = config is not None or manifest.format == "onnxruntime"  # others state no size
     is_told = any(line["code"] == batches.CHANGES for line in lines)
     if not of_zero or origin.dp is None or is_told:
         return []
-    config = None
-    if manifest.format == "deepspeed" and isinstance(engine, FlatBufferEngine):
-        config = words.get("config") or engine.config
+    config = config if words.get("config") is None else words["config"]
     sp = words.get("sp") or origin.sequence_ranks(ranks)
     return batches.of_next_run(manifest, ranks, config, sp)
 

@@ -211,7 +211,7 @@ def refuse_widened(manifest: Manifest, dtype: str | None) -> None:
 
 
 def with_warnings(manifest: Manifest) -> Manifest:
-    """Adds the problems that the verdict finds to the manifest's warnings."""
+    """Adds the findings about a checkpoint, such as missing files, to its manifest's warnings."""
     return manifest.replace(warnings=(*manifest.notices.warnings, *of(manifest).warnings()))
 
 

@@ -53,7 +53,7 @@ REFUSED = (
     MissingData,
     UnsupportedCheckpoint,
 )
-"""Errors of a reader that damaged files may cause, so that `mend` looks for the damage."""
+"""Errors that damaged files may cause when they are read; `mend` then looks for the damage."""
 
 
 class Diagnosis(Struct, frozen=True):
@@ -164,10 +164,11 @@ def _in_file(path: str) -> list[Place]:
 
 
 def structure_of(path: str, limit: int = LIMIT) -> list[Place]:
-    """Finds the damage in a file's headers, or in a file that states a checksum of itself.
+    """Finds the damage in the headers of a zip, or in a file with one checksum of its contents.
 
-    Tensors are read only beside a damaged zip header, or if one checksum covers the whole file.
-    `limit` is the most bytes that are parsed to find a flipped bit of manifest.json.
+    Of a zip, tensors are read only if they are next to a damaged header. A file with one checksum
+    is read completely. `limit` is the most bytes that are parsed to find a flipped bit of
+    manifest.json.
     """
     structure = [*map(_of_structure, flipped_in(path))]
     if (stated := place_in(path, limit)) is not None:

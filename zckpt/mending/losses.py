@@ -1,16 +1,14 @@
 """Lists the elements that were in missing or unreadable files, and where else their values are.
 
-elsewhere    other files have them: a copy on another rank, the weight's master, or an older
-             checkpoint
+elsewhere    other files have them: another rank's copy, the master, or an older checkpoint
 made-up      no file has them, but training could continue with other values, such as masters
              widened from the weights
 gone         no file has them, and no other values can replace them
 
-In place of a lost file, the file of another rank is read (judging/damaged_source.py). So the names,
-shapes and elements of the lost file are known; the values in the other rank's file are not used. If
-the run's only model file is lost, the model file of an older checkpoint is read instead. Then
-values that are no tensors, such as counters, are lost too. The format tells as many of these as
-other files show (`Functions.continued`).
+In place of a lost file, another rank's file is read (judging/damaged_source.py). It shows the lost
+file's names, shapes and elements; its values are not used. If the run's only model file is lost, an
+older checkpoint's is read instead. Then values that are no tensors, such as counters, are lost too.
+The format tells as many of these as other files show (`Functions.continued`).
 """
 
 from __future__ import annotations
@@ -142,9 +140,9 @@ class Losses(Struct, frozen=True):
         return {each.entry.key for each in self.lost if each.state == "made-up"}
 
     def made_up(self, remade: Sequence[Mended]) -> Losses:
-        """Returns a copy for a checkpoint whose lost files were all written again, as in `remade`.
+        """Returns a copy for a checkpoint whose lost files were all written again.
 
-        In the report, lost values with the state "made-up" get the state "rebuilt".
+        `remade` describes their contents. Report lines with the state "made-up" get "rebuilt".
         """
         states = {"made-up": "rebuilt"}
         lines = [{**line, "state": states.get(s := line["state"], s)} for line in self.lines]
@@ -318,7 +316,7 @@ OTHER_WEIGHTS = (
     "has other weights than its masters, so the masters that are left do not show the lost weights"
 )
 UNREAD = "not-compared"
-"""The code of the warning that a lost file's replacement does not fit, so the rest was not read."""
+"""The code of the warning that the file read in place of a lost one does not fit the others."""
 
 
 def _unfit(found: Found, older: Manifest) -> ZckptError | None:

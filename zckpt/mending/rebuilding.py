@@ -57,7 +57,7 @@ class Rebuilding(Struct, frozen=True):
     moments    "moments=zero", "moments=older" (those of the checkpoint `older`), or None
     model      the values in a lost model file may be made up
     others     maps the key of a lost tensor to (a tensor that supplies its elements, the reason)
-    made_up    keys of lost tensors whose values are unknown; those in `others` may differ
+    made_up    keys of lost tensors whose values are unknown, even if `others` supplies values
     """
 
     masters: bool = False
@@ -101,7 +101,10 @@ class Rebuilding(Struct, frozen=True):
             )
 
     def lacking(self, slots: Iterable[str]) -> list[str]:
-        """The values of `--rebuild` that are missing to make up tensors of these slots."""
+        """The values of `--rebuild` that the user must add to make up tensors of these slots.
+
+        A slot is what a tensor is for its parameter: "param", "master" or "exp_avg", for example.
+        """
         slots = {*slots}
         lacks = [MODEL] if "param" in slots and not self.model else []
         lacks += [MASTERS] if "master" in slots and not self.masters else []
@@ -232,8 +235,9 @@ def _mended(
 def differing_copies(found: Found, losses: Losses) -> list[str]:
     """Lists tensors that cannot be restored: replicas on other ranks differ, or are too few.
 
-    A lost file had a replica of the tensor. At least two other replicas are needed, unless another
-    tensor supplies the values (`Losses.others`) or they must be made up.
+    A lost file had a replica of the tensor. At least two equal replicas must be left. Fewer are
+    enough if another tensor supplies the values (`Losses.others`), or if `--rebuild` makes up
+    values because the engine lets the replicas differ.
     """
     names, supplied = [], losses.others
     made_up = losses.made_up_keys - supplied.keys()

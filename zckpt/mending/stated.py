@@ -39,8 +39,9 @@ MOST = 1 << 30  # bytes of a file that is read whole
 def place_in(path: str, limit: int = LIMIT) -> Place | None:
     """Finds the damage in a `.metadata`, manifest.json or safetensors file, and how to undo it.
 
-    None if the file is undamaged, or if no file states its CRC-32. `limit` is for manifest.json:
-    the most bytes that are parsed while single bits are tried.
+    None if the file is undamaged, or if no file states its CRC-32. To find a flipped bit of
+    manifest.json, its text is parsed once for each bit that is tried: `limit` is the most bytes
+    that are parsed in all.
     """
     with suppress(ZckptError, OSError, *MALFORMED):
         if os.path.basename(path) == MANIFEST:

@@ -175,11 +175,11 @@ def shapes_by(
     whole: tuple[int, ...],
     candidates: Iterable[Shapes],
 ) -> tuple[Shapes, Sliced] | None:
-    """Finds the shapes of the ranks' slices, if the full tensor has the shape `whole`.
+    """Chooses the shapes of a parameter's slices on the ranks: the first candidate that fits.
 
-    Each of the `candidates` lists one shape per rank. Returns the first candidate whose slices the
-    rules join to a tensor of shape `whole`, and how the parameter is then sliced; None if there is
-    none.
+    A candidate lists one shape per rank. It fits if the rules join slices of these shapes to a full
+    tensor of shape `whole`. The result also tells how the parameter is sliced. None if no candidate
+    fits.
     """
     for shapes in candidates:
         try:
@@ -260,7 +260,10 @@ def _check_biases(root: str, decided: Mapping[str, Sliced]) -> None:
         hint = "correct the rule (--tp-rules FILE)"
         if sliced.shape[0] != bias.shape[0]:
             if bias.shape[0] == sliced.shape[1]:
-                hint += ", or use `1:1x` if the layer has its inputs along the rows"
+                hint += (
+                    "; if the rows of the weight are the layer's inputs and ranks cut its columns, "
+                    "use the rule `1:1x`"
+                )
             raise WrongOption(
                 "tp-rule-wrong",
                 f"{root}: by the rule `{rules[0]}` {name} has {sliced.shape[0]} rows, but by the "
@@ -272,7 +275,7 @@ def _check_biases(root: str, decided: Mapping[str, Sliced]) -> None:
             raise WrongOption(
                 "tp-rule-wrong",
                 f"{root}: the rule `{rules[0]}` cuts the rows of {name}, but the rule "
-                f"`{rules[1]}` its bias",
+                f"`{rules[1]}` cuts its bias in another way",
                 hint=hint,
             )
 

@@ -281,7 +281,7 @@ def _by_map(name: str, piece_map: Mapping[str, Any], shapes: Shapes, rows: int |
     """
     whole = tuple(piece_map["logical_shape"])
     by_rank = {int(rank): value for rank, value in piece_map["ranks"].items()}
-    says = f"the affine_map of {name}"
+    says = f"the affine_map of {name} (the checkpoint's list of the ranks' slices)"
     if len(whole) > MOST_AXES:
         raise UnsupportedCheckpoint(
             "tp-rule-wrong", f"{says} is for a tensor of {len(whole)} dimensions"

@@ -58,9 +58,10 @@ class View(Struct, frozen=True):
         return boxes(self.boxes)
 
     def place(self, axis: int) -> int:
-        """Where the lengths of an axis begin in the list of all axes' lengths.
+        """The index of an axis's first length in the list of all axes' lengths.
 
-        For `axes` ((6,), (2, 3), (4,)), the list is 6, 2, 3, 4, and axis 2 begins at index 3.
+        A folded axis has several lengths. For `axes` ((6,), (2, 3), (4,)), the list is 6, 2, 3, 4,
+        and the result for axis 2 is 3.
         """
         return sum(len(lengths) for lengths in self.axes[:axis])
 
@@ -181,10 +182,10 @@ def folded(view: View, axis: int, inner: Sequence[int]) -> View:
 
 
 def dealt(view: View, axis: int, order: Sequence[int]) -> View:
-    """Reorders the elements along a folded axis: transposes the lengths into which it is folded.
+    """Reorders the elements along an axis that was folded into several lengths.
 
-    `order` has the old index of each length. With (1, 0), an axis that is folded into (2, 3)
-    becomes (3, 2), and its rows 0 1 2 3 4 5 become 0 3 1 4 2 5.
+    The lengths are transposed: `order` has the old index of each. With `order` (1, 0), lengths
+    (2, 3) become (3, 2), and rows 0 1 2 3 4 5 become 0 3 1 4 2 5.
     """
     lengths, place = view.axes[axis], view.place(axis)
     places = [*range(sum(map(len, view.axes)))]

@@ -152,7 +152,7 @@ class Prefetcher:
 
     `parts` maps a module's id to the parts of its weights, and `paths` to its path, both in the
     order of registration. Loaded weights need at most the memory of the two largest modules plus
-    `LITTLE`. Weights of modules around the called one come on top.
+    `LITTLE`. The own weights of modules that contain the called module need memory in addition.
     """
 
     def __init__(

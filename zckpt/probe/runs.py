@@ -31,7 +31,7 @@ VERSION = 1
 RECORDS = "records.jsonl"
 KINDS = ("input", "parameter", "forward", "backward", "gradient", "metric")
 OF_WEIGHTS = ("parameter", "gradient")
-"""Kinds whose keys are the names of parameters."""
+"""Kinds of records (`TensorRecord`) whose `key` is the name of a parameter."""
 
 
 def rank_folder(rank: int) -> str:
@@ -90,7 +90,7 @@ class Run(Struct, frozen=True):
 
     @property
     def samples(self) -> int:
-        """The maximum number of samples of a tensor; 0 if the recording does not state it."""
+        """The most elements (samples) that are recorded of a tensor; 0 if no limit is stated."""
         return int(self.header.get("samples", 0))
 
     @property

@@ -35,7 +35,7 @@ SURE = 4 << 20
 
 
 Contents = list[tuple[Entry, Fragment]]
-"""The fragments of entries that overlap a record."""
+"""The tensors in a byte range of a file, each with one of its contiguous pieces there."""
 
 
 def contents_of(manifest: Manifest, extents: Iterable[Extent]) -> dict[Extent, Contents]:

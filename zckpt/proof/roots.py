@@ -12,10 +12,11 @@ from ..errors import AmbiguousCheckpoint, WrongOption, listed
 
 
 def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
-    """Reduces the manifest in a proof file about several models to the model `name`.
+    """Reduces the manifest `proven`, which is about several models, to the model `name`.
 
-    The model's prefix is removed from the names of its parameters. A proof of one model is returned
-    unchanged. Raises WrongOption if neither `proven` nor `manifest` has a model of this name.
+    `proven` is from a file of `verify --save-proof`, `manifest` is the compared checkpoint's. The
+    model's prefix is removed from the names of its parameters. A proof of one model is returned
+    unchanged. Raises WrongOption if neither manifest has a model of this name.
     """
     front = f"{name}."
     every = (*proven.parameters, *proven.buffers)

@@ -56,7 +56,7 @@ from .states import plain_facts
 from .verify import inferences, needs_weights, nothing_found, with_values
 
 MAX_PROOF = 1 << 29
-"""The largest size of a proof in bytes: 100 to 200 for each line of a tensor or parameter."""
+"""The size in bytes of the largest file of `--save-proof` that zckpt reads."""
 
 
 class _Digest(Struct):
@@ -98,7 +98,7 @@ class _ProofContents(Struct):
 
 
 def about(manifest: Manifest) -> Report:
-    """Describes a checkpoint for a proof file: everything but the checksums of tensors."""
+    """Describes a checkpoint for a file of `--save-proof`, without the checksums of tensors."""
     groups = manifest.groups
     return {
         "step": manifest.step,

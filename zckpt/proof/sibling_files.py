@@ -34,9 +34,9 @@ The path is not compared, since a conversion changes it.
 def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
     """Compares the trainers' files beside two checkpoints.
 
-    Returns report lines about differences, and notices about files that only one side has. If both
-    sides have files that a run needs to resume (`OF_RUN`), a lack of one is a difference. If
-    neither side has an optimizer, only files that may contain tensors are compared.
+    Returns report lines about differences, and notices about files that only one side has. A file
+    that a run needs to resume (`OF_RUN`) is a difference if the side without it has another such
+    file. If neither side has an optimizer, only files that may contain tensors are compared.
     """
     has_run = a.groups is not None or b.groups is not None
     ours, theirs = (

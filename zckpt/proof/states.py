@@ -28,7 +28,10 @@ MODULE = "module"  # the list depends on the kind of files, so `_names` compares
 OF_PROGRAM = ("lr_scheduler", "client_state", "module_extra")
 """Keys of `Manifest.state` that are the user's program's, whatever the engine is."""
 OF_SIZES = ("tensor_parallel", "pipeline", "universal")
-"""Keys of `Manifest.whole_state` about how ranks cut tensors; compared only between `twins`."""
+"""Keys of `Manifest.whole_state` about how ranks cut tensors.
+
+They are compared only if both checkpoints have the same format and ranks (`twins`).
+"""
 OF_SAVING = frozenset(
     (
         *("world_size", "zero_stage", "data_parallel_size", "horizontal_parallel_size"),

@@ -66,8 +66,9 @@ def steps(a: Manifest, b: Manifest) -> list[Report]:
 def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
     """Compares where and in which type two checkpoints store the optimizer's step.
 
-    Returns report lines and notices. If a configuration or the user names the optimizer, another
-    place is only a notice, and types are not compared.
+    Returns report lines and notices. A different place or type gives a report line, or a notice if
+    a configuration or the user names the optimizer of one side. Types are compared only if the
+    class of both optimizers is unknown.
     """
     # an optimizer looks in one place (state or group), and counts from 1 if it finds no step there
     ours, theirs = step_place(a), step_place(b)

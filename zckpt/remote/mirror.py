@@ -212,9 +212,9 @@ class Mirror(Struct, eq=False):
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read_ahead(self, file: File) -> None:
-        """Requests both ends of a file, and of the next files with its ending in the folder.
+        """Requests both ends of a file, and of the next files in its folder with its extension.
 
-        This is done only once for each file.
+        Each file's ends are requested only once.
         """
         key = file.stored_object.key
         with self.lock:

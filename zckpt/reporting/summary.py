@@ -59,7 +59,7 @@ def section(checkpoint: Found) -> Report:
 
 
 def about(checkpoint: Found, candidate: Candidate) -> Report:
-    """Makes the section `about`: the name of the trainer's folder, the date, its files' facts."""
+    """Makes the section `about`: name and date of the trainer's folder, facts about the run."""
     folder = folder_of(candidate)
     facts = (
         about_folder(folder) if checkpoint.manifest is None else about_manifest(checkpoint.manifest)

@@ -9,6 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from .. import api, formats
+from ..core.checkpoint.facts import FlatBufferEngine
 from ..core.checkpoint.manifest import Manifest
 from ..core.comparison.replicas import not_compared
 from ..core.passes.description import VERSION, line_of, said, unopened
@@ -136,7 +137,7 @@ def _report(candidate: Candidate, verdict: Verdict, question: Question) -> Words
     own_notes = [each for each in manifest.notices.warnings if each.code == "unfinished-save"]
     own_notes += [*verdict.remarks, *notes, *question.asked.unused(to)]
     if to == manifest.format and not reasons:
-        own_notes += batch_changes(manifest, words, ())
+        own_notes += batch_changes(manifest, _with_config(words, other), ())
     lines = [*candidate.notes, *not_compared(manifest), *own_notes]
     return {
         **report,
@@ -187,6 +188,14 @@ def _as_in(other: Manifest | None, manifest: Manifest, words: Words, to: str) ->
     stage = other.run.origin.zero_stage
     is_stated = "stage" in words or stage in (None, manifest.run.origin.zero_stage)
     return words if is_stated else {**words, "stage": stage}
+
+
+def _with_config(words: Words, other: Manifest | None) -> Words:
+    """Adds the ds_config of the run given by `--like` (`other`), unless `words` have one."""
+    engine = None if other is None else other.run.engine
+    if words.get("config") is not None or not isinstance(engine, FlatBufferEngine):
+        return words
+    return {**words, "config": engine.config}
 
 
 def _fix(

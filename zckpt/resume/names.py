@@ -26,7 +26,7 @@ def refuse_engine(source: str, engine: str) -> None:
     MissingExtra if torch or DeepSpeed is not installed.
     """
     if engine != ENGINE:
-        what = "only DeepSpeed can load a checkpoint without a copy"
+        what = "copy=False (no resharded copy on disk) works only with DeepSpeed"
         message = f"{source}: {what}, and this checkpoint is for {engine}"
         raise WrongOption("load-unsupported", message, hint=HINT, file=source)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from msgspec import Struct
 
@@ -83,20 +83,29 @@ class Batch(Struct, frozen=True):
 
 
 def global_batch(manifest: Manifest) -> int | None:
-    """The number of samples per update; None if it is not stated.
+    """The number of samples per update; None if it is not stated, or if counters contradict it.
 
     It is read from Megatron's saved arguments, or else from the engine's configuration.
     """
-    engine, origin = manifest.run.engine, manifest.run.origin
-    total: Any = arguments(manifest.state.get("client_state")).get("global_batch_size")
-    if isinstance(engine, FlatBufferEngine):
-        config = engine.config
-        micro = config.get("train_micro_batch_size_per_gpu")
-        accumulation = config.get("gradient_accumulation_steps", 1)
-        total = total or config.get("train_batch_size")
-        if not is_count(total) and is_count(micro) and is_count(accumulation) and origin.dp:
-            total = micro * accumulation * (origin.dp // (origin.sp or 1))
-    return total if is_count(total) else None
+    state, engine, origin = manifest.state, manifest.run.engine, manifest.run.origin
+    of_megatron = (state.get("megatron") or {}).get("common")
+    for saved in (state.get("client_state"), of_megatron):
+        if is_count(total := arguments(saved).get("global_batch_size")):
+            return total
+    if not isinstance(engine, FlatBufferEngine):
+        return None
+    total, micro, accumulation = (engine.config.get(name) for name in SETTINGS)
+    accumulation = 1 if accumulation is None else accumulation
+    if is_count(total):
+        return total
+    if not is_count(micro) or not is_count(accumulation) or origin.dp is None:
+        return None
+    product = micro * accumulation * origin.sequences
+    counters: Mapping[str, Any] = state.get("counters") or {}
+    steps, samples = counters.get("global_steps", 0), counters.get("global_samples", 0)
+    # a copy for other ranks has the source's configuration, and a run may change its batch size
+    is_counted = is_count(steps) and type(samples) in (int, float) and samples > 0
+    return None if is_counted and samples != steps * product else product
 
 
 def is_of_trainer(source: Manifest) -> bool:
@@ -134,7 +143,9 @@ def in_config(source: Manifest, config: Mapping[str, Any]) -> Batch:
     """
     names = OF_TRAINER if is_of_trainer(source) else OF_DEEPSPEED
     total, micro, accumulation = (config.get(name) for name in SETTINGS)
+    are_valid = all(each is None or is_count(each) for each in (micro, accumulation))
     is_computed = names == OF_DEEPSPEED and is_count(total) and None in (micro, accumulation)
+    is_computed = is_computed and are_valid
     total = total if is_count(total) else global_batch(source)
     total = total if total is not None and total <= MOST_TO_DIVIDE else None
     accumulation = 1 if accumulation is None else accumulation
@@ -150,7 +161,7 @@ def changes(batch: Batch, source: Manifest, ranks: int, sp: int = 1) -> list[Not
     `sp` of these ranks share each sequence. If the global batch is unknown, the warning states the
     factor for the batch size per rank. The list is empty if nothing must be set.
     """
-    before, now = source.dp // (source.run.origin.sp or 1), ranks // sp
+    before, now = source.run.origin.sequences, ranks // sp
     micro, accumulation, _ = batch.names
     kept = "the global batch" if batch.total is None else f"a global batch of {batch.total}"
     if before == now and (batch.total is None or batch.accumulation is None):
@@ -173,6 +184,6 @@ def changes(batch: Batch, source: Manifest, ranks: int, sp: int = 1) -> list[Not
     return [warning(CHANGES, f"set {setting} to keep {kept}", subject=batch.subject)]
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: Any) -> TypeGuard[int]:
     """Whether a value can be a number of samples: a positive integer."""
     return type(value) is int and 0 < value < MOST_SAMPLES

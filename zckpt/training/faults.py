@@ -38,8 +38,9 @@ INTERLEAVED = Fault(
     "the saved arguments have `use_torch_fsdp2` and `swiglu`, and the run had several data ranks",
     "`transformer/mlp.py`, `apply_swiglu_sharded_factory`; `utils.py`, "
     "`make_tp_sharded_tensor_for_checkpoint`",
-    "For every other format, zckpt writes the rows in the module's order. zckpt refuses runs with "
-    "experts, and refuses to write Megatron-Core's files for a run with torch's FSDP2.",
+    "zckpt reads the rows of gate and up in the module's order, and converts them in this order. "
+    "zckpt refuses runs with experts, and refuses to write Megatron-Core's files for a run with "
+    "torch's FSDP2.",
     "Megatron-Core with torch's FSDP2 interleaves the rows of gated layers (linear_fc1) by ranks, "
     "and loads them correctly only with the same number of ranks",
     "resume with the same number of ranks from the directory itself, or convert to another format",
@@ -56,8 +57,8 @@ MIXED_BUCKETS = Fault(
     "that may be wrong, and their moments. With `--weights-only`, zckpt writes only the weights.",
     "Megatron-Core up to 0.19.2 writes wrong masters and moments into fully_reshardable files if "
     "there are several gradient buckets",
-    "--masters-from-weights drops the wrong masters and moments, and --weights-only writes only "
-    "the weights",
+    "--masters-from-weights leaves out all masters that may be wrong and their moments, and "
+    "--weights-only writes only the weights",
 )
 OLD_QKV = Fault(
     "megatron-old-qkv",

@@ -31,10 +31,10 @@ Fabric stores this file too.
 
 
 class Keys(Struct, frozen=True):
-    """The keys under which Lightning stores the state dicts of model and optimizer, and a file.
+    """The keys under which Lightning stores the state dicts of model and optimizer.
 
-    If the checkpoint is one file, `file` is its name. If it is a directory of
-    torch.distributed.checkpoint, `file` is the file in it with everything but the state dicts.
+    `file` is the name of a checkpoint that is one file. In a directory of
+    torch.distributed.checkpoint, `file` has everything but these state dicts.
     """
 
     model: tuple[Any, ...]

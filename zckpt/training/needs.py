@@ -126,7 +126,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
 }
 """The table: for each program, a row for each file that the program reads.
 
-A file can have several rows with different conditions: the first that holds counts.
+If several rows are about one file, the first row whose conditions are true applies.
 """
 
 

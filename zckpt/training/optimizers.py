@@ -209,13 +209,13 @@ OF_MATRICES = re.compile(r"(inv_)?pre_?cond(itioner)?_?\d*|GG|[QULR]|Q[LR]")
 
 
 def is_of_axis(key: str, shapes: Iterable[Sequence[int]]) -> bool:
-    """Whether a state of square matrices is a preconditioner for one axis, by the state's `key`.
+    """Whether an optimizer state is a preconditioner for one axis of square matrices, by its `key`.
 
     `shapes` are the shapes of the parameters that have the state; if empty, only the key counts.
-    False if a parameter is no square matrix: then the preconditioner's own shape is enough to
-    recognize it.
+    False if a parameter is no square matrix.
     """
-    # it has the shape of a square parameter, but its elements do not belong to the parameter's
+    # a preconditioner of a square matrix has the parameter's shape, but its elements do not belong
+    # to the parameter's; one of another parameter is recognized by its own shape
     is_square = all(len(shape) == 2 and shape[0] == shape[1] for shape in shapes)
     return is_square and OF_MATRICES.fullmatch(key) is not None
 

@@ -59,7 +59,7 @@ WRITTEN = {
 }
 """Where and how each class of `--optimizer` stores its step.
 
-`torch` also applies to programs of torch.
+Without the option, a target that does not keep the source's place has the place of `torch`.
 """
 
 COUNTED = StepPlace("state", "I64", (1,), first=1)
@@ -195,11 +195,14 @@ def believed(in_states: StatedSteps, *in_groups: StatedSteps) -> StatedSteps:
 
 
 def place_of(believed: StatedSteps, in_groups: StatedSteps, named: str | None) -> StepPlace | None:
-    """Where and in which type an optimizer stores its step; None stands for torch's usual place.
+    """Where and in which type an optimizer stores its step; None if as torch's Adam, or unknown.
 
-    `believed` are the steps that zckpt uses, `in_groups` those in param groups. `named` is the
-    class that `--optimizer` named when the files were written, or None. With a name, the result is
-    never None. Without one, it is also None if no step is stored, or steps of several types.
+    believed     the steps that zckpt uses
+    in_groups    the steps in param groups
+    named        the class that `--optimizer` named when the files were written, or None
+
+    The place is unknown if no step is stored, or steps of several types. If `named` is given, the
+    place of torch's Adam is returned instead of None.
     """
     place = believed.place()
     types = {(kind, believed.shapes[name]) for name, kind in believed.kinds.items()}

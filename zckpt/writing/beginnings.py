@@ -155,7 +155,7 @@ def _late(source: Manifest, names: Mapping[str, int]) -> list[Notice]:
 
 
 MOST_UPDATES = 10_000
-"""`_larger` looks for the largest of the updates 1 to MOST_UPDATES - 1."""
+"""To find Adam's largest update, `_larger` computes updates 1 to MOST_UPDATES - 1."""
 
 
 def _larger(beta1: float, beta2: float) -> str:

@@ -213,7 +213,7 @@ def shells_of(decision: Decision) -> Callable[[str], Manifest]:
 def check_beforehand(decision: Decision, reading: Reading) -> list[Notice]:
     """Runs the checks of a conversion that read tensors; returns warnings.
 
-    `write` makes some of these comparisons during the copy. Raises the errors of `write`.
+    `write` makes some of these checks while it copies. Raises the errors of `write`.
     """
     accepted = decision.options[ACCEPT_WEIGHTS]
     warnings = check_tensors(decision.manifest, reading.replicas, accepted)

@@ -48,13 +48,13 @@ def in_its_folder(
 
     In such a folder, the engine's files are in a subfolder, and the trainer's files around it.
 
-        same format       the engine's files are in the same subfolder, the trainer's files around
-                          it; with a warning if the target's name has no number
-        another format    all files are directly in the target; the same with --dialect, and for a
-                          format with tags (folders such as global_step500)
+        same format       the engine's files in the same subfolder, the trainer's files around it;
+                          a warning if the target's name does not end with a number
+        another format    all files directly in the target
         only weights      the trainer's files are left out
 
-    If the source is in no numbered folder, or the target is universal, `layout` is unchanged.
+    --dialect, and formats with tags (folders such as global_step500), count as another format. If
+    the source is in no numbered folder, or the target is universal, `layout` is unchanged.
     """
     inside, around = source.run.origin.inside, source.files.around
     if format.is_neutral or not inside:

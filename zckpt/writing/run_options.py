@@ -34,17 +34,17 @@ class Running(Struct, frozen=True):
 
     dry_run          report what would be written, and write nothing
     resume           continue an earlier run
-    begins_anew      with `resume`, on a filesystem without locks: start from the beginning instead
-                     of raising an error, and accept a target that another run completes meanwhile
+    begins_anew      on a filesystem without locks, start from the beginning although `resume` is
+                     given; accept a target that another run completes meanwhile
     gives_way        report `is_of_another` instead of raising an error, if another conversion has
                      completed the target
     as_run           if the source is in a numbered folder, put such a folder into the target
     read_back        read uploads again, on object stores that state no MD5
     before_rename    called just before the target gets its final name
-    names            the contents of zckpt-names.json, a note that names the checkpoint with the
-                     data. If set, the note is written, and the engine's files are empty
+    names            the contents of zckpt-names.json, which names the source. If given, this file
+                     is written, and the engine's files are empty: a loader reads the source instead
     sharing          which portions of the target this process writes
-    above            the folder in which the target lies, if several checkpoints appear together
+    above            the unfinished folder around the target, if several targets appear together
     """
 
     copying: Copying = DEFAULT_COPYING

@@ -181,7 +181,7 @@ class TestHomeMade:
         dcp.save({"optim": optimizer_of(), "time": 2.5}, checkpoint_id=run / "optim")
         manifest = zckpt.read(run)
         assert manifest.state["client_state"] == {"time": 1.5}
-        assert "optim: time, because its value in model/ differs and is used" in texts(
+        assert "optim: time, because zckpt uses the different value in model/" in texts(
             manifest.notices.omitted
         )
 

@@ -225,7 +225,7 @@ def test_a_lost_optimizer(rank: int, said: str, run: Path) -> None:
 def test_all_optimizers_lost(run: Path) -> None:
     for path in tag_of(run).glob("expp*"):
         path.unlink()
-    with pytest.raises(IncompleteCheckpoint, match="lacks the optimizers of all ep ranks"):
+    with pytest.raises(IncompleteCheckpoint, match="optimizer files of all ep ranks are missing"):
         zckpt.read(run)
 
 

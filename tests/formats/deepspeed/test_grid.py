@@ -485,8 +485,8 @@ class TestRules:
     @pytest.mark.parametrize(
         ("old", "new", "error", "said"),
         [
-            ("0:16,4,8", "0:16,4,6", WrongOption, "equal shares of parts of the widths 16, 4, 6"),
-            ("0:16,4,8", "0:17,4,7", WrongOption, "cannot be equal shares"),
+            ("0:16,4,8", "0:16,4,6", WrongOption, "every part; the parts have the widths 16, 4, 6"),
+            ("0:16,4,8", "0:17,4,7", WrongOption, "each must hold an equal share"),
             ("0:16,4,8", "2", WrongOption, "which has the shape"),
             ("0:16,4,8", "x", WrongOption, "not of the form REGEX = RULE"),
             ("0:2x", "0:3x", WrongOption, "cannot be cut into 3"),

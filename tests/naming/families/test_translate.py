@@ -116,7 +116,7 @@ def _with(name: str, *shape: int) -> Callable[[dict[str, Any]], Any]:
         (_with("other", 2), "llama:heads=0", "WrongOption", "'heads=0' is not a size"),
         (lambda weights: None, "bert", "WrongOption", "none of llama"),
         (lambda weights: None, "llama", "MissingData", "does not state the number of heads"),
-        (lambda weights: None, "llama:kv_heads=3", "WrongOption", "cannot be those of"),
+        (lambda weights: None, "llama:kv_heads=3", "WrongOption", "do not match 3 key"),
         (lambda weights: None, "llama:heads=3,kv_heads=2", "WrongOption", "3 heads and 2 key"),
         (lambda weights: None, f"{SIZES},vocab_size=4", "WrongOption", "more rows than"),
     ],

@@ -135,7 +135,10 @@ class StateDictEngine(Struct, frozen=True):
     bare: bool = False
     """Whether names in the optimizer lack prefixes that PEFT puts before a module's names."""
     file: FileName | None = None
-    """The one file with everything; with sharded storage, with everything but the state dicts."""
+    """The file with everything, if there is only one file.
+
+    In sharded storage: the file with everything that is outside of the shards.
+    """
 
     def to_state(self, group_step: str | None) -> dict[str, Any]:
         """Converts this record to JSON: the value of the key `state.engine` in a manifest.
@@ -237,8 +240,9 @@ class Pipeline(Struct, frozen=True):
     """The pipeline stages of the run, and the layers in their files.
 
     parameters, buffers    the names in each stage
-    layers                 the numbers of layer files, or without such files, those in the names
-    tied                   maps the file numbers of a tied layer to its key in DeepSpeed's
+    layers                 the numbers of the layers that have files; if no layer has a file, the
+                           numbers in the names of parameters and buffers
+    tied                   maps the number of a tied layer's file to the layer's key in DeepSpeed's
                            TiedLayerSpec
     """
 

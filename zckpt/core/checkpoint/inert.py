@@ -68,7 +68,10 @@ known_global = lru_cache(1 << 10)(Global)
 """Makes a `Global` (the name of a class or function in a pickle), or takes it from a cache."""
 # the items of OmegaConf's containers refer to their container as `_parent`
 ITSELF = Global("zckpt.itself")
-"""Stands in the values of an object for the object itself; cannot be written to a pickle."""
+"""Replaces an object's reference to itself, so that recursive functions end.
+
+A value with it cannot be written to a pickle.
+"""
 
 
 class Foreign(Struct, eq=False):

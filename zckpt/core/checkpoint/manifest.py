@@ -256,9 +256,10 @@ class Files(Struct, frozen=True):
     It is only compared with another checkpoint's files of the same names.
     """
     laid: Mapping[str, Any] = field(default_factory=dict)
-    """What the reader found in each folder of a target without tensor data: a table of `.metadata`.
+    """Maps a folder of a new target of torch.distributed.checkpoint to its `.metadata` table.
 
-    The format's `seal` uses this after the copy. Empty for a source.
+    It is read before the copy. After the copy, the format's function `seal` writes checksums with
+    its help. Empty for a source, and for other formats.
     """
 
 
@@ -270,7 +271,7 @@ class Notices(Struct, frozen=True):
     notes: tuple[Notice, ...] = ()
     """Notes that `verify` reports if it checks one checkpoint alone.
 
-    Most say what no file can prove, such as that files without names were not swapped.
+    Most say what zckpt cannot see, such as whether files without names were swapped.
     """
     links: tuple[Notice, ...] = ()
     """A warning that lists the files which are reached by links out of the directory."""
@@ -312,7 +313,7 @@ class Manifest(Struct, frozen=True):
     """The format of its files."""
     run: Run
     entries: dict[Key, Entry]
-    """The tensors by parameter and slot."""
+    """The tensors by parameter and slot (what a tensor is for its parameter: param, exp_avg)."""
     parameters: dict[str, Parameter]
     buffers: tuple[str, ...] = ()
     groups: tuple[dict[str, Any], ...] | None = None
@@ -330,7 +331,7 @@ class Manifest(Struct, frozen=True):
     replicas: tuple[Entry, ...] = ()
     """Further copies of tensors in the files: on other ranks, or under names of tied weights.
 
-    A conversion also fills those of the target.
+    The target of a conversion may have such copies too. They are filled like other tensors.
     """
     place: GridPlace | None = None
     """The model rank that this manifest describes; None if it describes the complete checkpoint."""
@@ -343,7 +344,7 @@ class Manifest(Struct, frozen=True):
     models: "tuple[Manifest, ...]" = ()
     """The manifests of the tensor ranks, each with its slices from all pipeline stages.
 
-    Empty unless zckpt has joined the tensor ranks, or has filled `ranks`.
+    Filled only if zckpt has joined the slices of tensor ranks, or keeps ranks separate in `ranks`.
     """
     roots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Maps the key of each model in the files to the keys of its optimizers.

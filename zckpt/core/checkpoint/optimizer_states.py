@@ -36,7 +36,10 @@ manifest's table contains this form.
 """
 OF_NO_PARAMETER: tuple[Form, ...] = ("among", "beside")
 OF_OTHERS = "optimizer.other"
-"""Begins the names of an optimizer's tensors that lie in lists, or lack the parameter's shape."""
+"""The prefix of the names of tensors in optimizer states of the form `other`.
+
+In these states, tensors have another shape than the parameter, or lie in lists or the like.
+"""
 
 
 class Part(Struct, frozen=True):
@@ -53,16 +56,15 @@ class Part(Struct, frozen=True):
 class StateRow(Struct, frozen=True):
     """One optimizer state that is not a tensor of its parameter's shape.
 
-    The top of this module explains the forms.
-
     key           the key in the optimizer's state, such as `mu_product`
-    parameters    the parameters with the state: one for `number` and `other`
-    value         plain data; a list of all ranks' values for `partition` and `estimate`, JSON text
-                  or "" for `unsupported`
-    reason        why no target gets an `unsupported` state
-    group         the number of the param group of an `estimate`
-    part          how ranks cut the flat buffer of a `partition`
-    tensors       the tensors of an `unsupported` state
+    form          the kind of state; the top of this module lists the forms
+    parameters    the parameters with the state; exactly one for the forms `number` and `other`
+    value         plain data; a list of all ranks' values for the forms `partition` and `estimate`;
+                  JSON text or "" for the form `unsupported`
+    reason        form `unsupported`: why no target gets the state
+    group         form `estimate`: the number of the param group
+    part          form `partition`: how ranks cut the flat buffer
+    tensors       form `unsupported`: the tensors in the state
     """
 
     key: Any

@@ -47,7 +47,7 @@ class Origin(Struct, frozen=True):
     dialect: str | None = None
     """The kind of files, where an engine has several."""
     slices: int | None = None
-    """The number of files with ranks' slices, if zckpt has read only the first file to show it."""
+    """The number of files with ranks' slices, if zckpt has read only the first of these files."""
     root: str | None = None
     """The name of this model, if the files have several."""
     mesh: tuple[str, str | None] | None = None
@@ -75,6 +75,11 @@ class Origin(Struct, frozen=True):
         """
         return self.sp if self.sp and dp % self.sp == 0 else 1
 
+    @property
+    def sequences(self) -> int:
+        """How many data-parallel ranks have different samples; 1 if there were no ranks."""
+        return (self.dp or 1) // self.sequence_ranks(self.dp or 1)
+
     def to_json(self) -> dict[str, Any]:
         """Converts the origin to the JSON value of `source` in a manifest (docs/format-v1.md)."""
         document = {
@@ -96,4 +101,4 @@ class Origin(Struct, frozen=True):
 
 
 STATED = tuple(name for name in Origin.__struct_fields__ if name not in ("nulls", "other_fields"))
-"""The keys of an origin's JSON, in the order in which they are written."""
+"""The fields of `Origin` that have a key of their own in its JSON, in the order of writing."""

@@ -47,7 +47,7 @@ class Placement(Struct, frozen=True):
     """
 
     word: ClassVar[str] = ""
-    """The complete rule, if this kind of placement has no numbers: `replicated` or `sum`."""
+    """The rule of a kind that has only one rule, such as `replicated`; empty for other kinds."""
     forms: ClassVar[str] = ""
     """The rules of this kind of placement, as a hint lists them for the user."""
 
@@ -80,16 +80,17 @@ class Placement(Struct, frozen=True):
     def row_parts(self) -> object:
         """How the rows are divided into sub-parameters, as a value to compare by `==`.
 
-        A layer's weight and its bias must have equal values. None if the ranks do not cut rows.
+        None if ranks do not cut rows, or if the placement is `PaddedRows` or `Boxes`. If neither is
+        None, the results of a layer's weight and of its bias must be equal.
         """
         return None
 
     @property
     def fused(self) -> int:
-        """The number of equal parts of the rows: 2 for the rule `0:2x`, 1 for `0`.
+        """The number of equal parts of the rows, if ranks cut each part: 2 for `0:2x`, 1 for `0`.
 
-        Ranks cut each part. 0 means that the caller must not compare the number with the model: if
-        no rows are cut, and for `0:1x`, stated widths and a vocabulary.
+        0 for `0:1x`, stated widths, a vocabulary, `Boxes`, and rows that are not cut. Then the
+        caller must not compare the number with the model.
         """
         return 0
 
@@ -219,8 +220,8 @@ class Cut(Placement, frozen=True):
             if widths is None or sum(self.parts) != sum(lengths):
                 raise _misfit(
                     f"{says}: {len(lengths)} ranks hold {listed(lengths)} elements along dimension "
-                    f"{self.axis}, which cannot be equal shares of parts of the widths "
-                    f"{listed(self.parts)}"
+                    f"{self.axis}, but each must hold an equal share of every part; the parts have "
+                    f"the widths {listed(self.parts)}"
                 )
             if [sum(of_rank) for of_rank in zip(*widths, strict=True)] != lengths:
                 along = f"along dimension {self.axis}"

@@ -38,10 +38,10 @@ class Slicing(Struct, frozen=True):
 
         whole     the shape of the complete tensor
         slices    the shape of each rank's slice
-        pieces    the blocks of all ranks: every element, once for each rank that holds it
+        pieces    the blocks that the ranks hold; several ranks may hold the same block
 
-    All shapes have the same number of axes. They may be views of the real ones, such as (outer,
-    width, inner).
+    All shapes have the same number of axes. The function `cut` merges the axes before the cut one,
+    and those behind it: then the shapes are (outer, width, inner).
     """
 
     whole: tuple[int, ...]
@@ -53,10 +53,9 @@ class Slicing(Struct, frozen=True):
         return prod(self.whole)
 
     def covers(self) -> bool:
-        """Whether the slices together form the tensor: no element is missing or in two places.
+        """Whether the blocks (`pieces`) fill the tensor and each slice, without gaps or overlaps.
 
-        For an element that several ranks hold, only the first rank counts. The elements of each
-        rank's slice must be complete too.
+        A block of the tensor that several ranks hold counts once.
         """
         if not tile(self.whole, [(piece.offsets, piece.sizes) for piece in self.chosen(0)]):
             return False

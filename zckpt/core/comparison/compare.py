@@ -341,8 +341,8 @@ def compare(
     """Reads and compares all pairs of tensors; `b` may be the same manifest as `a`.
 
         everything    whether to read records (zip members etc.) that hold no tensor, too
-        measure       which elements are compared as numbers: those in a tensor's `first` differing
-                      part, in all `differing` parts, or `all`, as exact cosines need
+        measure       what is compared as numbers: "differing" parts of a tensor, the "first" of
+                      them only, or "all" parts (for exact cosines). A part fits into a buffer
         begin         called with the number of bytes to read; returns a function, which is called
                       with the number of bytes whenever some were read
 

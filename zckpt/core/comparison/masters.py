@@ -290,11 +290,11 @@ def part_of(entry: Entry, ranges: Iterable[tuple[int, int]]) -> Entry:
 
 
 def first_difference(result: Result) -> list[Extent]:
-    """For both tensors of a pair: the bytes of the fragment with the first differing element."""
+    """The bytes of the first differing element, in the files of both tensors of a pair."""
     first = (result.difference and result.difference.first) or 0
     entries = (entry for entry in (result.match.a, result.match.b) if entry is not None)
-    parts = (entry.fragments.overlapping(first, first + 1) for entry in entries)
-    return [next(iter(fragments)).extent for fragments in parts]
+    runs = (entry.fragments.runs(first, first + 1, SIZES[entry.dtype]) for entry in entries)
+    return [next(iter(fragments)).extent for fragments in runs]
 
 
 def _files(root: str, extents: Iterable[Extent]) -> str:

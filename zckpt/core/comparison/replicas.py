@@ -82,8 +82,9 @@ Judge = Callable[[Sequence[Result]], list[Notice]]
 class Replicas:
     """Compares replicas with the tensors that are used instead, while a conversion copies.
 
-    `judge` gets the results of the replicas that differ, in the order of `matches`. It returns
-    warnings if the engine or the user allows differences, or else raises InconsistentCheckpoint.
+    matches    pairs of a replica and the tensor that is used instead
+    judge      gets the results of the pairs that differ, in the order of `matches`; returns
+               warnings, or raises InconsistentCheckpoint if a difference is not allowed
     """
 
     name, about = "copies", "comparing the replicas of ranks"

@@ -183,10 +183,16 @@ def _near(pattern: str, names: Sequence[str]) -> str:
     """Makes a hint for a glob that matches no name: similar names, or how names are written."""
     owners = list(dict.fromkeys(name.rpartition("/")[0] for name in names))
     if any(fnmatchcase(owner, pattern) for owner in owners):
-        return f"Did you mean {pattern + '/*'!r}? Names are parameter/slot"
+        return (
+            f"Did you mean {pattern + '/*'!r}? Names are parameter/slot; a slot is what the tensor "
+            "is for its parameter, such as param or exp_avg"
+        )
     word = pattern.rpartition("/")[0] if pattern.count("/") else pattern
     if question := meant(word.strip("*"), owners[:MOST_COMPARED]):
-        return f"{question} Names are parameter/slot"
+        return (
+            f"{question} Names are parameter/slot; a slot is what the tensor is for its parameter, "
+            "such as param or exp_avg"
+        )
     example = f", such as {names[0]}" if names else ""
     return f"names are parameter/slot{example}; `zckpt inspect PATH --tensors '*'` lists them"
 

@@ -72,7 +72,7 @@ class CopyOutcome(Struct, eq=False):
     digests      the CRC-32s of tensors, if computed, by model rank (0 if ranks are merged)
     files        maps paths to sizes and CRC-32s
     records      maps zip members etc. of the target to their CRC-32s
-    differing    for each check, in order: maps a match's index to the tensors' difference
+    differing    for each `FullCheck`: maps the index of a pair of tensors to its difference
     tensors      the number of tensors
     counts       how many zip members etc. of the source were checked
     """

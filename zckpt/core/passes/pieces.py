@@ -27,8 +27,10 @@ class ReadRequest(Struct, frozen=True):
     """A request to read elements [start, stop) of a tensor to byte `at` of a buffer.
 
     check     whether to check the CRC-32 of the record (zip member etc.) with these bytes
-    is_cut    whether the edge of a chunk may cut the tensor; if not, small ZeRO-3 slices are read
-              together with their neighbors
+    is_cut    whether the edge of a chunk (a step of the copy) may cut the range off
+
+    Small ZeRO-3 slices of several tensors are read together. A request with `is_cut` takes part
+    only if it is for a whole tensor.
     """
 
     entry: Entry

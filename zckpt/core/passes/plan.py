@@ -1,8 +1,8 @@
-"""Plans copies and comparisons: both join two manifests on tensor elements.
+"""Plans copies and comparisons from two manifests, by pairing the tensors that they list.
 
-The plan of a copy says which bytes of a source go where in a target. The plan of a comparison pairs
-the tensors of two checkpoints. No file is opened. The plan of a copy is made for one target file at
-a time: at dp 1024 with 50,000 tensors there are millions of byte ranges.
+The plan of a copy says which elements of the source's tensors go where in a target. The plan of a
+comparison pairs the tensors of two checkpoints. No file is opened. The plan of a copy is made for
+one target file at a time: at dp 1024 with 50,000 tensors there are millions of byte ranges.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Pair(Struct, frozen=True):
 class TargetPiece(Struct, frozen=True):
     """Elements [start, stop) of a tensor, for the bytes of a target file from `offset` on.
 
-    If `count` is above one, the bytes hold that many runs: run i has elements [start + i * stride,
-    stop + i * stride). `is_cut` is True if a chunk's edge cuts the piece; another one has the rest.
+    If `count` is above one, the bytes hold `count` runs of elements, one after the other. Run i has
+    elements [start + i * stride, stop + i * stride). `is_cut` is True if a `Chunk` of the file has
+    only this part of a larger piece.
     """
 
     offset: int
@@ -136,7 +137,7 @@ class Match(Struct, frozen=True):
         rounded    as bytes, after the wider tensor (a master) was rounded to the other type
         values     as numbers: the types differ
         types      not at all: the types differ, and one is not of numbers
-        shapes     not at all: the shapes differ, or the types of replicas
+        shapes     not at all: the shapes differ; for two replicas, the shapes or the types
 
     `copy` is True for a pair of replicas (`of_copies`), which reports do not count as a tensor.
     """

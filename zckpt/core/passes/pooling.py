@@ -63,9 +63,10 @@ class Pool:
         return running
 
     def agree_on_problem(self, message: str) -> None:
-        """Tells the other processes that this one cannot read a checkpoint, so no pass is made.
+        """Reports that a checkpoint cannot be read, so no pass is made; does nothing in this class.
 
-        `message` is the error. This class has no other processes, and does nothing.
+        `message` is the error. The subclass for several processes raises WrongOption unless rank 0
+        cannot read the checkpoint either.
         """
 
 

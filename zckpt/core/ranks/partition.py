@@ -73,9 +73,9 @@ class Whole(Struct, frozen=True):
 class BoxPart(Struct, frozen=True):
     """One rank's block of a tensor: elements [offset, offset + size) along every axis.
 
-    Without `strides`, `extent` holds the block's elements in row-major order from number `first`
-    on; the last elements may be missing. With `strides` (in elements), `extent` reaches from the
-    block's first element in the file to the last one.
+    Without `strides`, `extent` holds consecutive elements of the block in row-major order, perhaps
+    not all. `first` is the index of the first one in the block. With `strides` (in elements),
+    `extent` reaches from the block's first element in the file to the last one.
     """
 
     offsets: tuple[int, ...]

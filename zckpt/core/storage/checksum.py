@@ -122,10 +122,10 @@ class Cover(Struct, eq=False):
 class Scattered(Struct, eq=False):
     """Computes the CRC-32 of `length` bytes from pieces in any order, without storing the pieces.
 
-    `Cover` stores pieces without neighbors: a matrix that lies in files by columns has millions.
-    Unlike `Cover`, this class does not notice a piece that arrives twice.
+    No piece may be added twice: this class does not notice that, but `Cover` does.
     """
 
+    # `Cover` stores each piece that touches no other: millions if files have a matrix by columns
     length: int
     seen: int = 0
     _sum: int = 0  # a CRC is linear, so each piece adds its share independently
@@ -143,10 +143,10 @@ class Scattered(Struct, eq=False):
         self._sum ^= combine(crc, 0, self.length - stop)
 
     def parts(self) -> list[tuple[int, int, int]]:
-        """All that was added so far, as one triple of arguments for `add` of another `Scattered`.
+        """All pieces so far, as a list of one (start, stop, crc) for `add` of another `Scattered`.
 
-        The third value is not the CRC-32 of the added bytes. It is the sum (XOR) that the added
-        bytes contribute to the CRC-32 of all bytes.
+        `crc` is not the CRC-32 of these pieces, but what they contribute to the CRC-32 of all bytes
+        (by XOR).
         """
         return [(self.length - self.seen, self.length, self._sum)]
 

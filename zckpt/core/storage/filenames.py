@@ -59,7 +59,7 @@ def number_of(name: str) -> int:
 
 
 MOST_FOLDERS = 4
-"""The most nested folders that a tag may name: `epoch_1/step_3` has two."""
+"""The maximum number of nested folders in a tag: `epoch_1/step_3` has two."""
 
 
 def is_tag(tag: str) -> bool:

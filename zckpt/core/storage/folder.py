@@ -101,10 +101,11 @@ class Folder(Struct, eq=False):
         return cls(path, os.open(path, flags))
 
     def own_folder(self, path: str) -> Folder:
-        """Opens a directory below as a `Folder` that refuses files of other users.
+        """Opens a directory below this one as a `Folder` that refuses files of other users.
 
-        The allowed owner is the user that new files there get. Raises TargetExists if the directory
-        itself belongs to another user, or if this process may not write to it.
+        To find the allowed user, it creates a file there, looks at the file's owner, and removes
+        the file. Raises TargetExists if the directory itself belongs to another user, or if this
+        process may not write to it.
         """
         try:
             folder = self.inner(path)

@@ -3,9 +3,9 @@
     zckpt-names.json    {"zckpt": "0.1.0", "source": "/runs/out/checkpoint-500", "tag": null}
 
 Programs find the files' names in such a directory, and a loader reads the checkpoint at `source`
-instead. The files are empty, so commands that read a checkpoint refuse such a directory. A note in
-a directory above a path counts only if zckpt has marked that directory: anybody may have put a file
-of this name into a directory that many users share.
+instead. The ranks' files are empty, so commands that read a checkpoint refuse such a directory. A
+note in a directory above a path counts only if zckpt has marked that directory: anybody may have
+put a file of this name into a directory that many users share.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def note_of(source: str, tag: str | None) -> bytes:
 
 
 def source_of(path: str) -> str | None:
-    """The path of the real checkpoint, if `path` is in a directory with only its file names.
+    """Finds the checkpoint for which zckpt made a directory of empty files; returns its path.
 
-    zckpt-names.json states this path, at `path` or in a directory above. None if there is no such
-    file; "" if the file cannot be parsed.
+    `path` is the directory of empty files, or lies in it; None for any other path. The file
+    zckpt-names.json in the directory states the result; "" if that file is malformed.
     """
     path = os.path.realpath(path)
     for folder in with_parents(path):

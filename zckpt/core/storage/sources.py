@@ -344,7 +344,10 @@ def is_folder(path: str) -> bool:
 
 
 def size(path: str) -> int:
-    """The size of a file in bytes; a `watching` block records the file, as if it were opened."""
+    """The size of a file in bytes.
+
+    Inside a `watching` block, the file counts as opened: a change of it is noticed from now on.
+    """
     now = os.stat(path)
     note(path, now)
     return now.st_size

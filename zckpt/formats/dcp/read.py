@@ -229,7 +229,8 @@ class _FolderReader:
                 if not _are_equal(value, earlier_value):
                     name = os.path.relpath(table.folder, saved.root)
                     message = (
-                        f"{name}: {dotted(path)}, because its value in {MODEL}/ differs and is used"
+                        f"{name}: {dotted(path)}, because zckpt uses the different value in "
+                        f"{MODEL}/"
                     )
                     saved.omitted.append(note("state-omitted", message, subject=dotted(path)))
                 continue

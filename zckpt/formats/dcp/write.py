@@ -137,7 +137,8 @@ class DcpWriter(Struct, eq=False, dict=True):
         if (ranks := options[DP]) is not None:
             self.siblings, lines = trainers.for_ranks(self.siblings, source.dp, ranks)
             self.omitted += lines
-            self.warnings += batches.of_next_run(source, ranks)
+            if not options.weights_only:
+                self.warnings += batches.of_next_run(source, ranks)
         self.omitted += [
             note(
                 "state-omitted",

@@ -44,11 +44,12 @@ OF_RANKS = ("args", INFO)  # keys of the client state that describe the grid
 
 
 def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
-    """Gives the source the pipeline stages, slices, groups and configuration of the run `like`.
+    """Gives the source the pipeline stages, tensor-rank cuts, groups and ds_config of `like`.
 
     Raises UnsupportedCheckpoint (`like` has experts or elastic files), WrongOption (the source's
-    ranks are not joined, or its optimizer differs), MissingData (a parameter, shape or state does
-    not fit) and InconsistentCheckpoint (hyper-parameters differ within a group of `like`).
+    manifest has model ranks of its own, or its optimizer differs), MissingData (a parameter, shape
+    or state does not fit) and InconsistentCheckpoint (the source has different hyper-parameters
+    within a group of `like`).
     """
     if source.ranks:
         raise WrongOption(

@@ -75,9 +75,12 @@ def stated_sizes(model: Mapping[str, Any]) -> str:
 def of_model(model: Mapping[str, Any], path: str, grid: Grid, dp: int, named: int) -> int:
     """The number of ranks that share each sequence, as a model file states it.
 
-    File names show `grid`, `dp` data ranks, and `named` ranks for each sequence. If the file states
-    no sizes (before 0.19.5), the result is `named`. Raises UnsupportedCheckpoint (unknown sizes)
-    and InconsistentCheckpoint (sizes and names do not match).
+    grid     the pipeline stages and tensor ranks that file names show
+    dp       the number of data ranks
+    named    the number of ranks for each sequence that file names show
+
+    If the file states no sizes (before 0.19.5), the result is `named`. Raises UnsupportedCheckpoint
+    (unknown sizes) and InconsistentCheckpoint (sizes and names do not match).
     """
     dimensions = model.get(DIMENSIONS)
     if not isinstance(dimensions, dict):  # before 0.19.5

@@ -29,10 +29,11 @@ from .stage_0.optimizer import model_shells
 from .target_ranks import TargetRanks, layer_files, target_ranks
 
 
-def lay_out(source: Manifest, options: Options) -> Layout:
+def lay_out(source: Manifest, options: Options, trained: Manifest | None = None) -> Layout:
     """Lays out the target's files (without their tensors' bytes), and lists what they cannot store.
 
-    Raises WrongOption, MissingData, InconsistentCheckpoint (different steps in one flat buffer) and
+    `trained` is the checkpoint whose global batch must be kept (default: `source`). Raises
+    WrongOption, MissingData, InconsistentCheckpoint (different steps in one flat buffer) and
     UnsupportedCheckpoint before anything is written.
     """
     need_order(source)
@@ -68,7 +69,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         shells,
         [*siblings, *ranks.layer_siblings(first.tag)],
         [*omitted, *ranks.omitted, *scripts],
-        list(dict.fromkeys(_warnings(ranks, first))),
+        list(dict.fromkeys(_warnings(ranks, first, trained or source))),
         about=f"a DeepSpeed run of {about}, tag {first.tag}",
         loading=loading if options.weights_only else lightning.resuming(source, loading),
         read_back=None if grid is None else partial(ranks.read_back, tag=first.tag),
@@ -82,7 +83,7 @@ def lay_out_like(source: Manifest, run: Manifest, options: Options) -> Layout:
 
     Raises the errors of `lay_out` and of `as_in_run` (run_template.py).
     """
-    return lay_out(as_in_run(source, run, options), options)
+    return lay_out(as_in_run(source, run, options), options, trained=source)
 
 
 def _files_of_model_rank(target: DeepSpeedTarget) -> Iterator[Shell]:
@@ -137,7 +138,7 @@ def _refuse(ranks: TargetRanks, targets: list[DeepSpeedTarget]) -> None:
         )
 
 
-def _warnings(ranks: TargetRanks, first: DeepSpeedTarget) -> Iterator[Notice]:
+def _warnings(ranks: TargetRanks, first: DeepSpeedTarget, trained: Manifest) -> Iterator[Notice]:
     yield from ranks.source.notices.warnings
     yield from reports.of_config(first)
     if not first.options.weights_only:
@@ -146,5 +147,6 @@ def _warnings(ranks: TargetRanks, first: DeepSpeedTarget) -> Iterator[Notice]:
     yield from reports.of_stage_0(first, ranks.wholes)
     yield from reports.of_sequences(first)
     yield from reports.of_weights(first)
+    yield from reports.of_batch(first, trained)
     yield from ranks.inferred
     yield from regroup.warnings(first, ranks.ranks[0])

@@ -121,12 +121,13 @@ def _difference(value: Any, first: Any, fact: str = "") -> tuple[str, Any, Any] 
 def check_names(files: Iterable[TorchFile]) -> list[Notice]:
     """Checks that every file was saved under its present name; returns notes on what is unknown.
 
-    `files` are of one directory. Raises InconsistentCheckpoint for a swapped or copied file. If an
-    earlier version of zckpt gave several files one name, only the bytes of the model ranks'
-    optimizers are compared.
+    `files` are of one directory. Raises InconsistentCheckpoint for a swapped or copied file. Files
+    of earlier zckpt versions may contain names of other ranks' files. For these, it only checks
+    that no two model ranks have the same optimizer.
     """
     opened = {file.path: file for file in files}
-    # torch.save stores a file's name in the file
+    # torch.save stores a file's name in the file; earlier versions of zckpt stored one name in the
+    # files of several ranks
     names = saved_names(ROLES, {path: file.saved_as for path, file in opened.items()})
     other_count = sum(name.is_other for name in names)
     if not other_count or not _are_named_by_earlier_versions(names):

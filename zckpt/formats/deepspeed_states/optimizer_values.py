@@ -52,9 +52,10 @@ def base_state(
 ) -> dict[str, Any]:
     """The base optimizer's state dict for one rank: {"state": ..., "param_groups": ...}.
 
-    `states` are the states of the groups' members, by number: {0: {"exp_avg": ...}}. `numbers` are
-    each group's members: [[0, 1], [2]]; None if these are the flat buffers. `storages` collects the
-    storages of the new file's tensors.
+    states      the states of each member of a group, by its number: {0: {"exp_avg": ...}}
+    storages    collects the storages of the new file's tensors
+    numbers     the numbers of each group's members: [[0, 1], [2]]. None if the members are the flat
+                buffers, whose numbers are their indices in `target.buffers`
     """
     groups = []
     for number, group in enumerate(target.groups):

@@ -52,11 +52,10 @@ def usual_norm(target: DeepSpeedTarget) -> float:
 
 
 def of_weights(target: DeepSpeedTarget) -> list[Notice]:
-    """Warnings on weights guessed to be frozen, missing masters, batch sizes and clipping."""
+    """Warnings on weights guessed to be frozen, missing masters and clipping."""
     return [
         *_of_guessed(target),
         *_of_masters(target),
-        *_of_batch(target),
         *_of_clipping(target),
     ]
 
@@ -136,9 +135,12 @@ def _of_masters(target: DeepSpeedTarget) -> list[Notice]:
     return [warning("masters-missing", message)]
 
 
-def _of_batch(target: DeepSpeedTarget) -> list[Notice]:
+def of_batch(target: DeepSpeedTarget, source: Manifest) -> list[Notice]:
+    """A warning that says how to keep the global batch of `source`; empty for weights alone."""
+    if target.options.weights_only:
+        return []
     engine = target.engine
-    return batches.of_next_run(target.source, target.dp, engine.config, engine.sp)
+    return batches.of_next_run(source, target.dp, engine.config, engine.sp)
 
 
 def _of_clipping(target: DeepSpeedTarget) -> list[Notice]:

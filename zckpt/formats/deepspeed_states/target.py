@@ -139,7 +139,10 @@ class DeepSpeedTarget:
         self.buffers = list(self._buffers())
         self.client_state = self._client_state()
         self.model_contents: dict[int, Contents] = {}
-        """The contents of model files by the first rank that writes them; each is laid out once."""
+        """Maps 0 to the contents of data rank 0's model file, 1 to those of all other ranks' files.
+
+        Without tied weights, all files have the contents under 0.
+        """
 
     @property
     def mp_rank(self) -> str:

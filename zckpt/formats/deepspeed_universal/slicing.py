@@ -162,7 +162,7 @@ def _info_of_rule(
         raise MissingData(
             "cuts-unknown",
             f"no rule says how {name} of {target.source.root} is cut over tensor ranks",
-            hint="convert without --rename: the rules are for the names that the run has",
+            hint="convert without --rename: the rules use the parameters' names in the run",
             file=target.source.root,
             subject=name,
         )

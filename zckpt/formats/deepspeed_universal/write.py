@@ -78,7 +78,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     if not options.weights_only:
         check_states(target.engine, source, target.states)
         warnings += reports.of_assumed(target)
-    warnings += reports.of_weights(target)
+    warnings += [*reports.of_weights(target), *reports.of_batch(target, source)]
     _check_names(target)
     infos = {name: slice_info(target, name) for name in target.trainable}
     if not options.weights_only:

@@ -101,7 +101,7 @@ def refuse_missing(files: Mapping[int, TorchFile], world: int, are_shares: bool 
     paths = {rank: file.path for rank, file in files.items()}
     reason, hint = f"{name} is the file of one of {world} ranks", ""
     if are_shares:
-        reason += ", each with other parameters' states of ZeroRedundancyOptimizer"
+        reason += ", and ZeroRedundancyOptimizer saves different parameters' states in each file"
         hint = "add --weights-only to read the weights without the optimizer"
     require_all(paths, world, folder or ".", reason, hint, (*OF_RANKS, *OF_ITEMS))
 
@@ -124,8 +124,8 @@ def refuse_part(file: TorchFile) -> None:
             "engine-fault",
             f"{file.path} has only 1/{cuts} of the adapter, rank {rank}'s shard: the other ranks "
             f"wrote no file ({ADAPTER_PART.message})",
-            hint="use a complete adapter, as trainer.save_model() writes it; accelerate 1.15 saves "
-            "the shards of all ranks"
+            hint="use a complete adapter, which trainer.save_model() writes; or save again with "
+            "accelerate 1.15, which saves the shards of all ranks"
             if whole is None
             else f"{whole} beside it has the complete adapter: copy the directory without {name}, "
             "and give the copy",

@@ -105,8 +105,8 @@ def file_names(source: Manifest, options: Options) -> FileNames:
     """Chooses the names of the target's files.
 
     They depend on `--dialect` (the program that loads the files) and on the trainer's files beside
-    the source. Without `--dialect`, a source of this format keeps its dialect. A source that is a
-    single file, or Lightning's, then becomes a single file (not with `--weights-only`).
+    the source. Without `--dialect`, a `gathered` source keeps its dialect. Without `--dialect` and
+    `--weights-only`, a source that is one file, or that Lightning saved, becomes one file.
     """
     engine = keys_of(source.run.engine)
     if options[DIALECT] is None and not options.weights_only:

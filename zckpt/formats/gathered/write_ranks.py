@@ -43,8 +43,9 @@ ORDER = Foreign(Global(f"{SPECS}.ShardOrderEntry"), (0, (0,)), None, "new")
 def lay_out(source: Manifest, options: Options) -> Layout:
     """Lays out the files of `--dp` ranks: each rank has its rows of parameters, and all buffers.
 
-    Raises WrongOption unless FSDP2 cut the source's parameters into rows on a mesh of one axis, for
-    optimizer states of other shapes, and for `--dialect`: every dialect has only full state dicts.
+    The source must have one file per rank, with parameters that FSDP2 cut into rows on a mesh of
+    one axis. Raises WrongOption for any other source, for optimizer states of other shapes than
+    the parameters, and if `--dialect` is given.
     """
     ranks, mesh = options[DP], source.run.origin.mesh
     assert ranks is not None

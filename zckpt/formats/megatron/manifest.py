@@ -136,8 +136,9 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     warnings = [*_warnings_of_other_iteration(content), *put_in_order(args)]
     if groups and not has_groups:
         message = (
-            "no file lists the members of the parameter groups, and Megatron-Core's usual rule "
-            "does not decide them: zckpt keeps the groups' values, but assigns no parameters"
+            "no file lists the parameters of each group, and zckpt cannot infer them: by "
+            "Megatron-Core's rule (no weight decay for biases and 1-d tensors), a parameter fits "
+            "no group, or several. zckpt keeps the groups' values, but assigns no parameters"
         )
         warnings.append(warning("groups-missing", message, subject="param_groups"))
     if len(trainable) < len(parameter_shapes) and content.sharding in (*FLAT, DISTRIBUTED):

@@ -65,8 +65,9 @@ def way_out(manifest: Manifest) -> str:
 def rebuilt(manifest: Manifest, elements: str) -> Manifest:
     """Drops fp32 masters that do not round to their weights, and their moments; adds a warning.
 
-    `elements` is BEGINNINGS or ALL (core/comparison/masters.py). If any master is wrong, those of
-    all 1-d and 0-d parameters are dropped too. Only `fully_reshardable` checkpoints are changed.
+    `elements` says what is compared: BEGINNINGS (the first elements of each fragment) or ALL. If
+    any master is wrong, those of all 1-d and 0-d parameters are dropped too. Only
+    `fully_reshardable` checkpoints are changed.
     """
     wrong = {result.match.a.parameter for _, result in unlike(manifest, elements)}
     if not wrong or sharding(manifest) != READABLE:  # a conversion refuses other shardings
@@ -78,9 +79,9 @@ def rebuilt(manifest: Manifest, elements: str) -> Manifest:
     given_up = {(name, slot) for name in lost for slot in ("master", *slots)}
     message = (
         f"zckpt drops the masters and {listed(sorted(slots))} of "
-        f"{counted(len(lost), 'parameter')} of {len(manifest.parameters)}, and widens their "
-        f"weights to fp32 instead: the masters of {len(wrong)} do not round to their weights, and "
-        f"the masters of vectors cannot be checked: {', '.join(lost)}"
+        f"{counted(len(lost), 'parameter')} (out of {len(manifest.parameters)}), and makes new "
+        f"masters from the weights: the masters of {len(wrong)} do not round to their weights, and "
+        f"the masters of vectors cannot be checked. The parameters are: {', '.join(lost)}"
     )
     mixed_up = warning("moments-lost", message, subject=lost[0])
     kept = {**manifest.state["megatron"], LOST: lost}

@@ -130,11 +130,12 @@ def weights_apart(save: Save) -> set[str]:
 
 
 def owners_of(save: Save, shapes: Shapes, apart: Collection[str]) -> tuple[Owned, set[str]]:
-    """Finds each rank's share of every weight, and the names of the trained weights.
+    """Finds the ranks' shares of weights, and the names of the trained weights.
 
-    `apart` is the result of `weights_apart`. Without moments, all weights count as trained. Raises
-    IncompleteCheckpoint if some moments are missing, InconsistentCheckpoint if they contradict the
-    partition rule, and MissingData if no file has the weights that ranks share.
+    `apart` has the weights whose fp32 values only the owners store. Without moments, all weights
+    count as trained. Raises IncompleteCheckpoint if some moments are missing,
+    InconsistentCheckpoint if moments contradict the partition rule, and MissingData if no file has
+    the weights that several ranks share.
     """
     numels = {name: prod(shape) for name, shape in shapes.items()}
     trained = {name for rank in save.ranks for name in rank.moments}

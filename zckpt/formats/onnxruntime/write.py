@@ -114,7 +114,11 @@ class TargetWeight(Struct, frozen=True):
 
 
 class OnnxRuntimeWriter:
-    """Writes one target; the constructor decides weights, the ranks' shares of them, and types."""
+    """Lays out the files of one target: `shells` yields the file of each rank.
+
+    The constructor decides which elements of a trained weight each rank owns, and the tensors'
+    types.
+    """
 
     def __init__(self, source: Manifest, options: Options) -> None:
         self.source = source

@@ -18,7 +18,7 @@ class Stated(Struct):
     aliases    {second name of a tied weight: its first name}
     buffers    the names of buffers
     frozen     the names of weights that no optimizer trains
-    names      {file or key of a value: the manifest's names of its tensors, in order}
+    names      {a file, or a key in DCP's files: the manifest's names of its tensors, in order}
     inferred   names that no file of the source stated
     numbers    names of the parameters that the optimizer numbers, in order
     optimizer  the class given with `--optimizer`

@@ -84,9 +84,9 @@ def refuse_parts(
 ) -> None:
     """Raises InconsistentCheckpoint if a weight or a moment is only one rank's slice of the tensor.
 
-    A weight is a slice if it has the shape of one rank's shard of its moment, and a moment if it
-    has the shape of one rank's shard of its weight. With `weights_only`, moments are not checked.
-    `optimizer` must have the names in `model`.
+    Each weight is compared with its moments: a slice has the shape of one rank's shard of the
+    other tensor. With `weights_only`, a moment may be a slice. `optimizer` must have the names in
+    `model`.
     """
     # torch.distributed.checkpoint stores only one rank's slice if a program saved slices as plain
     # tensors, and no trace of the others; but shapes show it
@@ -107,9 +107,9 @@ def refuse_unnamed_parts(
 ) -> None:
     """Raises InconsistentCheckpoint if a weight or a moment seems to be one rank's slice.
 
-    Parameters have numbers and no names. So a weight is a slice if it has the shape of one rank's
-    shard of any moment, and a moment if it has the shape of one rank's shard of any weight. With
-    `weights_only`, moments are not checked.
+    Parameters have numbers and no names, so it is unknown which moments a weight has. Each weight
+    is compared with all moments: a slice has the shape of one rank's shard of another tensor. With
+    `weights_only`, a moment may be a slice.
     """
     weights = {name: leaf for name, leaf in model.items() if isinstance(leaf, Leaf) and leaf.shape}
     moments = {

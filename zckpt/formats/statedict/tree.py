@@ -97,7 +97,7 @@ def put(tree: Any, path: TreePath, value: Any, room: int) -> int:
 
 
 def no_twin() -> None:
-    """The value of `Leaf.find_twin` for a tensor whose checksums are unknown: returns None."""
+    """Returns None: the `Leaf.twin` of a tensor whose checksums are unknown."""
 
 
 class Leaf(Struct, frozen=True, eq=False):
@@ -107,8 +107,8 @@ class Leaf(Struct, frozen=True, eq=False):
     fragments  the byte ranges of the full tensor, in any number of files
     number     a function that reads the value of a 0-d tensor
     memory     equal for two names of one tensor; None if unknown or empty
-    find_twin  a function that returns `twin`; it may open files
-    twin       equal for two tensors with equal shards; None if a checksum is unknown
+    find_twin  a function that computes `twin`; it may open files
+    twin       checksums, which are equal for tensors with equal shards; None if one is unknown
     sharded    whether ranks hold shards; None if unknown
     name       the name in the manifest, if zckpt wrote the files
     parts      the shapes of the ranks' shards
@@ -177,7 +177,7 @@ class ReadFiles(Struct, eq=False):
     siblings       other files of the directory, which a target gets too
     omitted_files  other files of the directory, which no target gets
     unused         byte ranges that belong to no value
-    laid           {folder: its `.metadata` table} if zckpt has just laid out the files
+    laid           {folder: its `.metadata` table} of a target that has no tensors' bytes yet
     """
 
     paths: list[str] = field(default_factory=list)
@@ -234,8 +234,8 @@ class SavedTree(Struct, eq=False):
     files     the files that were read, and files beside them
     layout    how the program distributed its state dicts over files
     ranks     what a comparison of the ranks' files showed
-    facts     {path of a model: what zckpt wrote beside it}; the path None is any other model
-    orders    lists of parameter numbers in the model's order; None if the groups are such lists
+    facts     {path of a model: what zckpt wrote beside it}; the key None is for all other models
+    orders    lists of parameter numbers, each in the model's order; None: one list per group
     omitted   notices about contents that no target gets
     """
 
@@ -343,7 +343,7 @@ def leaves(file: TorchFile, value: Any, names: Iterator[str] | None = None) -> A
 
 
 def missing_number() -> Any:
-    """Marks a tensor whose file is lost, as the function in its `Leaf.number`; returns None."""
+    """The `Leaf.number` of a tensor whose file is lost: returns None instead of a value."""
 
 
 def number_of(stored: SavedTensor) -> Callable[[], Scalar]:

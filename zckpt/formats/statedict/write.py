@@ -319,12 +319,12 @@ def _kept_key(key: Any) -> Any:
 
 
 def _refuse_tensors(group: dict[str, Any]) -> None:
-    """Raises WrongOption if a hyper-parameter is a tensor, which the flat layout cannot store."""
+    """Raises WrongOption if a hyper-parameter is a tensor: the layout `flat` cannot store it."""
     for key, value in group.items():
         if any(isinstance(item, TensorName) for _, item in flattened((), value)):
             raise WrongOption(
                 "option-not-applicable",
-                f"the hyper-parameter {key} is a tensor, which the flat layout cannot store",
+                f"the hyper-parameter {key} is a tensor, which --dcp-layout flat cannot store",
                 hint="use the other layout: --dcp-layout nested",
             )
 

@@ -28,7 +28,7 @@ KEY = re.compile(rb'"([^"\n]{1,40})":')
 AROUND = 6  # bytes on each side by which a place of the contents is found in the text
 
 Bit = tuple[int, int]
-"""A byte of the text, and a bit of it."""
+"""A bit of a file's text: (byte offset, number of the bit in this byte)."""
 
 
 def flipped(text: bytes, limit: int = LIMIT) -> list[Bit]:

@@ -479,10 +479,9 @@ def _listed_ranges(path: str, name: str, entry: Mapping[str, Any]) -> Runs:
 
 
 def check(manifest: Manifest) -> list[Notice]:
-    """Compares each file that a conversion copies unread with the CRC-32 that the manifest states.
+    """Checks the files beside the checkpoint's tensors, which a conversion copies unchanged.
 
-    These files have no tensors, so no other check reads them. Called before a conversion writes
-    anything. Raises CorruptCheckpoint if a file differs.
+    Raises CorruptCheckpoint if a file does not have the CRC-32 that the manifest states.
     """
     beside = (*manifest.files.siblings, *manifest.files.around)
     siblings = {sibling.path for sibling in beside}

@@ -179,6 +179,6 @@ def _groups(rows: Sequence[int], sizes: Sizes) -> int:
     if not fits or (sizes.heads is not None and query * groups != key * sizes.heads):
         heads = "" if sizes.heads is None else f"{sizes.heads} heads and "
         raise Misfit(
-            f"{query} rows of q and {key} of k cannot be those of {heads}{groups} key-value heads"
+            f"{query} rows of q and {key} rows of k do not match {heads}{groups} key-value heads"
         )
     return groups

@@ -88,7 +88,7 @@ def sizes_of(
                 raise InconsistentCheckpoint(
                     "options-conflict",
                     f"{first} says {key}={stated_value}, {place} says {key}={value}",
-                    hint="give --family the sizes of the source's model, or none"
+                    hint="give --family the sizes of the source's model, or no sizes"
                     if first == "--family"
                     else "give the config.json of the source's model: --config config.json",
                 )

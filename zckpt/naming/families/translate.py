@@ -280,7 +280,7 @@ class _Translation(Struct, eq=False, dict=True):
 
 
 MODULE = frozenset({"module", "module_extra", "module_metadata"})
-"""Keys of a manifest's state about the source's modules; the converted manifest has none."""
+"""Keys of `Manifest.state` that describe the source's modules; --family drops them."""
 
 
 def _of(groups: Any, parameter: Parameter) -> Any:

@@ -48,7 +48,7 @@ class NameMatch(Struct, frozen=True):
 class SavingRule(Struct, frozen=True):
     """A rule that turns names and tensors in memory into names and tensors in files.
 
-    pattern    matches names, with one named group for each source pattern
+    pattern    matches names; its alternatives are the named groups g0, g1, ...
     targets    replacements of the matched text, such as "mlp.experts"
     steps      operations on tensors, such as ["cut", 0]; empty if the rule only renames
     add        is added to the number in the matched text, such as a layer's
@@ -102,7 +102,7 @@ class SavingRules(Struct, frozen=True):
 
     renames       rules that only rename tensors
     converters    rules that also cut, join or reorder tensors
-    marks         words that only names in files have: a manifest with one needs no conversion
+    marks         parts of names that only files have: a manifest with one is not converted
     sizes         numbers of the model's configuration, for the converters
     """
 
@@ -118,7 +118,7 @@ class SavingRules(Struct, frozen=True):
         return name
 
     def converter(self, name: str) -> tuple[SavingRule, NameMatch] | None:
-        """The first rule with steps that matches a name, and the match; None if there is none."""
+        """The first of `converters` that matches a name, and its match; None if there is none."""
         for rule in self.converters:
             if match := rule.match(name):
                 return rule, match

@@ -23,9 +23,10 @@ from typing import Any
 from ..views import View, cut, dealt, flattened, folded, joined, swapped, unstacked, zeros
 
 Tensors = dict[str, View]
-"""A rule's tensors, by the target (a part of the new name) that each will get.
+"""The tensors that a rule converts together. A key is a part of the new name, or a number.
 
-Until an operation such as `cut` names its results, the keys are numbers of source patterns.
+A number ("0", "1") is the index of the rule's pattern that matches the tensor's old name. An
+operation such as `cut` replaces the numbers by parts of new names.
 """
 
 
@@ -35,11 +36,12 @@ def converted(
     steps: Sequence[Sequence[Any]],
     size: Callable[[str], int],
 ) -> Tensors:
-    """Applies the steps of a rule to its source tensors; returns the new tensors by target.
+    """Applies the steps of a rule to the tensors that it converts together; returns new tensors.
 
-    views    maps the number of a source pattern to its tensor
-    steps    each is the name of an operation (see above), and its arguments: ["cut", 0]
-    size     returns a number of the model's configuration
+    views      tensors, by the index of the rule's pattern that matches the old name
+    targets    parts of new names, which become the keys; numbers replace each `*` in them
+    steps      operations (listed in the module's docstring) with arguments, such as ["cut", 0]
+    size       returns a number of the model's configuration, given its key
 
     Raises ValueError or IndexError if sizes do not fit.
     """

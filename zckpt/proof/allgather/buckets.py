@@ -63,10 +63,10 @@ class Beside(Struct, frozen=True):
         return start // widest * width, stop // widest * width
 
     def blocks(self, start: int, stop: int, column: int) -> Iterator[Block]:
-        """Yields the tensor's blocks for a range of complete lines.
+        """Yields the tensor's blocks for some lines; a line is the part of a row in one shard.
 
-        [start, stop) is the range in the widest shard. In the bucket, which has a row for each
-        rank, a rank's lines follow each other from `column` on.
+        In the widest shard, these lines are the elements [start, stop). In the bucket, which has a
+        row for each rank, a rank's lines follow each other from `column` on.
         """
         member, shape = FlatMember(self.apart.key, self.apart.shape, 0), self.apart.shape
         line, end = start // max(self.widths), stop // max(self.widths)
@@ -119,11 +119,10 @@ def side_by_side(tensor: Joined) -> Iterator[Joined | Beside]:
 def even_lines(sizes: tuple[int, ...], shape: tuple[int, ...]) -> int:
     """How many consecutive lines of a shard begin at equal distances in the tensor.
 
-    A line is a part of the shard that is contiguous in the tensor. `sizes` are the shard's sizes
-    along the axes before a line. `shape` is the tensor's shape.
+    A line is a part of the shard that is contiguous in the tensor. For a shard (2, 3, 5) of a
+    tensor of the `shape` (4, 6, 8), a line has 5 elements, `sizes` is (2, 3), and the result is 3.
     """
-    # a shard (2, 3, 5) of a tensor (4, 6, 8), so sizes (2, 3): lines 0 to 2 begin 8 elements apart,
-    # and line 3 begins 32 elements after line 2: the result is 3; for a shard (2, 6, 5) it is 12
+    # lines 0 to 2 begin 8 elements apart, and line 3 begins 32 elements after line 2
     count = 1
     for size, whole in zip(reversed(sizes), reversed(shape[: len(sizes)]), strict=True):
         count *= size
@@ -156,8 +155,10 @@ class Block(Struct, frozen=True):
     start          the tensor's element at which row 0 of the block begins
     stride         tensor elements from the beginning of a row to that of the next row
     row, column    where the block begins in the bucket, if it has no `pieces`
-    pieces         the block's columns, from left to right: (row of the bucket, first column there,
-                   number of columns). All rows of a piece follow each other in this row
+    pieces         vertical strips of the block, from left to right: (row of the bucket, first
+                   column there, width of the strip)
+
+    The bucket has a strip in one of its rows: first row 0 of the strip, then row 1, and so on.
     """
 
     member: FlatMember
@@ -333,8 +334,8 @@ Each line costs a read request to the other checkpoint.
 def buckets(parts: Sequence[Cut], room: int, processes: int) -> Iterator[Bucket]:
     """Packs tensors and flat buffers into buckets of at most `room` bytes, one per all-gather.
 
-    `parts` of one kind (`kind_of`) must follow each other. `processes` processes share the rows of
-    a bucket.
+    `parts` of one kind (`kind_of`) must follow each other. A bucket has a row for each rank, and
+    `processes` is the number of processes that read these rows.
     """
     segments: list[Segment] = []
     end, kind, width, lines = 0, ("", 0, False), 0, 0

@@ -32,10 +32,10 @@ def all_gather(world: World, whole: torch.Tensor, part: torch.Tensor) -> None:
 
 
 class BucketBuffers:
-    """The memory for one bucket, the matrix with a row for each rank that one all-gather moves.
+    """The memory for one bucket: a matrix with a row for each rank, moved by one all-gather.
 
-    It has the gathered rows of all ranks and the rows that this process reads. It also has the same
-    elements of the other checkpoint, with which the gathered elements are compared.
+    It has all gathered rows, the rows that this process reads, and the elements of the other
+    checkpoint that this process compares with gathered elements.
     """
 
     def __init__(self, world: World, room: int, other: int) -> None:
@@ -95,10 +95,10 @@ class BucketBuffers:
             self.near[: len(whole)].copy_(whole, non_blocking=True)
 
     def sides(self, bucket: Bucket, item: BlockMatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """A block's elements in the gathered rows, and the same elements of the other checkpoint.
+        """The gathered elements of a block (a piece of a tensor), and those to compare with them.
 
-        Both are views of the bucket's memory. Only a block that is joined from several boxes
-        (shards) is a copy.
+        The second tensor is from the other checkpoint. Both are views of this memory; the first is
+        a copy if the block has several `pieces`.
         """
         block, other = item.block, item.other
         matrix = self.near[: self.rows(bucket)].view(BITS[bucket.size]).view(-1, bucket.width)

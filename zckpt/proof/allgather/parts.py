@@ -182,7 +182,8 @@ def _spread(part: Whole, size: int) -> Spread:
 def strided(part: Named) -> Iterator[Joined]:
     """Yields the shards (boxes) of a tensor that are not row-major in their files.
 
-    All-gathers do not move them. They are compared one by one, so each is a `Joined` of one box.
+    Each is a `Joined` (a tensor of boxes) with one box. These shards are compared one by one,
+    without an all-gather.
     """
     if isinstance(part, Whole) and part.strides:
         box = BoxPart((0,) * len(part.shape), part.shape, part.extent, strides=part.strides)

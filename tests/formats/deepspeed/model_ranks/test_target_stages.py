@@ -108,7 +108,7 @@ def test_tied_layers_stand_as_they_are_first_used() -> None:
 def test_a_tied_layer_without_a_place() -> None:
     """All layers of its stages have names: only one stage, which has everything, needs none."""
     stages = [EMBED, "0", "1"], ["2"], [EMBED, "3"]
-    with pytest.raises(WrongOption, match=r"has no parameter name\. By --pp-bounds, that place is"):
+    with pytest.raises(WrongOption, match=r"unknown layer\. By the .* has parameter names"):
         cut(stages, range(4), (), pp_bounds=(0, 2, 4))
     whole, inferred = cut(stages, range(4), (), pp=1)
     assert (whole.parameters[0][0], inferred) == (EMBED, [])

@@ -141,7 +141,7 @@ def test_a_stated_name_without_a_weight(tmp_path: Path) -> None:
         (
             lambda m: m.update(num_experts=[2]),
             IncompleteCheckpoint,
-            "lacks the optimizers of all ep ranks",
+            "optimizer files of all ep ranks are missing",
         ),
     ],
 )

@@ -121,10 +121,9 @@ def _uses(
             if not free:
                 raise WrongOption(
                     "stages-do-not-fit",
-                    f"a stage of {root} uses the tied layer {key} at a place in the pipeline that "
-                    f"has {'no file' if is_shown else 'no parameter name'}. By --pp-bounds, that "
-                    f"place is one of the layers {span.start} to {span.stop - 1}, but each of "
-                    "these has one",
+                    f"a stage of {root} uses the tied layer {key} at an unknown layer. By the "
+                    f"bounds, it is one of the layers {span.start} to {span.stop - 1}, but each of "
+                    f"them has {'a file' if is_shown else 'parameter names'} of its own",
                     hint=LAST,
                 )
             if is_shown and len({_stage_of(at, bounds) for at in (*shown, *free)}) > 1:

@@ -118,7 +118,7 @@ def states_of(directory: TagDirectory, files: RankFiles, *, is_stage: bool = Fal
     if files.experts or model.get("num_experts"):
         raise IncompleteCheckpoint(
             "missing-rank-file",
-            f"{directory.path} has experts, and lacks the optimizers of all ep ranks",
+            f"{directory.path} has experts, but the optimizer files of all ep ranks are missing",
             hint="expected expp_rank_0_mp_rank_00_optim_states.pt and one per further rank (stage "
             "0), or zero_pp_rank_0_mp_rank_00_optim_states.pt and one per further rank",
             file=directory.path,

@@ -46,10 +46,10 @@ class TensorInFile(Struct, frozen=True):
 def labels(
     weights: Sequence[TensorInFile], masters: Sequence[TensorInFile]
 ) -> tuple[list[Label], list[list[Label]]]:
-    """Labels weights and masters: a master may belong to the weights that have its label.
+    """Labels tensors, so that a master shares a label with the weights to which it may round.
 
-    Returns one label per weight, and a list of labels per master, with at most one label for each
-    type of weights. A label stands for a shape, a type and the bits of some elements.
+    Returns one label per weight, and a list of labels per master: at most one for each type that
+    weights of its shape have. A label stands for a shape, a type and the bits of some elements.
     """
     typed = by_key(((w.tensor.shape, w.tensor.dtype), place) for place, w in enumerate(weights))
     shaped = by_key((m.tensor.shape, place) for place, m in enumerate(masters))

@@ -424,9 +424,9 @@ class FlatFragments:
     def runs(self, place: tuple[int, ...]) -> Runs:
         """The file ranges with the elements of one slice, in element order.
 
-        `place` is the slice's index along all axes but the last: its layer and expert, then its
-        number along each axis of the parameter. Raises InconsistentCheckpoint if shards overlap or
-        leave gaps.
+        `place` is the slice's index along all axes but the last. In the example of the class,
+        (3, 0, 1) is the slice of tensor rank 1 in layer 3. Raises InconsistentCheckpoint if shards
+        overlap or leave gaps.
         """
         parts = sorted(self.parts.get(place, []), key=lambda part: part.start)
         ends = [0, *(part.stop for part in parts)]

@@ -57,8 +57,9 @@ def placed(
     `parts` has each tensor rank's shards by name; the result has their buffers and positions. A
     frozen parameter has no position, an embedding may have two. `where` begins error messages.
 
-    Raises UnsupportedCheckpoint unless every buffer can be filled in exactly one way, and
-    InconsistentCheckpoint if another parameter has two, or if one is missing on some tensor ranks.
+    Raises UnsupportedCheckpoint unless every buffer can be filled in exactly one way. Raises
+    InconsistentCheckpoint if only some tensor ranks' buffers have a parameter, or if a parameter
+    that is not an embedding has two positions.
     """
     last = max(rank.pp for rank in ranks)
     result: list[dict[str, list[BufferPlace]]] = [{} for _ in parts]

@@ -363,8 +363,9 @@ def whole_states(
     if member is None or not isinstance(states, dict) or not isinstance(masters, list):
         raise UnsupportedCheckpoint(
             "layout-unknown",
-            f"{file.path} does not list the parameters of each group, and Megatron-Core's usual "
-            "rule does not decide them",
+            f"{file.path} does not list the parameters of each group, and zckpt cannot infer them: "
+            "by Megatron-Core's rule (no weight decay for biases and 1-d tensors), a parameter "
+            "fits no group, or several",
             hint=WEIGHTS_ONLY,
             file=file.path,
         )
