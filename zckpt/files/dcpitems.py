@@ -152,7 +152,7 @@ class ItemFiles:
     def planned_boxes(self, table: ItemTable, key: str, dtype: str) -> PlannedBoxes | None:
         """The boxes (chunks) of a tensor that are not empty, with computed data ranges.
 
-        None if none has elements or an item must be opened. Raises IncompleteCheckpoint (short file).
+        None if all are empty, or one must be opened. Raises IncompleteCheckpoint (short file).
         """
         places = table.locations
         if (item := table.items[key]) is None or not self.plans:
