@@ -254,7 +254,7 @@ def test_how_large_the_first_updates_are(beta1: float, beta2: float, most: str) 
     text = _larger(beta1, beta2)
     assert f"= {most} times the rate" in text
     assert f"{sizes[0]:.3g}" == most
-    assert f"up to {max(sizes):.3g} times, if" in text
+    assert f"up to {max(sizes):.3g} times the rate, if" in text
 
 
 # -- --set-group

@@ -317,8 +317,8 @@ def probe_diff(
 
     A difference is big above the tolerance of its type. --noise names RUN_A2, a second run of
     RUN_A's program. Then a big difference must also be above four times the noise, which is the
-    difference between RUN_A and RUN_A2. If these two runs are equal bit for bit, every difference
-    is big, unless RUN_A and RUN_B have different numbers of ranks.
+    difference between RUN_A and RUN_A2. As long as these two runs are equal bit for bit, every
+    difference is big, unless RUN_A and RUN_B have different numbers of ranks.
 
     Exit code 3: there is a big difference.
     """

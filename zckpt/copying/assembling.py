@@ -40,8 +40,8 @@ class Target(Protocol):
         """Yields CRC-32s of `data`, the bytes of the file from `start` on.
 
         First come the CRC-32s of the parts of `data` in records (byte ranges with a checksum, such
-        as zip members), then the CRC-32 of all of `data`. The caller combines the CRC-32s of
-        neighbors.
+        as zip members), then the CRC-32 of all of `data`. The CRC-32s of neighbors are combined
+        later.
         """
 
 

@@ -44,8 +44,8 @@ Key = tuple[str, int, int]
     record     the index of a target file, and the index (place) of a record in it
     checked    the index of a record in the source
 
-A record is a byte range with a checksum. The place is 0 for all kinds but `record`. Items of the
-kind `differs` hold a difference of two tensors, not a CRC-32 (see DIFFERS in comparing.py).
+A record is a byte range with a checksum. The place is 0 for all these kinds but `record`. Items of
+the kind `differs` hold a difference of two tensors, not a CRC-32 (see DIFFERS in comparing.py).
 """
 Passed = tuple[Key, int, int, int]
 """The CRC-32 of bytes [start, stop) of a tensor, file or record: (key, start, stop, CRC-32)."""

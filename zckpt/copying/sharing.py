@@ -61,7 +61,7 @@ class Sharing:
 
     @property
     def part(self) -> str:
-        """The end of the name of this process's journal (list of written regions): "2-of-8".
+        """How the name of this process's journal (list of written regions) ends, such as "2-of-8".
 
         Empty if the process writes alone, or leads the others.
         """

@@ -152,7 +152,7 @@ class ItemFiles:
     def planned_boxes(self, table: ItemTable, key: str, dtype: str) -> PlannedBoxes | None:
         """The boxes (chunks) of a tensor that are not empty, with computed data ranges.
 
-        None if all are empty, or one must be opened. Raises IncompleteCheckpoint (short file).
+        None if all are empty, or one cannot be computed. Raises IncompleteCheckpoint (short file).
         """
         places = table.locations
         if (item := table.items[key]) is None or not self.plans:
@@ -531,7 +531,7 @@ class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
         return bool(self._crcs) and self._crcs[place] != UNOPENED
 
     def crc(self, place: int) -> int | None:
-        """The CRC-32 that is stored with the data of box number `place`; raises as `_Planned`."""
+        """The CRC-32 that the item of box `place` states, or None; raises as `_Planned`."""
         if not self.is_open(place):
             location, sizes = self.places.at(self._rows[place]), self._box(place).sizes
             item = self.key, self.dtype, sizes, self._extent(place)

@@ -42,8 +42,8 @@ def sorted_out(extra_states: Iterable[ExtraState], keep: Keep) -> list[StateRow]
     """Makes a `StateRow`, a row of the manifest's table, for each value.
 
     A conversion keeps a plain value (`is_plain`) that belongs to no parameter, if its key is a text
-    and no other kept value has this key. All other values serve only comparisons of checkpoints;
-    `keep` converts them for the manifest.
+    and no kept value of the same form has this key. All other values serve only comparisons of
+    checkpoints; `keep` converts them for the manifest.
     """
     forms = {reason: form for form, reason in REASONS.items()}
     rows: dict[Any, StateRow] = {}

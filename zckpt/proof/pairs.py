@@ -45,7 +45,7 @@ def copies(manifest: Manifest, entries: Mapping[Key, Entry]) -> list[Match]:
 
 
 def mutual_matches(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], list[Key]]:
-    """Pairs the tensors that both checkpoints have, and their replicas.
+    """Pairs tensors that both checkpoints have; replicas are paired too.
 
     Also returns the keys that only `a` has, and those that only `b` has.
     """

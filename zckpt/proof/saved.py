@@ -55,7 +55,7 @@ from .roots import of_root, refuse_several
 from .states import plain_facts
 from .verify import inferences, needs_weights, nothing_found, with_values
 
-MAX_PROOF = 1 << 29
+MAX_PROOF = 1 << 29  # a proof has 100 to 200 bytes for each tensor and each parameter
 """The size in bytes of the largest file of `--save-proof` that zckpt reads."""
 
 

@@ -30,7 +30,7 @@ OF_PROGRAM = ("lr_scheduler", "client_state", "module_extra")
 OF_SIZES = ("tensor_parallel", "pipeline", "universal")
 """Keys of `Manifest.whole_state` about how ranks cut tensors.
 
-They are compared only if both checkpoints have the same format and ranks (`twins`).
+They are compared only if both checkpoints have the same format, engine and ranks (`twins`).
 """
 OF_SAVING = frozenset(
     (
@@ -63,7 +63,7 @@ CLIPPING = "optimizer.clip_grad"
 UNCLIPPED = (None, "DeepSpeedZeroOptimizer_Stage3", "FP16_UnfusedOptimizer")
 """DeepSpeed's optimizer wrappers that do not save the gradient clipping limit; None: no wrapper."""
 OF_NO_PARAMETER = ("optimizer.beside", "optimizer.among")
-"""Paths in `Manifest.whole_state` of the optimizer's numbers that belong to no parameter."""
+"""Where `Manifest.whole_state` has the optimizer's numbers that belong to no parameter."""
 MERGED = "deepspeed-universal"
 """A format from which the loader reads nothing but the states and groups of the optimizer."""
 SCHEDULER = "lr_scheduler"

@@ -234,8 +234,8 @@ def _by_tag(run: str, inside: bool = False) -> list[Candidate]:
 def _set_back(run: str, pointed: str, newest: str) -> Notice:
     return warning(
         "pointer-behind",
-        f"{run} names {pointed} as its last checkpoint, which is used: the save of {newest} has "
-        "not ended, or the run was set back",
+        f"{run} names {pointed} as its last checkpoint, which is used: the save of {newest} may "
+        f"not have ended, or the user may have set the run back to {pointed}",
         file=os.path.join(run, pointed),
     )
 

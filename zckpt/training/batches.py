@@ -109,7 +109,7 @@ def global_batch(manifest: Manifest) -> int | None:
 
 
 def is_of_trainer(source: Manifest) -> bool:
-    """Whether the Trainer of transformers saved the checkpoint, and sets the batch size."""
+    """Whether the Trainer of transformers saved the checkpoint; it sets the batch size itself."""
     return program_of(source.files.siblings) == TRANSFORMERS
 
 

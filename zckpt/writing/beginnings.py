@@ -176,5 +176,5 @@ def _larger(beta1: float, beta2: float) -> str:
     )
     most = max(ratios)
     if most > ratios[0] * 1.05:
-        text += f" (later updates up to {most:.3g} times, if gradients stay the same)"
+        text += f" (later updates are up to {most:.3g} times the rate, if gradients stay the same)"
     return text

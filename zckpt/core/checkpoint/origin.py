@@ -77,7 +77,10 @@ class Origin(Struct, frozen=True):
 
     @property
     def sequences(self) -> int:
-        """How many data-parallel ranks have different samples; 1 if there were no ranks."""
+        """The number of data-parallel ranks, of which those that share a sequence count once.
+
+        1 if there were no ranks.
+        """
         return (self.dp or 1) // self.sequence_ranks(self.dp or 1)
 
     def to_json(self) -> dict[str, Any]:

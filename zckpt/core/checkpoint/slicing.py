@@ -40,8 +40,8 @@ class Slicing(Struct, frozen=True):
         slices    the shape of each rank's slice
         pieces    the blocks that the ranks hold; several ranks may hold the same block
 
-    All shapes have the same number of axes. The function `cut` merges the axes before the cut one,
-    and those behind it: then the shapes are (outer, width, inner).
+    All shapes have the same number of axes. Those that `cut` returns are (outer, width, inner): the
+    axes before the cut one are merged, and so are those behind it.
     """
 
     whole: tuple[int, ...]

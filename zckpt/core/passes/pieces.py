@@ -27,7 +27,7 @@ class ReadRequest(Struct, frozen=True):
     """A request to read elements [start, stop) of a tensor to byte `at` of a buffer.
 
     check     whether to check the CRC-32 of the record (zip member etc.) with these bytes
-    is_cut    whether the edge of a chunk (a step of the copy) may cut the range off
+    is_cut    whether the edge of a chunk (a step of the copy) may have cut the range
 
     Small ZeRO-3 slices of several tensors are read together. A request with `is_cut` takes part
     only if it is for a whole tensor.

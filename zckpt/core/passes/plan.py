@@ -38,8 +38,8 @@ class TargetPiece(Struct, frozen=True):
     """Elements [start, stop) of a tensor, for the bytes of a target file from `offset` on.
 
     If `count` is above one, the bytes hold `count` runs of elements, one after the other. Run i has
-    elements [start + i * stride, stop + i * stride). `is_cut` is True if a `Chunk` of the file has
-    only this part of a larger piece.
+    elements [start + i * stride, stop + i * stride). `is_cut` is True for a part of a larger piece
+    that the edge of a `Chunk` cuts.
     """
 
     offset: int

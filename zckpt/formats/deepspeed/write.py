@@ -32,7 +32,7 @@ from .target_ranks import TargetRanks, layer_files, target_ranks
 def lay_out(source: Manifest, options: Options, trained: Manifest | None = None) -> Layout:
     """Lays out the target's files (without their tensors' bytes), and lists what they cannot store.
 
-    `trained` is the checkpoint whose global batch must be kept (default: `source`). Raises
+    A warning says how to keep the global batch of `trained` (default: `source`). Raises
     WrongOption, MissingData, InconsistentCheckpoint (different steps in one flat buffer) and
     UnsupportedCheckpoint before anything is written.
     """

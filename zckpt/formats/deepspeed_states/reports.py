@@ -136,7 +136,10 @@ def _of_masters(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def of_batch(target: DeepSpeedTarget, source: Manifest) -> list[Notice]:
-    """A warning that says how to keep the global batch of `source`; empty for weights alone."""
+    """A warning that says what to set to keep the global batch of `source`.
+
+    Empty if nothing must be set, and for weights alone.
+    """
     if target.options.weights_only:
         return []
     engine = target.engine

@@ -43,7 +43,7 @@ ORDER = Foreign(Global(f"{SPECS}.ShardOrderEntry"), (0, (0,)), None, "new")
 def lay_out(source: Manifest, options: Options) -> Layout:
     """Lays out the files of `--dp` ranks: each rank has its rows of parameters, and all buffers.
 
-    The source must have one file per rank, with parameters that FSDP2 cut into rows on a mesh of
+    The source must have files of each rank, with parameters that FSDP2 cut into rows on a mesh of
     one axis. Raises WrongOption for any other source, for optimizer states of other shapes than
     the parameters, and if `--dialect` is given.
     """

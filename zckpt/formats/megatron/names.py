@@ -180,7 +180,7 @@ class KeysOfGpt:
         """The torch_dist keys of parameters and buffers, each with its number of leading axes.
 
         Leading axes count layers and experts. Unknown modules, and modules that only some layers or
-        experts have, get no key. The result is {} if the method `items` finds no extra states.
+        experts have, get no key. The result is {} if the method `items` returns {}.
         """
         # a run cannot load a directory without modules' extra states
         if not self.items():
@@ -195,9 +195,9 @@ class KeysOfGpt:
     def items(self) -> dict[str, str]:
         """Maps modules' extra states (`..._extra_state`, pickled objects) to their torch_dist keys.
 
-        A source may have no extra states. Then the result has one for each linear module of
-        Megatron-Core's local layer spec. For Transformer Engine's spec, the result is {}, because
-        zckpt does not know which modules need one.
+        A source may have no extra states. Then, with Megatron-Core's local layer spec, the result
+        has one for each linear module. With Transformer Engine's spec it is then {}, because zckpt
+        does not know which modules need one.
         """
         # to load a directory, a run needs the extra state of each of its modules, even an empty one
         modules = [name for name in self.names if name.endswith(OF_MODULE)]

@@ -107,9 +107,9 @@ def refuse_unnamed_parts(
 ) -> None:
     """Raises InconsistentCheckpoint if a weight or a moment seems to be one rank's slice.
 
-    Parameters have numbers and no names, so it is unknown which moments a weight has. Each weight
-    is compared with all moments: a slice has the shape of one rank's shard of another tensor. With
-    `weights_only`, a moment may be a slice.
+    Parameters have numbers and no names, so it is unknown which moments a weight has. Weights are
+    compared with all moments, and moments with all weights: a slice has the shape of one rank's
+    shard of the other tensor. With `weights_only`, a moment may be a slice.
     """
     weights = {name: leaf for name, leaf in model.items() if isinstance(leaf, Leaf) and leaf.shape}
     moments = {
