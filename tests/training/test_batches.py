@@ -190,7 +190,8 @@ def test_the_batch_is_that_of_the_source_not_of_like(
 def test_a_universal_checkpoint_of_deepspeed_does_not_state_sequence_ranks(
     tmp_path: Path, zckpt: Callable[..., Result]
 ) -> None:
-    package.convert(SP, tmp_path / "universal", to="deepspeed-universal")
+    report = package.convert(SP, tmp_path / "universal", to="deepspeed-universal")
+    assert changes(report) == []  # zckpt knows it of the source
     report = package.reshard(tmp_path / "universal", tmp_path / "out", dp=8, dry_run=True)
     assert changes(report) == [FACTOR.format("1/2 of") + " to keep the global batch"]
     assert of_check(zckpt, tmp_path / "universal", "--dp", 8) == changes(report)
@@ -208,3 +209,25 @@ def test_deepspeed_computes_nothing_from_what_is_no_count(micro: Any, tmp_path: 
     report = package.reshard(EXAMPLE, tmp_path / "out", dp=8, config=config, dry_run=True)
     (said,) = changes(report)
     assert f"{TRAIN_MICRO} and gradient_accumulation_steps to 3" in said
+
+
+def test_sizes_that_contradict_the_batch_are_of_other_ranks(
+    tmp_path: Path, zckpt: Callable[..., Result]
+) -> None:
+    """The configuration states 24, and 6 for each of 4 ranks; the copy is for 2 ranks."""
+    config = dict(zip(batches.SETTINGS, (24, 6, 1), strict=True))
+    package.reshard(EXAMPLE, tmp_path / "four", dp=4, config=config)
+    package.reshard(tmp_path / "four", tmp_path / "two", dp=2)
+    assert of_check(zckpt, tmp_path / "two", "--dp", 2) == []
+    report = package.reshard(tmp_path / "two", tmp_path / "again", dp=4, dry_run=True)
+    product = f"the product of {TRAIN_MICRO} and gradient_accumulation_steps"
+    assert changes(report) == [f"set {product} to 6 to keep a global batch of 24"]
+    assert of_check(zckpt, tmp_path / "two", "--dp", 4) == changes(report)
+
+
+def test_onnx_runtime_states_the_ranks_alone(tmp_path: Path, zckpt: Callable[..., Result]) -> None:
+    source = ROOT / "tests" / "data" / "onnxruntime" / "hdf5__fp16__adam__dp3"
+    report = package.reshard(source, tmp_path / "out", dp=2, dry_run=True)
+    (said,) = changes(report)
+    assert "accumulated steps to 3/2 of its old value" in said
+    assert of_check(zckpt, source, "--dp", 2) == changes(report)

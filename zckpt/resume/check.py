@@ -29,13 +29,8 @@ from .fitting import (
 )
 from .runs import Candidate, alone, candidates, judged, no_checkpoint
 
-SAID_WITH_FIX = (
-    MUST_SET,
-    "batch-size-changes",
-    "begins-afresh",
-    "begins-late",
-    "state-dropped",
-)
+CHANGES = "batch-size-changes"
+SAID_WITH_FIX = (MUST_SET, CHANGES, "begins-afresh", "begins-late", "state-dropped")
 """The codes of warnings that are printed with the proposed command."""
 
 
@@ -136,8 +131,8 @@ def _report(candidate: Candidate, verdict: Verdict, question: Question) -> Words
     reasons = [*verdict.obstacles, *reasons]
     own_notes = [each for each in manifest.notices.warnings if each.code == "unfinished-save"]
     own_notes += [*verdict.remarks, *notes, *question.asked.unused(to)]
-    if to == manifest.format and not reasons:
-        own_notes += batch_changes(manifest, _with_config(words, other), ())
+    if to == manifest.format and (not reasons or "fix" in fixed):
+        own_notes += batch_changes(manifest, _as_next_run(words, other), ())
     lines = [*candidate.notes, *not_compared(manifest), *own_notes]
     return {
         **report,
@@ -190,12 +185,12 @@ def _as_in(other: Manifest | None, manifest: Manifest, words: Words, to: str) ->
     return words if is_stated else {**words, "stage": stage}
 
 
-def _with_config(words: Words, other: Manifest | None) -> Words:
-    """Adds the ds_config of the run given by `--like` (`other`), unless `words` have one."""
-    engine = None if other is None else other.run.engine
-    if words.get("config") is not None or not isinstance(engine, FlatBufferEngine):
+def _as_next_run(words: Words, other: Manifest | None) -> Words:
+    """Adds the ds_config and `sp` of the run given by `--like` (`other`), if `words` have none."""
+    if other is None or not isinstance(engine := other.run.engine, FlatBufferEngine):
         return words
-    return {**words, "config": engine.config}
+    given = {name: value for name, value in words.items() if value is not None}
+    return {"config": engine.config, "sp": other.run.origin.sequence_ranks(words["dp"]), **given}
 
 
 def _fix(
@@ -235,7 +230,8 @@ def _fix(
         lasting += missing
         if lasting := [each for each in lasting if each.severity == "error"]:
             return {"refused": line_of(lasting[0])}
-    notes = [each for each in decision.layout.warnings if each.code in SAID_WITH_FIX]
+    codes = {*SAID_WITH_FIX} - ({CHANGES} if kept else set())
+    notes = [each for each in decision.layout.warnings if each.code in codes]
     if "groups_from" in cure.words:
         message = "the command also uses the hyper-parameters of RUN, such as its learning rate"
         notes.append(warning(REGROUPED, message, subject="param_groups"))

@@ -147,11 +147,17 @@ def in_config(source: Manifest, config: Mapping[str, Any]) -> Batch:
     is_computed = names == OF_DEEPSPEED and is_count(total) and None in (micro, accumulation)
     is_computed = is_computed and are_valid
     total = total if is_count(total) else global_batch(source)
-    total = total if total is not None and total <= MOST_TO_DIVIDE else None
     accumulation = 1 if accumulation is None else accumulation
     micro = micro if is_count(micro) else None
     if total is None or not is_count(accumulation) or not (micro or is_computed):
         return Batch(total, names, micro)
+    engine = source.run.engine
+    is_sources = isinstance(engine, FlatBufferEngine) and config == engine.config
+    if is_sources and not is_computed:
+        # a copy for other ranks has the configuration of the first ones
+        assert micro is not None
+        if micro * accumulation * source.run.origin.sequences != total:
+            return Batch(total, names)
     return Batch(total, names, micro, accumulation, is_computed)
 
 
@@ -161,7 +167,7 @@ def changes(batch: Batch, source: Manifest, ranks: int, sp: int = 1) -> list[Not
     `sp` of these ranks share each sequence. If the global batch is unknown, the warning states the
     factor for the batch size per rank. The list is empty if nothing must be set.
     """
-    before, now = source.run.origin.sequences, ranks // sp
+    before, now = source.run.origin.sequences, max(1, ranks // sp)
     micro, accumulation, _ = batch.names
     kept = "the global batch" if batch.total is None else f"a global batch of {batch.total}"
     if before == now and (batch.total is None or batch.accumulation is None):

@@ -26,9 +26,9 @@ STAGES = "pipeline_model_parallel_size"
 PADDED, DIVISOR = "padded_vocab_size", "make_vocab_size_divisible_by"
 
 
-def arguments(client_state: Mapping[Any, Any] | None) -> Mapping[Any, Any]:
+def arguments(client_state: Any) -> Mapping[Any, Any]:
     """The command-line arguments that Megatron's program saved; empty if it saved none."""
-    args = (client_state or {}).get(ARGS)
+    args = client_state.get(ARGS) if isinstance(client_state, Mapping) else None
     values = args.state if isinstance(args, Foreign) else args
     return values if isinstance(values, Mapping) else {}
 

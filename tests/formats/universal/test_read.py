@@ -117,6 +117,13 @@ class TestRefusals:
             assert zckpt(*command).code == 1
         assert sorted(path.name for path in universal.parent.iterdir()) == ["universal"]
 
+    @pytest.mark.parametrize("key", ["client_state", "counters", "megatron"])
+    def test_a_state_that_is_no_object(self, key: str, universal: Path) -> None:
+        with changed(universal) as manifest:
+            manifest["state"][key] = [1]
+        with pytest.raises(errors.CorruptCheckpoint, match=rf"`state\.{key}` is no object"):
+            zckpt.read(universal)
+
     def test_a_tensor_of_the_state_that_is_not_listed(self, universal: Path) -> None:
         with changed(universal) as manifest:
             manifest["state"]["client_state"] = {"own": {"$tensor": "nope"}}

@@ -108,7 +108,8 @@ def begins(source: Manifest, options: Options) -> Beginning:
 
 
 def _engine_of(source: Manifest, options: Options) -> TargetEngine:
-    grid = Grid(source.run.origin.pp or 1, source.run.origin.tp or 1)
+    before = source.run.origin
+    grid = Grid(options[PP] or before.pp or 1, options[TP] or before.tp or 1)
     return TargetEngine(replace(source, place=GridPlace(0, grid)), options)
 
 

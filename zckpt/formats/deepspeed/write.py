@@ -147,6 +147,6 @@ def _warnings(ranks: TargetRanks, first: DeepSpeedTarget, trained: Manifest) -> 
     yield from reports.of_stage_0(first, ranks.wholes)
     yield from reports.of_sequences(first)
     yield from reports.of_weights(first)
-    yield from reports.of_batch(first, trained)
+    yield from reports.of_batch(first, trained, first.engine.sp)
     yield from ranks.inferred
     yield from regroup.warnings(first, ranks.ranks[0])

@@ -135,15 +135,14 @@ def _of_masters(target: DeepSpeedTarget) -> list[Notice]:
     return [warning("masters-missing", message)]
 
 
-def of_batch(target: DeepSpeedTarget, source: Manifest) -> list[Notice]:
-    """A warning that says what to set to keep the global batch of `source`.
+def of_batch(target: DeepSpeedTarget, source: Manifest, sp: int) -> list[Notice]:
+    """A warning that says how to keep the global batch of `source`, if something must be set.
 
-    Empty if nothing must be set, and for weights alone.
+    `sp` ranks of the target share each sequence. Weights alone get no warning.
     """
     if target.options.weights_only:
         return []
-    engine = target.engine
-    return batches.of_next_run(source, target.dp, engine.config, engine.sp)
+    return batches.of_next_run(source, target.dp, target.engine.config, sp)
 
 
 def _of_clipping(target: DeepSpeedTarget) -> list[Notice]:

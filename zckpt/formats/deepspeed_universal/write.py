@@ -78,7 +78,9 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     if not options.weights_only:
         check_states(target.engine, source, target.states)
         warnings += reports.of_assumed(target)
-    warnings += [*reports.of_weights(target), *reports.of_batch(target, source)]
+    warnings += reports.of_weights(target)
+    # the target does not state how many ranks share a sequence
+    warnings += reports.of_batch(target, source, source.run.origin.sequence_ranks(target.dp))
     _check_names(target)
     infos = {name: slice_info(target, name) for name in target.trainable}
     if not options.weights_only:

@@ -37,6 +37,7 @@ from ...errors import (
 from ...files import hdf5shell
 from ...files.hdf5file import import_h5py
 from ...files.torchshell import Storages, seal_records, shell, thawed
+from ...training import batches
 from ...training.optimizers import plain_name
 from ...training.options import DIALECT, DP, Options
 from ...training.steps import COUNTED
@@ -138,6 +139,8 @@ class OnnxRuntimeWriter:
             raise MissingData("optimizer-missing", "the source has no trainable parameter")
         numels = {name: prod(source.parameters[name].shape) for name in trained}
         owned = shares(numels, self.dp)
+        if not options.weights_only:
+            self.warnings += batches.of_next_run(source, self.dp)
         self.weights = [
             *(self._trained(name, owned[name]) for name in by_name(trained)),
             *(self._frozen_weight(name) for name in by_name(set(source.parameters) - set(trained))),

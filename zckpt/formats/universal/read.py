@@ -204,6 +204,9 @@ def _manifest(path: str, document: Mapping[str, Any], kept: Container[str] | Non
     values = [facts.state, *(row.value for row in facts.states)]
     if lost := [name for name in tensors_in(values) if (name, "state") not in entries]:
         raise ValueError(f"its `state` names tensors that `entries` lacks: {listed(lost, 4)}")
+    for key in ("client_state", "counters", "megatron"):
+        if not isinstance(facts.state.get(key) or {}, dict):
+            raise ValueError(f"its `state.{key}` is no object")
     siblings, around = _siblings(path), _files_in(path, AROUND)
     parameters, numbers = parameters_from_json(document["parameters"])
     facts = facts._replace(states=States((*numbers, *facts.states)))
