@@ -81,7 +81,11 @@ def test_the_whole_of_slices(
         (Replicated(), [(2,), (3,)], ", whose shapes differ"),
         (Cut(1), [(2,)] * 2, r", which has the shape \[2\]"),
         (Cut(1), [(2, 2), (3, 2)], ", whose shapes differ"),
-        (Cut(0, (3, 1)), [(2,)] * 2, ": 2 ranks hold 2, 2 elements along dimension 0, which"),
+        (
+            Cut(0, (3, 1)),
+            [(2,)] * 2,
+            ": 2 ranks hold 2, 2 elements along dimension 0, but each must hold an equal share",
+        ),
         (Cut(0, (2, 2)), [(3,), (1,)], ": the ranks hold 3, 1 along dimension 0"),
         (Cut(0, equal=2), [(3,), (1,)], ": the ranks' widths 3, 1 cannot be cut into 2 equal"),
         (PaddedRows(5), [(2,)] * 2, ": the ranks hold 4 rows in all"),

@@ -217,7 +217,7 @@ def test_before_it_is_typed(
     )
     last = ended.out.splitlines()[-1]
     names = "running_mean/param, client_state.rng/state, global_steps, skipped_steps and 3 more"
-    assert last.endswith(f"different values take their place: {names}")
+    assert last.endswith(f"5 other values: {names}")
 
 
 def test_verify_names_it(run: Path, older: Path, zckpt: Callable[..., Result]) -> None:

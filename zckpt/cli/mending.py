@@ -40,8 +40,7 @@ WHOLE = "which is complete according to its metadata"
     "Source",
     "--accept-chance",
     is_flag=True,
-    help="Restore a flipped bit even if only a checksum shows which one it is. By chance it may be "
-    "the wrong one.",
+    help="Restore a flipped bit that only a checksum shows; it may be the wrong one.",
 )
 @grouped(
     "Source",
