@@ -194,7 +194,8 @@ def test_a_tied_layer_of_another_save(number: int, ties: Path, tmp_path: Path) -
     (path,) = ties.glob(f"*/layer_{number:02d}-*")
     edit(path, lambda weights: weights["weight"].add_(1))
     for call, options in ((zckpt.convert, {}), (zckpt.reshard, {"dp": 1})):
-        (warning,) = call(ties, tmp_path / call.__name__, **options)["warnings"]
+        lines = call(ties, tmp_path / call.__name__, **options)["warnings"]
+        (warning,) = (line for line in lines if line["code"] != "batch-size-changes")
         assert f"layer_{number:02d}-model_states.pt has the shapes" in warning["message"]
         assert warning["code"] == "frozen-inferred"
 
