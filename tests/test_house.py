@@ -355,6 +355,18 @@ def test_long_modules_say_why() -> None:
             assert "Over 600 lines" in "\n".join(lines[:12]), f"{path} has {len(lines)} lines"
 
 
+def test_docstrings_of_functions_are_short() -> None:
+    """Tables (indented lines) do not count, and rooms that users read may say more."""
+    for path, name in modules():
+        if name[1:2] in {("api",), ("cli",), ("dcp",), ("deepspeed",), ("probe",)}:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                lines = (ast.get_docstring(node) or "").splitlines()
+                prose = "\n".join(line for line in lines if not line.startswith("    "))
+                assert len(prose) <= 600, f"{path}:{node.lineno} {node.name} has {len(prose)}"
+
+
 def test_front_pages_name_their_modules() -> None:
     """A room's docstring is its map: it has every module of the folder."""
     for page in sorted((ROOT / "zckpt").rglob("*/__init__.py")):
