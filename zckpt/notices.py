@@ -742,8 +742,8 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "batch-size-changes": Code(
             (),
-            "The global batch changes with the number of ranks.",
-            "The batch size per rank stays the same, but the number of ranks changes.",
+            "The next run would have another global batch than the checkpoint.",
+            "The number of ranks changes, or the ds_config, and the other one does not fit.",
             "Set the batch size per rank as the message says.",
         ),
         "checkpoint-set-aside": Code(
