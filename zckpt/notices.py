@@ -743,7 +743,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         "batch-size-changes": Code(
             (),
             "The next run would have another global batch than the checkpoint.",
-            "The number of ranks changes, or the ds_config, and the other one does not fit.",
+            "The number of ranks changes, but not the batch size per rank; or the reverse.",
             "Set the batch size per rank as the message says.",
         ),
         "checkpoint-set-aside": Code(
