@@ -106,10 +106,10 @@ def _split(words: Mapping[str, Any], **more: Any) -> tuple[Reading, Running, Tar
 
 
 def _of_ranks(words: Mapping[str, Any], is_resharded: bool = True) -> dict[str, bool]:
-    """Two options for reading a source, for its model-parallel ranks: both False for `convert`.
+    """Options of `Reading` for a source whose model-parallel ranks may change.
 
-    `ranks_apart`: the ranks' manifests are not joined, because each rank keeps its slices.
-    `with_slicings`: the reader must find out how tensor-parallel ranks slice parameters.
+    `words` are the arguments of `reshard`. For `convert` (`is_resharded` is False), both options
+    are False.
     """
     tp = words.get("tp")
     # the target may have other slices than the source

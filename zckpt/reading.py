@@ -250,12 +250,11 @@ def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[Notice
 
 
 def _in_other_order(manifest: Manifest, reading: Reading) -> list[Notice]:
-    """Warns that the order of the names in --param-names has no effect.
+    """Warns if the files name the parameters in another order than --param-names.
 
-    The files themselves name the parameters, in another order. There is no warning if they do not,
-    and none for a run with several pipeline stages, because each stage has its own order.
+    Then the order of the option has no effect.
     """
-    if manifest.run.origin.pp not in (None, 1):
+    if manifest.run.origin.pp not in (None, 1):  # each pipeline stage has its own order
         return []
     parameters = manifest.rank_manifests[0].parameters  # equal on all tensor ranks
     trained = [name for name, parameter in parameters.items() if parameter.trainable]

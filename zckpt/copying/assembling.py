@@ -176,16 +176,15 @@ class Assembler(Struct, frozen=True, eq=False):
         view: memoryview,
         crcs: Mapping[tuple[int, int], int],
     ) -> list[Passed]:
-        """Computes the CRC-32s of a chunk: of tensors' parts, of checksummed ranges, of all bytes.
+        """Computes the CRC-32s of a chunk's bytes `view`: of tensors, of records, and of all bytes.
 
-        `view` holds the bytes of the chunk. Of the tensors, only those in `self.numbers` get a
-        CRC-32. `crcs` maps bytes (begin, end) of `view` to CRC-32s that were computed before.
+        `crcs` has CRC-32s that are known already: they are mapped from (begin, end) in `view`.
         """
         passed: list[Passed] = []
         begin = chunk.offset
         for piece in chunk.pieces if self.numbers else ():
             number = self.numbers.get(id(piece.pair))
-            if number is None:
+            if number is None:  # no CRC-32 of this tensor is wanted
                 continue
             entry, key = piece.pair.target, (TENSOR, number, 0)
             at, end = piece.offset - begin, piece.end - begin
@@ -202,13 +201,13 @@ class Assembler(Struct, frozen=True, eq=False):
 
 
 def _passed_runs(key: Key, entry: Entry, piece: TargetPiece, runs: memoryview, stop: int) -> Passed:
-    """What a piece contributes to the CRC-32 of the tensor `entry`, under the key `key`.
+    """Computes the CRC-32 of a piece that is several runs of consecutive elements of a tensor.
 
-    The piece has several runs of consecutive elements; `runs` has the bytes of all, one after the
-    other. The last run ends at element `stop`.
+    `runs` has the bytes of all runs, one after the other. The last run ends at element `stop`.
     """
     size = SIZES[entry.dtype]
     crc = crc_of_runs(runs, (piece.stop - piece.start) * size, piece.stride * size)
+    # as if the runs had no gaps between them: `Scattered.add_runs` takes the bytes' number and end
     return key, stop * size - len(runs), stop * size, crc
 
 

@@ -94,9 +94,9 @@ class Row:
             yield from parts
 
     def _parts(self, begin: int, end: int) -> Iterator[ComparedPart]:
-        """Divides bytes [begin, end) of the row into parts to compare.
+        """Divides the region [begin, end) of the row, in bytes, into parts to compare.
 
-        An element belongs to the region that contains its first byte.
+        An element that crosses a region's end belongs to the region with its first byte.
         """
         for number, match in enumerate(self._matches):
             first, width = self._begins[number], _bytes_per_element(match)

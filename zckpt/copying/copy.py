@@ -182,7 +182,7 @@ class _Copy(Struct, eq=False, dict=True):
             self.sums.add(crcs_of_targets, self._cover_of)
 
     def _length_of(self, key: Key) -> int:
-        """The length in bytes of what a key of CRC-32s stands for: a tensor, a file or a record."""
+        """The length in bytes of the tensor, file or record that `key` identifies."""
         kind, number, place = key
         if kind == TENSOR:
             return self.lengths[number]

@@ -96,7 +96,8 @@ class PartJournal(Journal):
     def _shared(self) -> int:
         """Opens the file `journal` and takes a shared lock.
 
-        It waits while another part begins or completes the target.
+        Waits while another process holds the exclusive lock. Raises TargetExists after COMPLETING
+        seconds, or if another run has written the file.
         """
         end = time.monotonic() + COMPLETING
         while True:

@@ -318,12 +318,12 @@ class Staging:
                 raise
 
     def _leave(self, is_marked: bool) -> None:
-        """Finishes after the rename: syncs it, and removes the journal.
+        """Ends the run after the rename of the target: syncs the rename, and removes the journal.
 
-        The target exists already, so failures become warnings. On a filesystem without locks, the
-        mark file is written only now, because another run's rename may have come first.
+        Failures are only warnings, because the target is complete.
         """
         try:
+            # without locks, another run might have renamed its target first
             if not is_marked:
                 set_mark_file(self.above, self.target, self.identity)
             self.above.sync(self.above.path)

@@ -203,8 +203,8 @@ def _noted(above: Folder, path: str) -> Process | None:
 def _is_at_work(match: re.Match[str], process: Process | None) -> bool:
     """Whether a process of this machine may still be writing an unfinished target.
 
-    `match` is the directory's name, split into host, process and word. It is used as long as the
-    journal does not name the `process`.
+    `process` is the writer that the journal names, if any. Otherwise `match`, the directory's name
+    as matched by OWN, tells the writer's host and process number.
     """
     if process is not None:
         here = this_process()

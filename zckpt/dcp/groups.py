@@ -107,10 +107,10 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
         return self._sources[name_or_front]
 
     def _companions(self, meaning: KeyMeaning) -> Sequence[str]:
-        """The source's names of all parameters in one of the program's parameter groups.
+        """The source's names of all parameters in one parameter group of the program.
 
-        `meaning` is that of any hyper-parameter of the group. In a flattened state dict without the
-        program's optimizer, parameters with equal hyper-parameters count as one group.
+        `meaning` is that of any hyper-parameter in the group. If the program's groups are unknown,
+        parameters with equal hyper-parameters count as one group.
         """
         if not meaning.name:  # a numbered group
             listed = self.state.get(f"{meaning.front}params")

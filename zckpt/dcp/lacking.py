@@ -44,10 +44,10 @@ class Lookup(Struct, eq=False, dict=True):
         return {key: each for key, each in self.meanings.items() if isinstance(each, KeyMeaning)}
 
     def _match_rules(self) -> None:
-        """Requires one prefix rule for the names of all weights, and one for those of all states.
+        """Requires the same change of prefix for all weights' names, and one for all states' names.
 
-        Raises MissingData if some names need another prefix removed or added. If the program also
-        asks for keys exactly as the source stores them, these names count as missing instead.
+        Otherwise raises MissingData. But if the program also loads keys exactly as stored, all keys
+        with another prefix than the source's are added to `missing` instead.
         """
         names = self.source.names if self.by_name else None
         if names is None:

@@ -197,9 +197,9 @@ class Source(Struct, eq=False, dict=True):
         return by_name or item
 
     def _is_loaded_unchanged(self, key: str, item: StoredTensor | StoredValue) -> bool:
-        """Whether the item that the checkpoint lists under a key is loaded unchanged.
+        """Whether the item that the checkpoint lists under `key` is loaded as it is.
 
-        Otherwise the key is looked up by name.
+        If not, the method `meaning` first looks for the parameter that the key names.
         """
         if self.stored is not None:
             return not (self.numbers and NUMBERED.search(key))

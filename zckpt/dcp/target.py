@@ -178,8 +178,8 @@ class LoadTarget:
     def _hyper_parameter(self, key: str, name: str) -> list[Any]:
         """The value for a hyper-parameter's key, in a list; empty to leave the program's value.
 
-        It is the value that the parameters of the program's group have in the source. If the source
-        has none, a placeholder in the program gets the value stored under `key`.
+        The value is that of the parameters' group in the source. If the source has none, the value
+        stored under `key` replaces only a placeholder (see `_is_blank`).
         """
         groups, stored = self._groups, self.source.listing.items.get(key)
         assert groups is not None
@@ -200,10 +200,9 @@ class LoadTarget:
         return []
 
     def _is_blank(self, meaning: KeyMeaning, name: str) -> bool:
-        """Whether the program's value of a hyper-parameter is a placeholder from torch.
+        """Whether the program has only torch's placeholder for a hyper-parameter, and no value.
 
-        A numbered group is blank if its `params` are no list. A value is blank if it is None, a
-        metadata record or "<bytes_io>".
+        If the key contains a group's number, this is so unless the group's `params` are a list.
         """
         if not meaning.name:
             members = self.state.get(f"{meaning.front}params")
@@ -234,10 +233,10 @@ class LoadTarget:
     # -- tensors
 
     def _entries(self, item: planner.ReadItem) -> list[list[Entry]]:
-        """The stored tensors that can fill an item of the plan, in a list; empty if there are none.
+        """Finds the stored tensors that can fill an item of the load plan.
 
-        If the key is loaded unchanged, it is one stored chunk. If the key was found by name, these
-        are the tensors of that name: for a weight, the module's value and the fp32 master.
+        Returns a list of one list: of a stored chunk, or of the tensors with the parameter's name,
+        such as a weight's value and its fp32 master. Empty if the item cannot be filled.
         """
         key, meaning = item.storage_index.fqn, self.meanings[item.storage_index.fqn]
         if key in self.lookup.missing:
@@ -327,7 +326,7 @@ class LoadTarget:
     def _is_trained(self, key: str) -> bool:
         """Whether a key is a weight that an optimizer updates.
 
-        True for a key that was not found by name: then nothing else is known about it.
+        Also True for a key that is loaded unchanged, without a look-up of its parameter.
         """
         meaning = self.meanings[key]
         if not isinstance(meaning, KeyMeaning):

@@ -53,10 +53,10 @@ def rebuilt(value: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
 
 
 class _Rebuilding(Struct, eq=False):
-    """The conversion of one value (`whole`) from inert records to objects.
+    """Makes objects from the inert records (class names with states) in the value `whole`.
 
-    `done` maps the Python `id` of each part that was converted to the result, so that a part which
-    occurs twice becomes one object.
+    `done` maps the Python `id` of each converted part to its object, so that a part that occurs
+    twice becomes one object.
     """
 
     whole: Any

@@ -98,9 +98,9 @@ class _Search(Unpickler):
         self.keys = keys
 
     def search(self) -> int | None:
-        """Parses until the number is found; returns the number.
+        """Parses until the outermost dictionary has an integer under one of the keys; returns it.
 
-        Raises CorruptCheckpoint if the bytes end before the number, or are not a pickle.
+        None if there is none. Raises CorruptCheckpoint if the bytes end too early or are no pickle.
         """
         try:
             return _number(self.load(), self.keys)
@@ -114,11 +114,12 @@ class _Search(Unpickler):
         return super().call(function, arguments)
 
     def spend(self, work: int) -> None:
-        """Counts work, then looks for the wanted number in the pairs of the outermost dictionary.
+        """Counts work, and raises `_Enough` if a wanted integer has been parsed.
 
-        The unpickler calls this method before it makes a container or calls a function. So the
-        search ends as soon as the number is parsed: by raising `_Enough`.
+        It is wanted if it stands under one of `keys` in the outermost dictionary.
         """
+        # the unpickler calls this before it makes a container or calls a function, so the search
+        # ends soon after the integer
         super().spend(work)
         # inside of a dictionary within the outermost one
         if len(self.marked) > 2 or not self.marked:

@@ -208,8 +208,8 @@ def _table(folder: str, files: tuple[str, ...], content: Any, rows: Rows) -> Ite
 def _combined(tables: list[ItemTable]) -> ItemTable:
     """Combines the tables of all ranks into one.
 
-    If several ranks have saved the same box, or the same complete tensor, the first rank's location
-    is used, and the other locations go to `copies`.
+    If several ranks have saved one item, or one part (box) of a tensor, the first rank's location
+    is used. Further locations go to `copies`.
     """
     first = tables[0]
     items, locations = dict(first.items), dict[ItemKey, ItemLocation](first.locations)
@@ -292,7 +292,10 @@ def _count(chunk: Any) -> int:
 
 
 class _Columns:
-    """Fills the columns of an `ItemTable` from a pickle's `Rows` and its other objects."""
+    """Makes the columns of an `ItemTable` from a pickle: parts (boxes) of tensors, and locations.
+
+    The unpickler keeps parts and locations of the usual form in `rows`; all others are objects.
+    """
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -310,7 +313,10 @@ class _Columns:
         return number
 
     def boxes_of(self, key: str, chunks: Sequence[Any]) -> Sequence[ItemBox]:
-        """Adds the boxes of a tensor to the columns; returns them."""
+        """Adds the parts (boxes) of a tensor to the columns, and returns them.
+
+        `chunks` are the parts as pickled: objects, or a `Run` for a range of parts in `self.rows`.
+        """
         boxes, start = self.boxes, len(self.boxes.sizes)
         for chunk in chunks:
             if type(chunk) is Run:
@@ -336,11 +342,10 @@ class _Columns:
         return places.in_order()
 
     def _stated(self, storage: Mapping[Any, Any]) -> Iterator[tuple[str, int, str, int, int]]:
-        """Yields, for each item: key, index of the chunk's offsets, file, offset and length.
+        """Yields, for each item: key, index of its offsets, file, first byte and length in bytes.
 
-        A chunk of a tensor begins at some offset along each axis. The index is that of the tuple of
-        these offsets in `self.shapes`; it is -1 if the item is not a chunk. `offset` and `length`
-        are bytes of the file.
+        The offsets tell where a part (box) of a tensor begins; the index is that in `self.shapes`.
+        It is -1 if the item is no such part.
         """
         for index, info in storage.items():
             if type(index) is Run:
@@ -472,7 +477,11 @@ def need_agreement(table: ItemTable, name: str) -> None:
 
 
 def _check_boxes(key: str, item: TensorItem, name: str) -> None:
-    """Raises as `need_agreement` for a box (chunk) that does not fit into its tensor."""
+    """Raises an error if a part (box) of a tensor does not fit into the tensor.
+
+    CorruptCheckpoint for another number of axes; InconsistentCheckpoint for a part that exceeds
+    the tensor's shape.
+    """
     for box in item.boxes:
         if len(box.offsets) != len(item.shape) or len(box.sizes) != len(item.shape):
             raise CorruptCheckpoint(
@@ -490,7 +499,10 @@ def _check_boxes(key: str, item: TensorItem, name: str) -> None:
 
 
 def _places_of(table: ItemTable, key: str, item: TensorItem) -> Iterator[int]:
-    """Yields the row (index) of each box's location; raises as `need_agreement`."""
+    """Yields the row of `table.locations` for each part (box) of a tensor.
+
+    Raises IncompleteCheckpoint if a part has no location; an empty part needs none.
+    """
     for box in item.boxes:
         if not box.is_empty:
             yield table.row(key, box.offsets)

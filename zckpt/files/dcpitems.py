@@ -319,10 +319,10 @@ def kind_of(key: str) -> str:
 
 
 class _Forms:
-    """Computes where the data of items begin, as learned from the items that were opened.
+    """Computes at which offset in an item the data begin, from similar items that were opened.
 
-    Items of one kind have the same dtype, and keys that differ only in numbers. For a kind, this is
-    possible only if all opened items are row-major tensors, each with a separate storage.
+    Items are similar (of one kind) if they have the same dtype and keys that differ only in
+    numbers. A kind is left out once an item of it is not a plain tensor (see `note`).
     """
 
     def __init__(self) -> None:
@@ -333,7 +333,7 @@ class _Forms:
         self._places: dict[tuple[int, int], int | None] = {}
 
     def place(self, key: str, dtype: str, length: int, item_length: int) -> int | None:
-        """The byte of an item at which `length` bytes of data begin; None if it is unknown."""
+        """The offset in an item of its `length` bytes of data; None if it cannot be computed."""
         return self.begin(length, item_length) if length and self.kind(key, dtype) else None
 
     def kind(self, key: str, dtype: str) -> bool:
@@ -341,7 +341,7 @@ class _Forms:
         return self._kinds.get((kind_of(key), dtype), False)
 
     def begin(self, length: int, item_length: int) -> int | None:
-        """The first byte of the data, as `place` returns it, for any key and dtype."""
+        """As `place`, for a caller that has checked `kind`, and that the data are not empty."""
         return self._places.get((item_length - length, length % ALIGNMENT))
 
     def note(
@@ -369,9 +369,9 @@ class _Forms:
 
 
 class _Outline(Struct, frozen=True):
-    """All bytes of an item, except its data, its checksums and its random id.
+    """An item's bytes without its data, its random id, and the CRC-32s of both.
 
-    An item with the same bytes has its data at the same place. Numbers are offsets in the item.
+    Items with equal outlines have their data at the same place. Numbers are offsets in the item.
 
     data, behind  begin and end of the data
     head, tail    the bytes before and after the data, with zeros in the `gaps`
@@ -389,7 +389,7 @@ class _Outline(Struct, frozen=True):
 
     @classmethod
     def of(cls, file: int, item: Extent, data: Extent) -> _Outline:
-        """Reads all bytes of an item around its data, given the byte ranges of both."""
+        """Reads the outline of an item; `item` and `data` are byte ranges in the open `file`."""
         start, gaps, crc_at, identity = item.offset, list[tuple[int, int]](), 0, None
         for name, member in read_directory(file, item).items():
             stop = member.offset + member.length
@@ -420,7 +420,7 @@ class _Outline(Struct, frozen=True):
         return sources.pread(file, self.data, offset), tail
 
     def blank(self, data: bytes, start: int) -> bytes:
-        """Replaces checksums and ids by zeros in bytes that begin at `start` of the item."""
+        """Writes zeros over the `gaps` in `data`, a part of the item from offset `start` on."""
         blank = bytearray(data)
         for begin, stop in self.gaps:
             if start <= begin and stop <= start + len(data):
@@ -428,7 +428,7 @@ class _Outline(Struct, frozen=True):
         return bytes(blank)
 
     def crc(self, file: int, location: ItemLocation) -> int | None:
-        """The CRC-32 that an item states for its data; None if the item has another outline."""
+        """The CRC-32 that an item states for its data; None if it does not match the outline."""
         head, tail = self.bytes_of(file, location.offset, location.length)
         if self.blank(head, 0) != self.head or self.blank(tail, self.behind) != self.tail:
             return None
@@ -444,7 +444,7 @@ def _number(data: bytes, place: int) -> int:
 
 
 class _Planned(Struct, eq=False):
-    """Returns the CRC-32 that a planned item states for its data; the first call opens the item."""
+    """A function that opens a planned item (see ItemFiles) for the stated CRC-32 of its data."""
 
     files: ItemFiles
     location: ItemLocation
@@ -456,7 +456,7 @@ class _Planned(Struct, eq=False):
     crc: int | None = None
 
     def __call__(self) -> int | None:
-        """Returns the stated CRC-32; raises as `torch_file`, or if the data lie elsewhere."""
+        """Opens the item once; raises UnsupportedCheckpoint if its data do not lie as computed."""
         if not self.is_open:
             with self.files.lock:
                 self.crc = self.opened()
@@ -557,7 +557,7 @@ class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
 
 
 class _OfBox(Struct, frozen=True):
-    """A function that opens the item of box `place`, and returns the stated CRC-32 of its data."""
+    """A function like `_Planned`, for the item of one of the boxes in `planned`: number `place`."""
 
     planned: PlannedBoxes
     place: int

@@ -56,10 +56,10 @@ _INTEGERS = _form(_INT)
 
 
 class _Forms:
-    """Regular expressions for the bytes by which a pickle writes a chunk, an index or a location.
+    """Regular expressions for the pickled bytes of a chunk, an index or a location.
 
-    `number` is the opcode that follows each value to which the pickle may refer later: MEMOIZE in
-    protocol 4, which gives the value a number. It is empty for pickles that zckpt has written.
+    `number` is the opcode MEMOIZE, by which protocol 4 numbers values; it is empty for lower
+    protocols, such as zckpt's.
     """
 
     def __init__(self, number: bytes) -> None:
@@ -90,11 +90,9 @@ class _Forms:
 
 
 def _is_fixed(state: Any) -> bool:
-    """Whether no later instruction can change the values that a tensor's description refers to.
-
-    Its layout and its memory format are results of calls, whose arguments a hostile pickle may
-    change between two equal descriptions.
-    """
+    """Whether a tensor's description (`state`) is safe from changes by the rest of the pickle."""
+    # layout and memory format are results of calls; a hostile pickle may change their arguments
+    # between two descriptions with the same bytes
     properties = state.get("properties") if isinstance(state, dict) else None
     if not isinstance(properties, Foreign) or not isinstance(properties.state, tuple):
         return False
@@ -326,16 +324,15 @@ class Rows:
         return [properties], match.end()
 
     def _tensor(self, data: Any, position: int, memo: dict[int, Any]) -> Any:
-        """Recognizes the description of a tensor if one with the same bytes was read before.
+        """Returns a tensor's description if one with the same bytes was read before.
 
-        References in it are to the same values, since no number is given twice, and these do not
-        change meanwhile (`_is_fixed`). The first such description is read instruction by
-        instruction.
+        None for the first such description: the unpickler reads it, and `build` may keep it.
         """
         match = None if self.is_numbered else self.forms.tensor.match(data, position)
         if match is None:
             return None
         known = self._tensors.get(match[0])
+        # equal bytes refer to equal values: no memo number is given twice, and see `_is_fixed`
         if known is not None:
             return [known], match.end()
         self._begun = match.end(), match[0]
@@ -376,7 +373,7 @@ class Rows:
         return [Run(row, row + 1)], match.end()
 
     def _index_and_info(self, data: Any, position: int, memo: dict[int, Any]) -> Any:
-        """Matches an index and the location that follows it, in the order of zckpt's own writer."""
+        """Recognizes the key of an item together with its location, as zckpt writes them."""
         match = self.forms.place.match(data, position)
         if match is None:
             return None
@@ -494,19 +491,18 @@ class Rows:
         text: bytes | None,
         plain: bytes | None,
     ) -> None:
-        """Counts the memo numbers that the pickle gives to a shape's tuples and its torch.Size.
+        """Counts the memo numbers of a shape that was just read; `recall` finds it by the last one.
 
-        The last of these numbers is remembered, so that `recall` finds the shape. The empty tuple
-        has no number.
+        `shape` is the index in `shapes`; `cls`, `text` and `plain` are as in `_shape`.
         """
         if not self.is_numbered:
             return
         if plain is not None:
-            if plain == b")":
+            if plain == b")":  # the empty tuple, which has no number
                 return
-        elif cls is None:
+        elif cls is None:  # a reference to an earlier shape
             return
-        else:
+        else:  # before a torch.Size: its tuple unless empty, and its arguments
             self.skipped += 2 if text != b")" else 1
         self._recalled.append(len(memo) + self.skipped)
         self._values.append(shape)

@@ -150,7 +150,10 @@ class Blocks(Struct, eq=False, dict=True):
                 at = stop
 
     def _add_tree(self, root: int, name: str) -> None:
-        """Adds the blocks of a group's B-tree, and of the symbol nodes (leaves) below the tree."""
+        """Adds the blocks that list the links of the HDF5 group `name`.
+
+        They are the B-tree with its root at the address `root`, and its leaves (symbol nodes).
+        """
         waiting, nodes = [root], {root}
         while waiting:
             node = waiting.pop()
@@ -206,7 +209,10 @@ class Blocks(Struct, eq=False, dict=True):
 
 
 def _names(data: bytes, free: int) -> set[bytes]:
-    """The names in a local heap's bytes; `free` is the offset of its first free block."""
+    """The names of an HDF5 group's links, which its heap stores in the bytes `data`.
+
+    `free` is the offset of the heap's first free block.
+    """
     blocks: dict[int, int] = {}
     while free != END_OF_LIST and free + 16 <= len(data) and free not in blocks:
         following, blocks[free] = struct.unpack_from("<QQ", data, free)

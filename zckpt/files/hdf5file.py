@@ -153,15 +153,16 @@ def _contents(
 
 
 class _Bounds:
-    """Limits the bytes of all datasets and texts to the file's size, and the steps to find texts.
+    """Limits how much is read from a hostile file.
 
-    In a hostile file, datasets that share their bytes could have any total size.
+    All datasets and texts together have at most the file's size in bytes (see `take`). The search
+    for texts examines at most MAX_STEPS objects in heaps (see `step`).
     """
 
     def __init__(self, path: str, file_size: int) -> None:
         self.path = path
         self.file_size = file_size
-        self.bytes = file_size
+        self.bytes = file_size  # datasets that share bytes could have any total size
         self.steps = MAX_STEPS  # the search for a text passes over all texts before it
 
     def take(self, name: str, length: int) -> None:
@@ -175,7 +176,7 @@ class _Bounds:
             )
 
     def step(self) -> None:
-        """Counts a step of the search for a text; raises CorruptCheckpoint after MAX_STEPS."""
+        """Counts an object that `_text` examines; raises CorruptCheckpoint after MAX_STEPS."""
         self.steps -= 1
         if self.steps < 0:
             raise CorruptCheckpoint(

@@ -85,7 +85,11 @@ def _fill(h5py: Any, group: Any, tree: Mapping[str, Any]) -> Iterator[tuple[int,
 
 
 def _place(data: bytearray, header: int, length: int, start: int) -> None:
-    """Writes a tensor's address (`start`) into the layout message of its object header."""
+    """Writes the offset of a tensor's data, `start`, into the tensor's HDF5 header.
+
+    `data` is the file without tensors' data, `header` the header's offset in the file, and `length`
+    the size of the tensor's data in bytes.
+    """
     size = int.from_bytes(data[header + 8 : header + 12], "little")
     message = LAYOUT + NOWHERE + ADDRESS.pack(length)
     at = data.find(message, header, header + 16 + size)

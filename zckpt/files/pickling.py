@@ -100,15 +100,10 @@ class _Writer(Struct, eq=False):
         self.write(value.value)
 
     def record(self, value: Record) -> None:
-        """Writes a record, whose form is its class and the names of its attributes.
-
-        The first record of a form is written like any object, which gives memo numbers to the class
-        and the names. In later records, the bytes between the values are always equal, and are
-        reused.
-        """
+        """Writes a record; from the second of a class on, the bytes between values are reused."""
         function, names = value.form
         form_opcodes = self.forms.get(id(value.form))  # forms are recognized by identity
-        if form_opcodes is None:
+        if form_opcodes is None:  # written in full, so that class and names get memo numbers
             self.foreign(Foreign(function, (), dict(zip(names, value.values, strict=True)), "new"))
             first, *other_names = (self.memo[name] for name in names)
             self.forms[id(value.form)] = [self.memo[function] + b")\x81}(" + first, *other_names]

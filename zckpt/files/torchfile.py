@@ -59,11 +59,13 @@ _refused: dict[tuple[str, tuple[int, int, int]], ZckptError] = {}
 
 
 class _Loaded(Struct, frozen=True, eq=False):
-    """A parsed pickle: its value, and sums over its tensors, in which equal views count once.
+    """A parsed pickle: its value, and sums over its tensors.
 
-    `bytes` is the sum of the tensors' bytes. `runs` is the number of separate byte ranges that hold
-    the elements of tensors which are not contiguous. `names` are the classes and functions that the
-    pickle names.
+    In the sums, tensors with the same storage, offset, shape and strides count once.
+
+    bytes    total size of the tensors
+    runs     number of separate byte ranges in tensors that are not contiguous
+    names    the classes and functions that the pickle names
     """
 
     value: Any

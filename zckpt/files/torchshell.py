@@ -146,10 +146,10 @@ def _storage(tensor: Tensor) -> Persistent:
 
 
 class _Zip(Struct, frozen=True):
-    """A zip of `size` bytes, laid out for files that differ only in the name of the folder.
+    """A template for zips that differ only in the name of their folder, not in the name's length.
 
-    `parts` has all bytes except the gaps for tensor data. Each part is its offset, and a list of
-    pieces of bytes: between the pieces, each file gets the name of its own folder.
+    Each of the `parts` is an offset and the pieces of bytes that begin there; joined by the name of
+    the folder, the pieces are the file's bytes. Between parts are gaps for tensor data.
     """
 
     size: int
@@ -195,10 +195,9 @@ def _zip(folder: int, members: Sequence[Member]) -> _Zip:
 
 
 def _part(parts: list[tuple[int, list[bytearray]]], offset: int, stop: int) -> list[bytearray]:
-    """Returns the list of pieces to which the caller appends bytes that begin at `offset`.
+    """Returns the pieces of the part (see `_Zip`) to which bytes at `offset` are to be appended.
 
-    This is the list of the last part, which ends at `stop`. If there is a gap between `stop` and
-    `offset`, for data that is filled in later, a new part is added to `parts` first.
+    This is the last part, which ends at `stop`, or a new one if there is a gap before `offset`.
     """
     if stop < offset:
         parts.append((offset, [bytearray()]))

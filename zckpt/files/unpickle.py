@@ -412,9 +412,9 @@ _KEYED = frozenset(
 
 
 def _nested(part: Any) -> int:
-    """The number of values inside those items of `part` that are keys with items, such as tuples.
+    """The number of values, at any depth, in the tuples and frozensets among the items of `part`.
 
-    `part` lists values that may become keys of a dictionary, or keys and their values in turn.
+    `part` is a key, or a pair of a key and its value. Raises CorruptCheckpoint for too deep keys.
     """
     return sum([_parts_of_key(item) for item in part if type(item) in _KEYS]) if part else 0
 

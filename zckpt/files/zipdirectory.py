@@ -257,9 +257,10 @@ class _Zip(Struct, eq=False, dict=True):
         return int(entry.header + 30 + length + extra)
 
     def followed(self, entries: Sequence[_Entry]) -> dict[_Entry, int]:
-        """Computes where members' data begin from the next member, without reading local headers.
+        """Computes the offset of each member's data from the place of the next member.
 
-        Members for which no rule gives an aligned offset are left out: their headers must be read.
+        No local header is read. Members are left out if no aligned offset is found: for them, call
+        `data_offset`.
         """
         # torch puts a descriptor of 16 or 24 bytes after the data, zckpt puts none
         ordered = sorted(entries, key=lambda entry: entry.header)

@@ -308,10 +308,10 @@ def _format_of_tag(path: str, tag: str | None, formats: Iterable[Format]) -> For
 
 
 def _detect_weak(path: str, name: str | None) -> dict[Format, list[str]]:
-    """Finds weights without an optimizer, or single files with all state dicts, in a folder.
+    """Finds files that count as a checkpoint only if no format detects one, such as weights alone.
 
-    Returns {format: tags} for the first format that finds any; {} if there is none, or if a folder
-    inside is a checkpoint itself. Only for a folder in which no format detects a checkpoint.
+    Returns {format: tags} of the first format that has such files. {} if there is none, or if a
+    folder inside `path` is a checkpoint itself.
     """
     for item in [named(name)] if name else FORMATS:
         if (tags := item.detect_weak(path)) and not _checkpoints_directly_in(path):

@@ -176,10 +176,9 @@ def _message_of(found: Found, error: ZckptError | OSError) -> str:
 
 
 def _omitted(error: str) -> Report:
-    """A report line: the rest was not read, because of the missing files listed above.
+    """A report line that reading stopped, because files that replace missing ones do not fit.
 
-    `error` says what is wrong with the files that are read in their place. The line does not count
-    as a fault.
+    `error` says what does not fit. The line does not count as a fault.
     """
     message = f"the rest was not read, because of the missing files above: {error}"
     left = warning("not-compared", message)
@@ -290,7 +289,8 @@ def _missing_in(found: Found, error: ZckptError | OSError) -> tuple[str, list[st
 
 
 def _copy(path: str, target: str) -> None:
-    """Copies a small file and its times; it may lie in a store, and be empty on this disk."""
+    """Copies a small file and its times."""
+    # not shutil.copy: the file may be a placeholder without data (core/storage/byte_sources.py)
     with sources.opened(path) as source, open(target, "xb") as file:
         file.write(source.read())
     shutil.copystat(path, target)

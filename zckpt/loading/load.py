@@ -185,10 +185,10 @@ class Load(Struct, eq=False, dict=True):
         self.lines = [*layout.omitted, *layout.warnings]
 
     def _agree_on(self, error: Exception | None) -> None:
-        """Raises the same error in all ranks if one failed, or if they read different files.
+        """Raises the same error in all ranks if one rank failed, or if ranks read different files.
 
-        `error` is the error of this rank, or None. Rank 0 also runs the checks of a conversion that
-        read tensors; if one of them fails, all ranks raise its error too.
+        `error` is the error of this rank, or None. Rank 0 also runs `self.check`, which reads
+        tensors; an error there is raised in all ranks too.
         """
         mark = None if error else _mark(self.source.files.records, self.files.records)
         values = self.ranks.gathered([sent(error), mark])

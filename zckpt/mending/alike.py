@@ -134,10 +134,10 @@ def _alike(found: Found, path: str) -> Alike | None:
 
 
 def _has_parts(found: Found, path: str) -> bool:
-    """Whether the lost file had elements that no equal file of another rank can tell.
+    """Whether the lost file had values that no other rank's file has.
 
-    This is so if the file had one part of a tensor, and other files have the rest. It is also so if
-    the file had a complete tensor, unless the tensor is a buffer, or a replica of it still exists.
+    These are a part of a tensor whose rest is in other files, or a whole tensor without a replica.
+    Whole buffers do not count.
     """
     for manifest in found.known.rank_manifests:
         copied = {copy.key for copy in manifest.replicas if kept(copy, found.lost)[0] is copy}

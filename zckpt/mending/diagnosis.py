@@ -246,7 +246,10 @@ def _of_records(
 def _of_tensors(
     manifest: Manifest, outcome: ComparisonOutcome, witnesses: Witnesses
 ) -> Iterator[Place]:
-    """Yields the damaged tensors, if they lie in one piece, with their original bytes."""
+    """Yields the tensors that do not match their own checksums, with corrections if possible.
+
+    Replicas are left out, and so are tensors whose bytes are not contiguous in one file.
+    """
     for result in outcome.results:
         for entry, crc in zip((result.match.a, result.match.b), result.digests, strict=True):
             stated_crc = entry.digest if entry is not None else None

@@ -261,10 +261,10 @@ def values(entry: Entry, extent: Extent, correction: Correction) -> tuple[Value,
 def _outside(
     bits: list[tuple[int, int]], damage: Damage, contents: Contents
 ) -> list[tuple[int, int]]:
-    """Drops the `bits` that lie in tensors with right checksums, since they were not flipped.
+    """Drops the `bits` inside tensors, if these tensors have checksums of their own.
 
-    It applies to a record that is a whole file whose tensors have checksums too. Then `contents`
-    has only the tensors with right checksums. For other records, all `bits` are returned.
+    So it is in the files of a universal checkpoint. Damaged tensors were corrected before, so only
+    bytes outside tensors can still be wrong. For other records, all `bits` are returned.
     """
     extent = damage.record.extent
     if not any(entry.digest is not None for entry, own in contents if own.extent != extent):

@@ -7,8 +7,8 @@ gone         no file has them, and no other values can replace them
 
 In place of a lost file, another rank's file is read (judging/damaged_source.py). It shows the lost
 file's names, shapes and elements; its values are not used. If the run's only model file is lost, an
-older checkpoint's is read instead. Then values that are no tensors, such as counters, are lost too.
-The format tells as many of these as other files show (`Functions.continued`).
+older checkpoint's is read instead. Then values that are no tensors, such as counters, are lost too;
+the format tells some of them (`Functions.continued`).
 """
 
 from __future__ import annotations
@@ -285,11 +285,7 @@ def losses_of(found: Found, older: Manifest | None, copyable: Mapping[str, Alike
 
 
 def _copies(found: Found, older: Manifest | None) -> Iterator[tuple[Key, tuple[Entry, str]]]:
-    """Yields lost tensors of which a copy is left: their keys, and a tensor with the same values.
-
-    Copies that may have had other values are left out: buffers, since running means differ from
-    rank to rank, and masters and optimizer states on ranks that the engine lets drift.
-    """
+    """Yields tensors with a lost replica that cannot drift: the key, (an equal tensor, why)."""
     for manifest in found.known.rank_manifests:
         source_of = _sources(manifest, found.lost, older)
         lost = [copy for copy in manifest.replicas if not is_whole(copy, found.lost)]
@@ -297,14 +293,14 @@ def _copies(found: Found, older: Manifest | None) -> Iterator[tuple[Key, tuple[E
         for key in dict.fromkeys(copy.key for copy in lost):
             is_known = key[0] not in manifest.buffers and key not in made_up
             if is_known and (source := source_of(key)) is not None:
-                yield key, (source[0], OF_COPY)
+                of_own = source[0] is manifest.entries[key]
+                yield key, (source[0], OF_COPY if of_own else source[1])
 
 
 def _of_other_ranks(found: Found, lost: Iterable[str]) -> Iterator[tuple[str, MadeValue]]:
-    """Describes, for each lost model file, the values other than tensors; yields path and value.
+    """Yields each lost model file's path, and a description of its values other than tensors.
 
-    These are files of tensor-parallel ranks: the file of another rank replaces each of them.
-    Counters in it are the same, but a program may have saved other random states in the lost file.
+    They come from another tensor-parallel rank's file; the lost random states may have differed.
     """
     for path in filter(is_model, lost):
         how = f"as in {os.path.basename(os.path.realpath(path))}, the file of another rank"
@@ -376,7 +372,10 @@ def _continued(losses: Losses, found: Found, older: Manifest) -> Losses:
 
 
 def _of_order(loss: Loss) -> Loss:
-    """Marks a weight as "made-up" if only the older file's parameter order tells its master."""
+    """Marks a weight as "made-up" if it is restored from its master.
+
+    For runs in which only the older file's parameter order tells which master is whose.
+    """
     if loss.other is None or loss.other.slot != "master":
         return loss
     return replace(loss, state="made-up", why=OF_ORDER)
@@ -457,9 +456,9 @@ def _losses(found: Found, older: Manifest | None) -> Iterator[Loss]:
 
 
 def _of_buffers(manifest: Manifest, found: Found) -> Iterator[Loss]:
-    """Yields a loss for each buffer of which a lost model file may have had other values.
+    """Yields a `Loss` for each lost replica of a buffer of which only one complete copy is left.
 
-    The lost file is a tensor-parallel rank's. Exactly one complete copy of each buffer is left.
+    The replica was in a tensor-parallel rank's model file, and its values may have been others.
     """
     whole = Counter(
         entry.key
@@ -550,10 +549,9 @@ def _sources(manifest: Manifest, lost: dict[str, str], older: Manifest | None) -
 def _left(
     manifest: Manifest, entry: Entry, source_of: SourceOf, rounds: bool
 ) -> tuple[State, str, Entry | None]:
-    """Finds values for the lost elements of `entry`: a state, the reason, and a tensor or None.
+    """Finds `state`, `why` and `other` for the `Loss` of a tensor.
 
-    `Loss` explains the states, and `SourceOf` the function `source_of`. With `rounds`, the run's
-    weights are its rounded masters, so a master shows the values of a lost weight.
+    `rounds` says that the run's weights are its rounded masters, so a master shows a lost weight.
     """
     if (source := source_of(entry.key)) is not None:
         return "elsewhere", source[1], source[0]
@@ -563,7 +561,7 @@ def _left(
 def _left_alone(
     manifest: Manifest, entry: Entry, source_of: SourceOf, rounds: bool
 ) -> tuple[State, str, Entry | None]:
-    """Like `_left`, for an entry of which no copy is left: looks at its weight and master only."""
+    """Like `_left` for a tensor without a copy: only its weight and master can replace it."""
     weight, master = ((entry.parameter, slot) for slot in ("param", "master"))
     param, wide = manifest.entries.get(weight), manifest.entries.get(master)
     if entry.slot == "param":

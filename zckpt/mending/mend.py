@@ -164,9 +164,10 @@ def mend(
 
 
 def _with_paths(report: Report, real: Callable[[str], str]) -> Report:
-    """Replaces paths in the temporary folder of links by the source's paths, in a report.
+    """Replaces the temporary folder of links by the source's folder, in all texts of a report.
 
-    `real` does so in a text. Warnings about links are dropped.
+    `real` does so in one text; it is `str` if there is no such folder. If there is one, warnings
+    about links are dropped.
     """
     if real is str:
         return report
@@ -247,9 +248,9 @@ def _refuse(
 ) -> None:
     """Raises an error if the checkpoint cannot be mended, or if nothing is damaged.
 
-    CorruptCheckpoint       bytes are lost, `accept_chance` is needed for a probable correction, or
-                            lost files would be made from damaged ones
-    the reader's error      files are lost
+    CorruptCheckpoint       bytes are lost or need `accept_chance`, or lost files would be made
+                            from damaged ones
+    the reader's error      the checkpoint cannot be read, for example if files are lost
     IncompleteCheckpoint    other problems prevent loading
     MissingData             nothing is damaged
     """
@@ -367,7 +368,10 @@ def _as_read(manifest: Manifest, siblings: Sequence[Sibling]) -> list[Sibling]:
 
 
 def _marks(manifest: Manifest, base: str, listed: Sequence[Mended]) -> Sequence[Shell]:
-    """The file of the copy that lists what was restored; in some formats this is the manifest."""
+    """Makes the copy's file that lists what was restored, zckpt-mended.json.
+
+    A format may list it in another file (`with_mended`): a universal checkpoint in its manifest.
+    """
     root = os.path.abspath(manifest.root)
     functions = formats.named(manifest.format).functions
     if functions.with_mended is not None:

@@ -136,10 +136,10 @@ def _contradiction(path: str, end: int) -> Sequence[tuple[int, int]]:
 
 
 def _explains(correction: Correction, end: int, place: int) -> bool:
-    """Whether a zip no longer contradicts itself with a correction, and members have their CRC-32.
+    """Whether a zip that ends at `end` agrees with itself once `correction` is applied.
 
-    The zip ends at `end`. Only members near the correction are compared with their CRC-32s. Those
-    near `place`, where the zip contradicts itself, are checked first.
+    Members next to the correction must also match their CRC-32s. Members near the offset `place`
+    are checked first.
     """
     with corrected([correction]), sources.opened(correction.file) as file:
         try:

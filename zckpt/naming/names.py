@@ -431,10 +431,9 @@ def names_of(manifest: Manifest) -> list[str]:
 def _with_names(
     manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, str]
 ) -> Manifest:
-    """Renames everything in a manifest: `names` maps old parameter names to new ones.
+    """Renames all names in a manifest: `names` maps old to new, `rewrite` renames modules.
 
-    The manifest also contains names of modules, which are not in `names`: `rewrite(name)` returns
-    their new names. Raises WrongOption if a name would become empty, or two names equal.
+    Raises WrongOption if a name would become empty, or two names equal.
     """
     if all(old == new for old, new in names.items()):
         return manifest

@@ -128,11 +128,10 @@ def likely(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _likely_of_model(manifest: Manifest, before: str) -> tuple[str, str] | None:
-    """The tie that a model's files may lack: (output layer's weight, embedding), or None.
+    """Guesses the tie that a model's files may lack: (output layer's weight, embedding).
 
-    `before` is the prefix of the model's names, which the result lacks. None if the model has an
-    output layer, or if it is unclear which weight is the embedding or what the output layer is
-    called.
+    `before` is the prefix of the model's names; the result lacks it. None if the model has an
+    output layer, or if the names do not show both names of the tie.
     """
     parameters, other_names = (
         [name.removeprefix(before) for name in names if name.startswith(before)]

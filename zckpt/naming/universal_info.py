@@ -117,11 +117,10 @@ class UniversalInfo:
     def _sliced_in_view(
         self, name: str, pattern: str, view_facts: Mapping[str, Any], shapes: Shapes
     ) -> Sliced:
-        """How ranks slice a fused parameter (QKV) if they slice each sub-parameter (Q, K, V).
+        """How ranks slice a fused parameter, such as QKV, if each rank has a piece of Q, K and V.
 
-        `view_facts` has the shape of a view of the tensor, and its axis of sub-parameters
-        (`partition_dim`). For this axis, the shape has a list of their sizes, or only their number.
-        -1 stands for any size.
+        `view_facts` has the `shape` of a view and its axis of sub-parameters (`partition_dim`). For
+        axis 0, [[64, 32, 32], -1] states their sizes, [3, -1] only their number; -1 is any size.
         """
         known_shapes, ranks = [shape for shape in shapes if shape is not None], len(shapes)
         axis, view = int(view_facts["partition_dim"]), list(view_facts["shape"])

@@ -208,10 +208,10 @@ def flattened(view: View, axis: int) -> View:
 
 
 def _ordered(view: View, axes: tuple[Lengths, ...], places: Sequence[int]) -> View:
-    """Transposes a view: reorders its axes, or the lengths of a folded axis.
+    """Reorders the axes of a view, or the lengths of a folded axis; the result has the `axes`.
 
-    The lengths of all axes, in one list, are reordered, and so are the offsets and strides of the
-    boxes: `places` has the old index of each length, in the new order. The result has the `axes`.
+    An axis of 6 rows may be folded into lengths such as (2, 3). `places` has, for each length in
+    the new order, its index in the old list of all axes' lengths.
     """
 
     def order(values: Lengths) -> Lengths:
@@ -249,10 +249,10 @@ def _box(
     *,
     later: int = 0,
 ) -> Box:
-    """Makes another box (a block of a tensor) from the file bytes of `box`.
+    """Makes a box in the same byte range of a file as `box`, with another place in a tensor.
 
-    `whole` is the tensor's shape, `offsets` and `sizes` the block in it. In the file, the block has
-    `strides` (in elements), and begins `later` elements after the first one of `box`.
+    Its first element is `later` elements after the first one of `box` in the file. The other
+    arguments are fields of `Box`.
     """
     return Box(
         whole=whole,

@@ -101,8 +101,8 @@ def settled_adapter(source: Manifest, _config: Mapping[str, Any]) -> Settled:
 def _prefix_of_model(source: Manifest, names: Collection[str], asked: Asked) -> str:
     """Finds the prefix, such as `llm.`, before the model class's names in the source; "" if none.
 
-    `asked` are the weights of the model class. Raises MissingData if the source lacks some of them,
-    and AmbiguousCheckpoint if all are there under several prefixes (several models).
+    Raises MissingData if the source lacks weights of the class (`asked`), and AmbiguousCheckpoint
+    if it has several models of the class.
     """
     prefixes = asked.prefixes(names)
     lacking = {

@@ -142,7 +142,7 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
 def _equal_weights(events: Sequence[Event], is_merged: bool) -> dict[tuple[int, int, str], bool]:
     """Maps rank, step and name of each recorded parameter to whether it is equal in both runs.
 
-    In merged runs, parameters within the tolerance count as equal.
+    If the ranks' records were merged (`is_merged`), a difference within the tolerance is equal.
     """
     return {
         (event.rank, event.a.step, event.a.key): not (event.is_big if is_merged else event.distance)

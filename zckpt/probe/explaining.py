@@ -142,9 +142,9 @@ def meaning(
 def _of_module(
     a: TensorRecord, b: TensorRecord, rank: int, about: Surroundings, is_merged: bool
 ) -> str | None:
-    """The likely cause, inferred from the class, the inputs and the weights of the module.
+    """The likely cause of different outputs of a module, from its class, inputs and weights.
 
-    None if they do not show a cause.
+    None if these do not show a cause.
     """
     inputs = True if is_merged else equal_inputs(a, b)
     weights = about.equal_weights(rank, a.step, a.module)
@@ -180,7 +180,10 @@ def _factor(a: TensorRecord, b: TensorRecord) -> float | None:
 
 
 def _of_position(record: TensorRecord, steps: Sequence[int]) -> str:
-    """The likely cause, inferred from where the first difference is: its step, batch and kind."""
+    """The likely cause of a difference, from the record's step, batch and kind (such as "forward").
+
+    `steps` are all compared steps, sorted.
+    """
     position = steps.index(record.step)
     later_batch = record.batch not in ("0", "eval 0", "all", "eval all")
     if position == 0 and not later_batch:

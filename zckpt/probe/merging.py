@@ -123,11 +123,10 @@ def _labels(a: Run, b: Run) -> set[tuple[int, str]]:
 
 
 def _grouped(run: Run, labels: set[tuple[int, str]]) -> dict[Group, list[RankRecord]]:
-    """Groups the records that are to be merged into one record.
+    """Groups the records that become one record; a group is sorted by batch, then by rank.
 
-    Groups are in the order of the first rank's records. Each group is sorted by batch, then by
-    rank. If the step and the phase (such as "eval") are in `labels`, each batch has its own groups.
-    Otherwise all batches of the step are in one group.
+    Batches of a step and phase (such as "eval") are separate groups if `labels` has these two;
+    otherwise they are in one group.
     """
     groups: dict[Group, list[RankRecord]] = {}
     for rank in sorted(run.ranks):
@@ -236,9 +235,10 @@ def _summed(
     sides: Sequence[Run],
     records: Sequence[Sequence[TensorRecord]],
 ) -> list[TensorRecord]:
-    """Adds up the records of all batches and averages over the ranks, for each of the two runs.
+    """Merges a tensor's records in each run: the sum over batches, and the mean over ranks.
 
-    Outputs (`kind` "forward") are averaged over batches too, unless the two runs' sums are closer.
+    Outputs (`kind` "forward") get the mean over batches too, unless the sums of the two runs are
+    closer to each other than the means. Raises Unmerged for integers and different shapes.
     """
     if len(shapes) > 1:
         raise Unmerged("the shapes differ between ranks")
@@ -283,7 +283,11 @@ def _mean(records: Sequence[TensorRecord], count: int) -> TensorRecord:
 def _joined(
     side: Run, records: Sequence[TensorRecord], axis: int, order: str, samples: list[Any]
 ) -> TensorRecord:
-    """The record that all ranks' rows would have as one tensor; `samples` are its samples."""
+    """Makes the record of all ranks' tensors, concatenated along `axis` into one.
+
+    `samples` are elements of the concatenated tensor. Gradients of outputs (kind "backward") are
+    divided by the number of ranks.
+    """
     first = records[0]
     scale = 1 / side.world if first.kind == "backward" else 1.0
     shape = list(first.shape)
@@ -331,7 +335,11 @@ ORDERS = ("first", "in turns", "unknown")
 def _placed(
     side: Run, parts: Sequence[RankRecord], axis: int, order: str
 ) -> Iterator[tuple[int, Any]]:
-    """Yields every rank's samples, with their indices in the concatenation of the tensors."""
+    """Yields each recorded element (sample) of the ranks' tensors, with its index.
+
+    The index is row-major in all ranks' tensors, concatenated along `axis` in the `order`. Yields
+    nothing for the order "unknown".
+    """
     if order == "unknown" or not side.samples:
         return
     total = sum(part.record.shape[axis] for part in parts)
@@ -352,11 +360,10 @@ def _placed(
 
 
 def _order(sides: Sequence[Run], grouped: Sequence[dict[Group, list[RankRecord]]]) -> str:
-    """Finds out in which order the ranks get the rows of a batch.
+    """Finds out which of ORDERS tells how the rows of a batch were given to ranks.
 
-    Each of ORDERS is tried on the first few inputs of the model (on outputs if no inputs are
-    recorded). The first order with which they are equal in both runs, within the tolerance, is
-    returned. If none fits, the first of ORDERS is returned.
+    An order fits if the first inputs of the model, merged in this order, are equal in both runs
+    within the tolerance. Without inputs, outputs are compared. If none fits, it is "first".
     """
     shared = [group for group in grouped[0] if group in grouped[1] and group[2] not in OF_WEIGHTS]
     inputs = [group for group in shared if group[2] == "input"]

@@ -216,16 +216,13 @@ class Recorder(Subscriber):
             return
         if not recomputed:
             self._write("forward", key, tensor, inputs=inputs)
+        # activation checkpointing computes an output twice, and only one of both gets a gradient:
+        # the recomputed one if the first ran without gradients (reentrant), otherwise the first
         if self._gradients and tensor.requires_grad and torch.is_grad_enabled():
             self._take_gradient(key, tensor)
 
     def _take_gradient(self, key: str, tensor: Tensor) -> None:
-        """Arranges that the gradient of an output is recorded.
-
-        With activation checkpointing, an output is computed twice, but only one of the two tensors
-        gets a gradient. It is the recomputed one if the first forward pass ran without gradients
-        (reentrant checkpointing), otherwise the first one.
-        """
+        """Registers a hook that records the gradient of an output."""
         handle = self._hook("backward", key, tensor)
         if tensor.is_leaf:  # hooks of other tensors are freed with the graph
             self._of_leaves.append(handle)

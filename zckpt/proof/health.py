@@ -280,10 +280,9 @@ def _problems_of(
 
 
 def _is_below(maximum: Statistics, now: Statistics) -> bool:
-    """Whether some element of `maximum` is smaller than that of `now`, judged by their statistics.
+    """Whether statistics show that `max_exp_avg_sq` is below `exp_avg_sq` in some element.
 
-    Then `maximum` (such as `max_exp_avg_sq`) is not the maximum of `now` over time, which never has
-    a smaller min, max, mean or norm than `now`.
+    A correct maximum over time never has a smaller min, max, mean or norm than the value `now`.
     """
     return (
         maximum.min < now.min

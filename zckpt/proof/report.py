@@ -66,9 +66,9 @@ def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
 
 
 def _is_of_one_side(match: Match, copies: Collection[int]) -> bool:
-    """Whether a pair of tensors compares a tensor with its replica in the same checkpoint.
+    """Whether a pair compares a copy of a tensor with the tensor itself, not two copies.
 
-    `copies` are the `id`s of all replicas. A pair of two replicas belongs to two checkpoints.
+    `copies` are the `id`s of all replicas (copies that other ranks have stored).
     """
     return match.copy and not (id(match.a) in copies and id(match.b) in copies)
 

@@ -88,10 +88,10 @@ def refuse_several(proven: Manifest, manifest: Manifest) -> None:
 
 
 def _own_part(key: str, value: Any, front: str) -> Any:
-    """Reduces a value of a proof with several models to the model with the prefix `front`.
+    """Keeps the part of a proof file's value that is about the model with the prefix `front`.
 
-    Only the values under the keys `module` and `module_extra` contain names of parameters. Names
-    with the prefix are kept, without it. All other values are returned unchanged.
+    Only the values of `module` and `module_extra` contain names: the prefix is removed from names
+    that have it, and other names are left out. All other values are kept whole.
     """
     if key == "module":
         return [name.removeprefix(front) for name in value if name.startswith(front)]

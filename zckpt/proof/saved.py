@@ -60,7 +60,7 @@ MAX_PROOF = 1 << 29  # a proof has 100 to 200 bytes for each tensor and each par
 
 
 class _Digest(Struct):
-    """What a proof file states about a tensor: type, shape and, as `a`, its CRC-32."""
+    """A tensor in the file of `--save-proof`; `a` is the CRC-32 of its row-major bytes."""
 
     dtype: Dtype
     shape: Sizes
@@ -68,7 +68,7 @@ class _Digest(Struct):
 
 
 class _Unsupported(Struct):
-    """An optimizer state in a proof file that zckpt can compare but not convert.
+    """An optimizer state, in the file of `--save-proof`, that zckpt compares but cannot convert.
 
     `tensors` are the names of its tensors.
     """
@@ -81,7 +81,7 @@ class _Unsupported(Struct):
 
 
 class _ProofContents(Struct):
-    """The contents of a proof file besides checksums; older proofs lack some keys."""
+    """What the file of `--save-proof` has besides checksums; older files lack some keys."""
 
     parameters: dict[str, Any]
     buffers: tuple[str, ...]
@@ -222,10 +222,9 @@ def _of_first_rank(manifest: Manifest) -> list[Notice]:
 
 
 def _refuse_other_types(matches: Sequence[Match], a: Manifest, b: Manifest) -> None:
-    """Raises MissingData if tensors have another type in the proof than in the checkpoint.
+    """Raises MissingData for tensors of two types, whose checksums cannot be compared.
 
-    Checksums cannot be compared between types. There is no error for a 16-bit weight beside an fp32
-    one, if the 16-bit weight's checkpoint also has the fp32 master: the master is compared instead.
+    A 16-bit weight is no error if its side also has the fp32 master: the master is compared.
     """
     rounded, buffers = only_rounded(matches, a, b), {*a.buffers, *b.buffers}
     other_types = [
@@ -326,7 +325,7 @@ def _check_groups(parameters: Mapping[str, Parameter], groups: Sequence[Any] | N
 
 
 def _with_tensors(item: _Unsupported, entries: dict[Key, Entry]) -> StateRow:
-    """Describes an unsupported optimizer state in a proof, with its tensors.
+    """Describes an optimizer state that zckpt cannot convert, with its tensors.
 
     The tensors are removed from `entries`, so that they do not count as ordinary tensors.
     """
@@ -344,7 +343,7 @@ def _dictionary(document: Mapping[str, Any]) -> dict[str, Any]:
 def _by_parameter(parameters_by_state: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
     """Turns `{state: parameters}` into `{parameter: {state: True}}`.
 
-    A proof does not contain the values of these optimizer states, so True stands for each.
+    True stands for the state's value, which files of older zckpt versions do not contain.
     """
     keys = by_key((name, key) for key, names in parameters_by_state.items() for name in names)
     return {name: dict.fromkeys(own, True) for name, own in keys.items()}

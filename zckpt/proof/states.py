@@ -128,9 +128,7 @@ class _Comparison:
     def _are_other_schedulers(self, a: Any, b: Any) -> bool:
         """Whether the LR schedulers of the two checkpoints cannot be compared.
 
-        `a` and `b` are the states of the schedulers, or None. Two states cannot be compared if they
-        are of different kinds. A state and None cannot be compared if the side without a state may
-        have another scheduler, or may store its scheduler in another place.
+        `a` and `b` are the schedulers' states; None or empty if a checkpoint has no such state.
         """
         if isinstance(a, Mapping) and isinstance(b, Mapping):  # whether just one is DeepSpeed's own
             return (COUNTER in a) != (COUNTER in b)
@@ -463,12 +461,12 @@ def _is_weights(manifest: Manifest) -> bool:
 def _comparable_scales(a: Report, b: Report) -> tuple[Report, Report]:
     """Makes the loss scalers of two checkpoints comparable if they are stored differently.
 
-    If one side has an object and the other only the object's numbers, both get the numbers. If a
-    scaler does not scale the loss and the other side has None, which means the same, both are
-    removed.
+    `a` and `b` are the optimizers' values that are not tensors.
     """
+    # None means the same as a scaler that does not scale the loss
     if any(LOSS_SCALER in side and side[LOSS_SCALER] is None for side in (a, b)):
         a, b = ({k: v for k, v in side.items() if not _is_unscaled(k, v)} for side in (a, b))
+    # one side may have an object, and the other only the object's numbers
     if {LOSS_SCALER, "cur_scale"} <= a.keys() ^ b.keys():
         return _with_numbers(a), _with_numbers(b)
     return a, b

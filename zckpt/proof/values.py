@@ -186,7 +186,10 @@ def unsupported_states(manifest: Manifest) -> list[Notice]:
 
 
 def _kinds(a: Scalar | None, b: Scalar | None) -> Report:
-    """The types and shapes of two numbers as keys of a report line; empty if they are equal."""
+    """The keys `a_type`, `b_type`, `a_shape` and `b_shape` for a report line about two numbers.
+
+    Empty if types and shapes are equal, or if a number is None.
+    """
     if a is None or b is None or (a.dtype, a.shape) == (b.dtype, b.shape):
         return {}
     return {

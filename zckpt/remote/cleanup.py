@@ -87,8 +87,8 @@ def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
 def _remains(url: Url, there: Mapping[str, StoredObject], note: Note) -> list[str]:
     """The names of the objects to remove: the run's files that exist, and its note.
 
-    The note (zckpt-unfinished.json) lists the run's files. If the target is complete, only the note
-    is removed. Raises TargetExists if the run's last file exists, but another file does not.
+    If all files of the run exist, only the note is removed. Raises TargetExists if the last file
+    exists, but another one does not.
     """
     if note.last not in there:
         return sorted({*note.names, UNFINISHED} & {*there})
@@ -129,7 +129,10 @@ def _remove(url: Url, names: list[str], uploads: list[Upload], last: str) -> Non
 
 
 def _nothing_begun(url: Url, there: Sequence[str]) -> WrongOption | NotACheckpoint:
-    """Makes the error that no run was stopped at this URL; `there` are the names of its objects."""
+    """Makes the error that `clean_up` finds nothing of a stopped zckpt run at the URL.
+
+    `there` are the names of the URL's objects. WrongOption means that they are a complete target.
+    """
     if {name.rpartition("/")[2] for name in there} & {*LASTS}:
         return WrongOption(
             "nothing-to-clean",

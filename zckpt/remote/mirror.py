@@ -358,9 +358,8 @@ def _finished(
 ) -> dict[str, StoredObject]:
     """Drops the objects of unfinished zckpt targets below the URL, and notes of finished targets.
 
-    A note is zckpt-unfinished.json. A target is unfinished if its note cannot be parsed, or if a
-    file that its note lists is missing or of another size. Raises IncompleteCheckpoint if the URL
-    itself belongs to an unfinished target.
+    A target is unfinished if its note (zckpt-unfinished.json) is invalid, or lists a file that is
+    missing or damaged. Raises IncompleteCheckpoint if the URL itself is in an unfinished target.
     """
     kept = dict(objects)
     below = [each for key, each in objects.items() if os.path.basename(key) == UNFINISHED]

@@ -122,10 +122,10 @@ def send(path: str, url: Url, run: str, words: Mapping[str, Any]) -> dict[str, A
 
 
 class _Sending(Struct, dict=True):
-    """One target that is being sent from the local `path` to `url`.
+    """One upload of a target from the local folder `path` to `url`.
 
-    run          a text that identifies the conversion; it is stored with the objects (their mark)
-    read_back    read stored files again to compare them, if the store states no checksum
+    run          identifies the conversion; stored with the objects as their mark
+    read_back    whether to read files again if the store states no MD5
     again        the number of files that were read again
     notes        warnings for the report
     """

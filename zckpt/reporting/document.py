@@ -102,11 +102,10 @@ def _nothing(candidate: Candidate, error: ZckptError) -> Report:
 
 
 def _checkpoints(path: str, source: Mapping[str, Any]) -> tuple[list[Candidate], list[Candidate]]:
-    """The checkpoints to show, the oldest first, and those that are missing in the run.
+    """The checkpoints to show, the oldest first, and missing ones.
 
-    If `source` chooses a checkpoint (such as by `tag`), or if `path` is not a run, only one is
-    shown. A checkpoint is missing if a file of the run names it and it was removed, or if the file
-    with its name was cut short.
+    A missing checkpoint does not exist, but is named by a file of the run, such as `latest`. Only
+    `path` itself is shown if `source` has a `tag` or `format`, or if `path` is not a run.
     """
     itself = [alone(path, source.get("tag"))]
     if source.get("tag") or source.get("format") or not os.path.isdir(path):
@@ -217,9 +216,9 @@ def _against(
     begin: Begin | None,
     lines: list[Report],
 ) -> Report:
-    """Compares with the checkpoint `against`, and makes the section of that name.
+    """Compares with the checkpoint at the path `against`, and returns the section "against".
 
-    If the comparison fails, the section is left out, and a fault is added to `lines`.
+    If nothing was compared, the result is empty, and `lines` gets the reason.
     """
     if checkpoint.lost or checkpoint.stated:
         message = f"not compared with {against}, because this checkpoint has faults"

@@ -186,7 +186,10 @@ def _as_in(other: Manifest | None, manifest: Manifest, words: Words, to: str) ->
 
 
 def _as_next_run(words: Words, other: Manifest | None) -> Words:
-    """Adds the ds_config and `sp` of the run given by `--like` (`other`), if `words` have none."""
+    """Adds options of the DeepSpeed run given by `--like` (`other`), if `words` has none.
+
+    The options are `config` (its ds_config) and `sp` (the sequence-parallel size).
+    """
     if other is None or not isinstance(engine := other.run.engine, FlatBufferEngine):
         return words
     given = {name: value for name, value in words.items() if value is not None}
@@ -253,9 +256,9 @@ def _tried(
 
 
 def _dialect_of(decision: api.Decision) -> str | None:
-    """The value of `--dialect` that the trainer needs to find the target's files; None for any.
+    """The `--dialect` with which the trainer finds the target's files; None if none is needed.
 
-    A dialect is a program whose file names and keys the format can write.
+    A dialect is a variant of the target's format, for example with other file names.
     """
     options = decision.format.options or ()
     dialects = {choice for each in options if each.name == "dialect" for choice in each.choices}

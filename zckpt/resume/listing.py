@@ -195,12 +195,12 @@ def _answer(problems: Sequence[Notice], is_known: bool) -> bool | None:
 def _failed(error: ZckptError | OSError, question: str, row: Report) -> Report:
     """The keys that an error changes in the row of a checkpoint.
 
-    `question` is the key that was being determined, such as "whole". It becomes False if the error
-    shows that the checkpoint is broken, else None. An InconsistentCheckpoint changes "of_one_save"
-    instead.
+    `question` is the key that was being determined, such as "whole". Its value becomes False if the
+    error shows that the checkpoint is broken, else None.
     """
     notices = error.notices if isinstance(error, ZckptError) else [notice_of(error)]
     is_answer = isinstance(error, BROKEN) and not isinstance(error, NO_ANSWER)
+    # the error is about this key, whatever was being determined
     question = "of_one_save" if isinstance(error, InconsistentCheckpoint) else question
     return {
         question: False if is_answer else None,

@@ -394,9 +394,9 @@ class Resuming(Struct, dict=True):
         return is_gone
 
     def _missing(self, target: str) -> Report | None:
-        """The first problem of a resharded copy from an earlier start, as a report line.
+        """The first problem of a resharded copy that was already on disk; None if it has none.
 
-        Files of the copy may have been lost after that start. None if there is no problem.
+        The result is a report line. Files of the copy may have been lost since it was written.
         """
         problems = judged(alone(target), {}).problems
         return line_of(problems[0]) if problems else None
@@ -409,11 +409,10 @@ class Resuming(Struct, dict=True):
     def _finish(self, candidate: Candidate, plan: Words, report: Words | None) -> Words | None:
         """Locks the directory that was written, removes old copies, and returns what was done.
 
-        `report` is the report of `reshard` about the copy. If no copy is needed, it is None, and
-        the directory of empty files is written here. Returns None if another job has put its own
-        copy at that path.
+        `report` is the result of `reshard`; with `copy=False` it is None, and this method writes
+        the directory. Returns None if another job has put its own copy at that path.
         """
-        if report is None:
+        if report is None:  # writes a directory of empty files; see `names.py`
             report = self._written(candidate, plan, {"names": self._note(candidate)})
         target = plan["target"]
         if "is_of_another" in report:

@@ -200,7 +200,7 @@ def _by_tag(run: str, inside: bool = False) -> list[Candidate]:
     """Finds the checkpoints of a run that stores tags (`global_step500`); empty for other runs.
 
     The tag that the run's pointer file (such as `latest`) names comes first, then the newest.
-    `inside` is True if `run` is a folder in a run.
+    `inside` is True if a search below the user's path has found the folder `run`.
     """
     for format in FORMATS:
         # a folder with one tag, if it is inside a run, may be a trainer's folder of one checkpoint

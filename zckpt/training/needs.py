@@ -208,8 +208,7 @@ def _engine_has_scheduler(manifest: Manifest) -> bool:
 def _program(manifest: Manifest) -> str | None:
     """The program that resumes from a checkpoint, such as Hugging Face's Trainer; None if unknown.
 
-    It is recognized by the trainer's files and by the names of the engine's files. One file is not
-    enough, because any file may be missing: the Trainer, for example, writes its state last.
+    Several files are looked at, because any single file may be missing.
     """
     names = {item.name for item in (*manifest.files.siblings, *manifest.files.omitted_files)}
     files = manifest.files.paths
@@ -225,6 +224,7 @@ def _program(manifest: Manifest) -> str | None:
     of_transformers = any(map(OF_TRANSFORMERS.search, files))
     if program == TRANSFORMERS:
         return program if of_transformers else None
+    # the Trainer writes its state last, so a stopped save may lack it
     has_others = SCHEDULER_FILE in names and any(map(RANDOM_STATE.names.fullmatch, names))
     is_model = manifest.format != "gathered" or not CONFIGURATIONS.isdisjoint(names)
     has_lost_its_state = has_others and of_transformers and is_model

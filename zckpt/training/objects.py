@@ -294,9 +294,9 @@ class _Filter(Struct, eq=False):
     def _unavoidable(self, value: Any) -> frozenset[str]:
         """The disallowed classes and functions that force zckpt to leave out the whole value.
 
-        Names inside of a dictionary in a list or in an object's state do not: the dictionary can be
-        kept without the items that contain them.
+        Empty if it is enough to remove items of dictionaries in the value.
         """
+        # `dictionary` removes single items, also of dictionaries in lists and objects' states
         if not self._disallowed(value) or isinstance(value, dict):
             return frozenset()
         if id(value) not in self.lost:

@@ -118,9 +118,9 @@ def _signature(
     other_states: Iterable[str] = (),
     needed: Iterable[str] = (),
 ) -> Signature:
-    """Creates a `Signature`.
+    """Describes how to recognize the optimizer `name` by its states and hyper-parameters.
 
-    Hyper-parameters of the optimizer that zckpt knows already are added to `keys`.
+    `keys` need not repeat `needed`, or the optimizer's hyper-parameters in `OPTIMIZERS`.
     """
     every = frozenset((*known_optimizer(name.lower()).defaults, *keys, *needed))
     return Signature(name, frozenset(states), every, frozenset(other_states), frozenset(needed))

@@ -78,11 +78,10 @@ def begun(source: Manifest, run: Manifest, format: Format, options: Options) -> 
 def _beginning(
     source: Manifest, name: str, like: str, group: Group, at_groups_step: bool
 ) -> tuple[Parameter, list[Entry], Mapping[str, Scalar]] | None:
-    """Makes the initial state of the parameter `name`, modeled on the trained parameter `like`.
+    """Makes the initial optimizer states of the parameter `name`: the states that `like` has.
 
-    Returns the parameter, its tensors of zeros, and its states that are single numbers. If zckpt
-    does not know the initial values of this optimizer, returns None; with `at_groups_step`, raises
-    UnsupportedState.
+    Returns the parameter, its tensors of zeros, and its states of one number. If zckpt does not
+    know an initial value: returns None, or raises UnsupportedState with `at_groups_step`.
     """
     new_parameter, trained = source.parameters[name], source.parameters[like]
     slots = [
@@ -106,7 +105,7 @@ def _beginning(
     if unknown:
         return None
     step = trained.step
-    if not at_groups_step:
+    if not at_groups_step:  # otherwise the step and the numbers are those of `like`
         step = None if step is None else 0
         numbers = {key: replace(each, value=NUMBERS[key]) for key, each in numbers.items()}
     zeros = [_zeros(name, entry, new_parameter.shape) for entry in slots]
@@ -159,9 +158,9 @@ MOST_UPDATES = 10_000
 
 
 def _larger(beta1: float, beta2: float) -> str:
-    """The end of a warning: how many times the learning rate Adam's first updates may be.
+    """The end of a warning: Adam's largest first updates, as multiples of the learning rate.
 
-    Returns "" for betas outside of [0, 1), and if `beta2` is 0.
+    Empty if `beta1` is outside of [0, 1), or `beta2` outside of (0, 1).
     """
     if not 0 <= beta1 < 1 or not 0 < beta2 < 1:
         return ""

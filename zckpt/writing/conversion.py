@@ -351,11 +351,10 @@ def _for_few(manifest: Manifest, options: Options) -> Options:
 
 
 def _there(target: str, run: Identity, gives_way: bool) -> str:
-    """Looks for a complete target of an earlier run; returns a key for the report, or "".
+    """The report's key for a target that exists already; "" if there is none.
 
-    The key is "already_complete" if that run made the same conversion. A target of another
-    conversion raises TargetExists; if this run `gives_way`, the key "is_of_another" is returned
-    instead.
+    "already_complete" means that the same conversion wrote the target. For any other target, raises
+    TargetExists, or returns "is_of_another" if this run `gives_way`.
     """
     try:
         return "already_complete" if targets.is_complete(target, run) else ""
@@ -376,7 +375,7 @@ def _without_buffers(options: Options, format: Format) -> Options:
 
 
 def _called(command: str, to: str) -> str:
-    """What errors call the target's format: `--to FORMAT` only if the user had to type that."""
+    """Names the target's format for errors: `--to FORMAT`, or words if users need not type that."""
     if command == "reshard":
         return f"{to} (reshard does not change the format)"
     if to == "universal":
@@ -394,11 +393,10 @@ def _filled(
     warnings: list[Report],
     checks: Sequence[FullCheck],
 ) -> CopyOutcome | None:
-    """Creates and fills the target's files, of `size` bytes in all.
+    """Writes the target; returns None if another process of --part K/N will complete it.
 
-    Warnings about tensors' values are added to `warnings`. Returns None if another process will
-    complete the target: the last one that was started with --part K/N. Raises UnsupportedState if
-    the files cannot store a state of the source.
+    `size` is the bytes of all files. Warnings about tensors' values are added to `warnings`. Raises
+    UnsupportedState if the files cannot store a state of the source.
     """
 
     def seal(root: Folder, shells: Manifest, outcome: CopyOutcome) -> None:

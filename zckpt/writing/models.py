@@ -160,10 +160,10 @@ def _joined(
     lines: Sequence[Sequence[Notice]],
     of_source: Callable[[Manifest], Sequence[Notice]],
 ) -> list[Notice]:
-    """Lists the notices about all models, without duplicates: the reader's, then the writers'.
+    """Lists the reader's notices about `whole`, then the writers' notices about its models.
 
-    `lines` has the notices about each model in `parts`. `of_source` returns the reader's notices
-    about a model. All others come from a writer, and get the name of their model as a prefix.
+    `lines` has the notices about each model in `parts`; `of_source` returns the reader's alone. A
+    writer's notice gets the model's name as a prefix.
     """
     lines_of_writer = [
         replace(line, message=f"{name}: {line.message}")

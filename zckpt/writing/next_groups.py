@@ -286,9 +286,9 @@ class _RunsGroups:
         return group
 
     def _engine(self) -> Any:
-        """The source's engine; if its files lack hyper-parameters, it is marked as having them.
+        """The source's engine, with hyper-parameters marked as given if the files are elastic.
 
-        The checkpoint given with --groups-from supplies them, as if the user had stated them.
+        DeepSpeed's elastic files lack hyper-parameters; the run of --groups-from supplies them.
         """
         engine = self.named.run.engine
         if isinstance(engine, FlatBufferEngine) and engine.elastic:
@@ -305,10 +305,10 @@ class _RunsGroups:
         return its.renamed(self.owners) if fits and its else stages
 
     def _state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Gives the source's state the other run's list of names for each param group.
+        """The source's state with the other run's `optimizer.members`, the names in each group.
 
-        The list is `optimizer.members`: indices into the source's list of the module's names. It is
-        left out if the other run has no such list, or if a name is not in the source.
+        Names are indices into the state's list `module`, None for a frozen parameter. `members` is
+        left out if the other run has none, or if the source lacks a name of that run's `module`.
         """
         optimizer = dict(state.get("optimizer") or {})
         listed_before = optimizer.pop("members", None)

@@ -287,7 +287,10 @@ class Keeping(Struct, frozen=True):
         )
 
     def _classes(self, keys: Iterable[str]) -> list[str]:
-        """The classes that the user could allow with `--allow-object`, to keep these states."""
+        """The classes that the user can allow with `--allow-object` to keep the states `keys`.
+
+        Empty if one of the classes must never be allowed.
+        """
         rows = [
             row
             for m in self.grouped.rank_manifests

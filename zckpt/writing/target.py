@@ -192,10 +192,10 @@ def _with_files(layout: Layout, files: Sequence[Shell]) -> Layout:
 def _pointing_to_the_best(
     layout: Layout, manifest: Manifest, to: str, target: str, best_in: str | None
 ) -> Layout:
-    """Changes the path of the best checkpoint in trainer_state.json to where it will be.
+    """Sets the path of the Trainer's best checkpoint in trainer_state.json to its new place.
 
-    That is in `best_in` if this is given, or at `target` if `manifest` is the best checkpoint. The
-    layout gets a warning if the best checkpoint is another one and `best_in` is not given.
+    That is in the folder `best_in`, or at `target` if the source is the best checkpoint. If neither
+    applies, the path stays and the layout gets a warning.
     """
     path = best.best_of(manifest.files.siblings)
     if path is None:

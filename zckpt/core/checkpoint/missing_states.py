@@ -142,10 +142,10 @@ def _missing_in(group: list[_States]) -> Iterator[tuple[_States, set[str]]]:
 
 
 def _missing(keys: frozenset[str], like: _Kinds, every: _Kinds) -> set[str]:
-    """The optimizer states that a parameter with the states `keys` has lost.
+    """Finds the states that a parameter with the optimizer states `keys` has lost.
 
-    `like` counts the group's parameters with the same number of axes, `every` all of the group. A
-    state is lost if at least half of `like` have it, and one of these has all of `keys` too.
+    A state counts as lost if at least half of the group's parameters with as many axes (`like`)
+    have it. If there are no others of these, all others of the group (`every`) must have it.
     """
     alone = len(like.counts) == 1 and like.counts[keys] == 1
     # the only parameter with this number of axes: all others must have the key

@@ -52,10 +52,10 @@ def unlisted(manifest: Manifest) -> list[Notice]:
 
 
 def _may_be_share(manifest: Manifest) -> bool:
-    """Whether a file may hold the optimizer states of one rank only, without stating so.
+    """Whether a file may hold only one rank's optimizer states, although it does not say so.
 
-    This is possible for one torch.save file of the complete model, which states at most one rank,
-    and whose optimizer identifies parameters by number.
+    True if the file is not a part of sharded storage, numbers the optimizer's parameters, and does
+    not state several data-parallel ranks.
     """
     engine = manifest.run.engine
     is_whole = isinstance(engine, StateDictEngine) and engine.whole

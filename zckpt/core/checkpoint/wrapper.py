@@ -60,11 +60,10 @@ def _is_random(key: Any) -> bool:
 
 
 def _find(manifest: Manifest) -> tuple[tuple[Any, ...], dict[Any, Any]]:
-    """Finds the dictionary that contains the optimizer's state dict, and other values beside it.
+    """Finds the dictionary around the optimizer's state dict: its path, and its other values.
 
-    Returns the path of the dictionary, and its other values. Both are empty if the dictionary
-    belongs to the program: no key of the path names an optimizer, or the dictionary contains the
-    model too.
+    Both are empty if the dictionary is the program's own: no key of the path names an optimizer, or
+    the model lies in the dictionary too.
     """
     engine = manifest.run.engine
     if not isinstance(engine, StateDictEngine) or not engine.optimizer:

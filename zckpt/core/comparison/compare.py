@@ -371,8 +371,8 @@ def _bytes_of(parts: Sequence[_MatchPart]) -> int:
 
 
 def _by_slot(matches: Sequence[Match]) -> list[int]:
-    """The indices of the pairs sorted by slot, since tensors of one slot are neighbors in files."""
-    slots: dict[str, int] = {}
+    """Orders the indices of the pairs: pairs of one slot, such as `exp_avg`, come together."""
+    slots: dict[str, int] = {}  # tensors of one slot are neighbors in files
     for item in matches:
         slots.setdefault(item.a.slot, len(slots))
     return sorted(range(len(matches)), key=lambda number: slots[matches[number].a.slot])

@@ -73,10 +73,9 @@ def check_duplicates(manifest: Manifest) -> list[Notice]:
 
 
 def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) -> list[Notice]:
-    """Warns about equal files of one tensor each, if the tensors should differ.
+    """Warns about equal files that hold one tensor each, if these two tensors should differ.
 
-    A weight and a moment should differ, and two kinds of moments. Tensors of one slot should differ
-    if the two parameters differ in other optimizer states. `pairs` are paths of equal files.
+    `pairs` has the paths of equal files.
     """
     tensors = by_key(
         (file, entry)
@@ -97,10 +96,12 @@ def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) ->
         # rounded weights of two parameters may be equal
         if one.slot == other.slot and (is_optimizers(one.slot) or other.dtype in WIDE):
             equal.setdefault((one.parameter, other.parameter), {})[one.slot] = first, second
+        # a weight and a moment, or two kinds of moments
         elif {one.slot, other.slot} <= KINDS.keys() and KINDS[one.slot] != KINDS[other.slot]:
             copies.append(
                 (first, second, f"{other.slot} and {one.slot} of a trained model always differ")
             )
+    # tensors of one slot should differ if the parameters differ in another optimizer state
     for (parameter, another), of_both in equal.items():
         if not (states.get(parameter, set()) & states.get(another, set())) <= of_both.keys():
             reason = f"optimizer states of {another} and {parameter} in other files differ"

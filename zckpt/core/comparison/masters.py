@@ -67,10 +67,10 @@ def check(manifest: Manifest, elements: str, hint: str, accepted: bool) -> list[
 def _report_differing(
     manifest: Manifest, wrong: Sequence[tuple[Manifest, Result]], hint: str, accepted: bool
 ) -> list[Notice]:
-    """Reports masters that do not round to their weights, as a list of one warning or an error.
+    """Raises InconsistentCheckpoint for masters in `wrong`, or warns if differences are `accepted`.
 
-    Raises CorruptCheckpoint if the bytes at the first difference are damaged, and
-    InconsistentCheckpoint unless differences are `accepted`. The list is empty if `wrong` is empty.
+    Returns the warning in a list, which is empty if `wrong` is empty. Raises CorruptCheckpoint if
+    the bytes at the first difference are damaged.
     """
     if not wrong:
         return []
@@ -105,10 +105,12 @@ def unlike(manifest: Manifest, elements: str) -> list[tuple[Manifest, Result]]:
 
 
 class _Compared(Struct, frozen=True):
-    """An fp32 master and the weights that may have been rounded from it; one of them must match.
+    """An fp32 master and its weights; the master must round to at least one of them.
 
-    `match` pairs the master with the first weight, `other_matches` with further ones. `rank` is the
-    manifest that holds the master. `whole` is True if all elements are compared.
+    rank             the manifest that holds the master: of the checkpoint, or of one model rank
+    match            the master with the first weight
+    other_matches    the master with each further weight
+    whole            whether all elements are compared, not only the first of each fragment
     """
 
     rank: Manifest

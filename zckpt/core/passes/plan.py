@@ -245,8 +245,8 @@ def _counterpart(
 ) -> Match | None:
     """Pairs `entry` with the same tensor of the other checkpoint; None if there is none.
 
-    If the other checkpoint lacks a weight in this type, its `param` or `master` is taken: the one
-    from which `entry` was rounded, or which was rounded from `entry`.
+    If a weight is stored there only in another slot (`param`, `master`) or dtype, the tensor that
+    must agree with `entry` after rounding is preferred.
     """
     same = other_side.get(entry.key)
     if same is not None and same.dtype == entry.dtype:

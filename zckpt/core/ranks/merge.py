@@ -324,17 +324,16 @@ def _together(of_each: Iterable[Iterable[T]]) -> tuple[T, ...]:
 
 
 def _states(ranks: Sequence[Manifest], word: str) -> list[StateRow]:
-    """Collects the states of the forms `other` and `unsupported` from all ranks.
+    """Collects all ranks' optimizer states of two forms: `other` and `unsupported`.
 
-    The forms are explained in optimizer_states.py. `word` is what messages call a rank. Several
-    ranks may have tensors of the same name, so an unsupported state names them as `tensor rank 1:
-    NAME`.
+    A value that is not one number is `other`. A state that no target gets is `unsupported`.
+    Messages call a rank `word`.
     """
     values_by_name = {name: own for rank in ranks for name, own in rank.states.other_values.items()}
     rows = of_parameters("other", values_by_name)
     for number, rank in enumerate(ranks):
         for row in rank.states.of_form("unsupported"):
-            rank_word = f"{word} {number}"
+            rank_word = f"{word} {number}"  # several ranks may have tensors of the same name
             tensors = (replace(e, parameter=f"{rank_word}: {e.parameter}") for e in row.tensors)
             rows.append(replace(row, tensors=tuple(tensors)))
     return rows
@@ -349,12 +348,12 @@ def _counters(manifest: Manifest) -> object:
 
 
 def _of_optimizer(manifest: Manifest) -> object:
-    """The part of the optimizer's state that must be equal on all ranks, such as the loss scale.
+    """The part of the optimizer's state that must be equal on all ranks, as JSON.
 
-    It is returned as JSON. States of single parameters are left out, because pipeline stages have
-    different parameters. Numbers that belong to no parameter are left out too:
-    `_first_ranks_states` compares them.
+    One such value is the loss scale.
     """
+    # no states of single parameters: pipeline stages have different parameters. Numbers of no
+    # parameter are compared in `_first_ranks_states`
     kept = manifest.states.of_form("partition", "estimate")
     state = with_states(manifest.state, States(tuple(kept)), len(manifest.groups or ()))
     optimizer = state.get("optimizer") or {}

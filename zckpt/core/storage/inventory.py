@@ -147,7 +147,7 @@ def any_of(roles: Iterable[Role]) -> re.Pattern[str]:
 def _places(path: str) -> list[int]:
     """Where the name of a file may begin in a path: at 0, and after each slash.
 
-    Some roles have names that include folders.
+    A name may include a folder, as in `mp_rank_00/model_optim_rng.pt`.
     """
     if "/" not in path:  # there may be 50,000 of them
         return [0]

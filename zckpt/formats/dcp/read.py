@@ -245,8 +245,8 @@ class _FolderReader:
     def _key_of_folder(self) -> TreePath:
         """The key under which the folder's values are put in the tree: ("model/",), or () for none.
 
-        A key is needed if the folder is one of a pair, such as `model` and `optim`, and is itself a
-        state dict. Any other folder has state dicts under a program's keys.
+        A folder needs a key if it belongs to a pair, such as `model` and `optim`, and its top level
+        is a state dict. In other folders, the training program's own keys name the state dicts.
         """
         if not is_pair(self.saved.layout.folders):
             return ()
@@ -327,12 +327,11 @@ class _FolderReader:
         return any(len(steps - {None}) > 1 for steps in steps_by_path.values())
 
     def _compare_copies(self, key: str, item: TensorItem, path: TreePath) -> None:
-        """Compares the replicas of a tensor that ranks saved, and records a difference.
+        """Compares the replicas of a tensor in the files of several ranks.
 
-        With `use_collectives=False`, ranks save without coordination, and every rank writes its
-        replica of a tensor. The bytes of safetensors files are read, because these files have no
-        checksums.
+        Adds the first difference to `saved.ranks.different`.
         """
+        # with use_collectives=False, every rank saves its replica without asking the others
         for box in item.boxes:
             copies = self.table.copies.get((key, box.offsets), ())
             for copy in copies:
@@ -357,6 +356,7 @@ class _FolderReader:
             a, b = stored[0], stored[1]
             if (a.dtype, a.shape) != (b.dtype, b.shape):
                 return False, (a.shape, b.shape)
+            # safetensors files have no checksums, so the bytes are read
             equal = None if self.by_checksums else crc_of([a.extent]) == crc_of([b.extent])
             return equal, (a.shape, b.shape)
         files = [self.files.torch_file(location) for location in (first, copy)]

@@ -274,17 +274,17 @@ class DcpWriter(Struct, eq=False, dict=True):
         return self.rest is not None and not any(path[: len(each)] == each for each in roots)
 
     def _pair(self, folders: Sequence[str]) -> dict[str, list[PathValue]]:
-        """The paths and values to save in two folders, such as `model` and `optim`, by folder.
+        """Divides the values to save between two folders, such as `model` and `optim`.
 
-        The program's own state is saved in both folders, except in a folder that is itself a state
-        dict or has weights only. Without an optimizer, the one folder "" has the content of
-        `model`.
+        Values outside of the state dicts go into each folder that can store them. Without an
+        optimizer, the result is one folder, "", with the content of `model`.
         """
         dicts = self.dicts
         folders_in_order = sorted(
             folders, key=lambda name: (name == MODEL, (own_key(name),) != dicts.optimizer)
         )
         roots = {dicts.model: MODEL, dicts.optimizer: folders_in_order[0]}
+        # these store nothing else: a folder that is itself a state dict, or has weights alone
         full = {name for root, name in roots.items() if root == (own_key(name),)}
         full |= {MODEL} if self.storage else set()
         parts: dict[str, list[PathValue]] = {}
@@ -405,7 +405,10 @@ class DcpWriter(Struct, eq=False, dict=True):
         return _box(tensor.shape, start, rows)
 
     def _tensor_of(self, value: Any) -> BlankTensor | None:
-        """The blank tensor of a value that is a tensor or names one; None for other values."""
+        """The dtype and shape of a tensor, a Scalar, or the tensor that a name stands for.
+
+        None for other values.
+        """
         if isinstance(value, TensorName):
             entry = self.source.entries[value.name, "state"]
             return BlankTensor(entry.dtype, entry.shape)

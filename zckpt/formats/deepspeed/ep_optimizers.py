@@ -117,9 +117,10 @@ def _layers(ranks: EngineStates, files: Sequence[LayerFiles], reading: Reading) 
 
 
 def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
-    """Raises unless each rank of the largest expert-parallel size has one optimizer file.
+    """Raises unless there are as many optimizer files as the largest expert-parallel size.
 
-    Also raises if the param groups in these files differ.
+    Also raises if a smaller size does not divide the largest one, or if the files' param groups
+    differ.
     """
     path, largest = ranks[0].directory.path, max(layers.sizes)
     if len(ranks) < largest:
@@ -186,11 +187,9 @@ def _named(
 
 
 def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str, str]:
-    """Maps second names of rank 0's tied weights to the first names: DeepSpeed saves both.
+    """Maps the second names of rank 0's tied weights to the first names.
 
-    Tied weights have equal bytes (DeepSpeed 0.19.8 saves copies), or share a storage in a file that
-    zckpt wrote. Equal bytes do not count if the first elements are all equal: such weights may be
-    equal without being tied.
+    Tied weights share a storage or, in files that DeepSpeed saved, have equal bytes.
     """
     lists_shapes = bool(ranks.listed_shapes)
     buffers = {*ranks.buffer_names}
@@ -202,6 +201,7 @@ def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str,
             if name in buffers or is_extra(name, tensor) or tensor.dtype not in FLOATS:
                 continue
             keys: list[object] = [(tensor.place, tensor.shape, tensor.strides)]
+            # DeepSpeed 0.19.8 saves copies; constant weights may be equal without being tied
             if (
                 not lists_shapes
                 and (crc := file.crc(tensor)[1]) is not None
@@ -262,8 +262,7 @@ def _joined(
 ) -> Manifest:
     """Joins the optimizers of all ep ranks into the manifest of the full model.
 
-    `wholes` has one optimizer per ep rank, and perhaps the model file's copy of rank 0's optimizer
-    at the end. Further copies of a dense parameter's tensors are kept as replicas of rank 0's.
+    `wholes` has one optimizer per ep rank. The model file's copy of rank 0's optimizer may follow.
     """
     first, *other_ranks = wholes
     states, slots = first.states, kept(first, step_policy)
@@ -277,6 +276,7 @@ def _joined(
     ]
     trained = {name for rank in ranks for name in rank.parameters}
     beside = _of_untrained(whole_manifest, whole, trained)
+    # `merge` keeps the copies of a dense parameter's tensors as replicas of rank 0's
     manifest = experts.complete(merge(ranks, Table(EP_RANK), step_policy, beside))
     manifest, inferred = with_members(manifest, first.members), manifest.notices.inferred
     if not inferred:
@@ -290,16 +290,16 @@ def _joined(
 
 
 def _of_untrained(first: Manifest, whole: EngineStates, trained: Collection[str]) -> Manifest:
-    """A manifest of the tensors that no optimizer trains: frozen weights, buffers, second names.
+    """A manifest of all weights and buffers of the module, with only frozen weights as parameters.
 
-    Every field that is not about these tensors is copied from `first`, the manifest of ep rank 0.
-    So `merge` can treat the result like the manifest of one more rank. `trained` are the parameters
-    to leave out.
+    Facts about the run are copied from `first`, the manifest of ep rank 0. `trained` has the names
+    of trained parameters.
     """
     tensors = ManifestTensors(whole)
     tensors.add_frozen()
     tensors.add_buffers()
     tensors.add_aliases()
+    # like the manifest of one more rank, so `merge` can join the result
     return first.replace(
         entries=tensors.entries,
         parameters={n: own for n, own in tensors.parameters.items() if n not in trained},

@@ -109,7 +109,7 @@ def _contradiction(ranks: EngineStates, what: str, hint: str = "") -> Inconsiste
 
 
 class _RankedBuffer(Struct, dict=True):
-    """Joins the ranks' partitions of one flat buffer into a `FlatBuffer`; see `read`.
+    """One flat buffer, of which each rank's optimizer file has a partition.
 
     ranks       the opened files of the ranks that share the buffer
     place       the number of its param group; in stage 3, of its sub-group
@@ -147,12 +147,12 @@ class _RankedBuffer(Struct, dict=True):
             )
 
     def _as_lost(self, total: int) -> Sequence[Tensor]:
-        """The ranks' partitions of masters; one in place of a lost one gets the lost one's length.
+        """Cuts masters that were read in place of lost ones to the lost ones' lengths.
 
-        `zckpt mend` can read another rank's file in place of a lost one. `total` is the number of
-        elements in all partitions, without padding.
+        `total` is the number of elements in all partitions, without padding.
         """
-        # lengths differ, because the last rank's partition is saved without padding
+        # `zckpt mend` reads another rank's file in place of a lost one; their lengths may differ,
+        # because the last rank's partition is saved without padding
         files, dp = self.ranks.optimizers, self.ranks.dp
         lost = {rank for rank in range(dp) if sources.is_stand_in(files[rank].path)}
         lengths = [own.numel for own in self.masters]
@@ -234,9 +234,9 @@ class _RankedBuffer(Struct, dict=True):
         )
 
     def _values(self, key: Any, is_number: bool) -> list[Any]:
-        """A state's value on every rank; a number that an elastic save emptied is restored.
+        """The value of the optimizer state `key` on every rank; None for a rank without the state.
 
-        If the tensor's storage no longer has the number, another rank's number is used.
+        A number that DeepSpeed's elastic save removed from its tensor is restored.
         """
         # DeepSpeed's elastic save removes a partition's padding from every tensor that is not 0-d,
         # even from a single number (0.19.8)
@@ -244,6 +244,7 @@ class _RankedBuffer(Struct, dict=True):
         if not (is_number and self.ranks.elastic and any(map(_is_empty, values))):
             return values
         values = [self.ranks.number(rank, _restored(value)) for rank, value in enumerate(values)]
+        # if a tensor's storage has lost the number, another rank's number is used
         whole = [value for value in values if not _is_empty(value)]
         return [whole[0] if whole and _is_empty(value) else value for value in values]
 
@@ -252,11 +253,11 @@ class _RankedBuffer(Struct, dict=True):
     def _slot(self, key: str, values: Sequence[Any]) -> BufferSlot | None:
         """Divides the optimizer state `key` among the buffer's parameters; None if impossible.
 
-        `values` has the ranks' tensors. Each must be as long as the rank's partition, with or
-        without padding, or have complete states of its parameters (`_whole`). Raises
-        InconsistentCheckpoint if only some ranks have the state.
+        `values` has one value per rank. Raises InconsistentCheckpoint if only some ranks have the
+        state.
         """
         tensors = [value for value in values if isinstance(value, Tensor) and value.shape]
+        # as long as the rank's partition, with or without padding
         if len(tensors) == self.ranks.dp and all(
             len(tensor.shape) == 1 and tensor.numel in {master.numel, *self.lengths}
             for tensor, master in zip(tensors, self.masters, strict=True)
@@ -291,8 +292,8 @@ class _RankedBuffer(Struct, dict=True):
     def _whole(self, key: str, values: Sequence[Any]) -> BufferSlot | None:
         """Reads a state that ranks keep complete for each parameter in their partition.
 
-        Example: Muon's `momentum_buffer` in stages 1 and 2 without offload. If several ranks have a
-        parameter's state, the first one is used. None if a tensor is not as long as these states.
+        Example: Muon's `momentum_buffer` in stages 1 and 2 without offload. Returns None if the
+        tensors' lengths or types do not fit.
         """
         # Muon orthogonalizes full matrices; a rank's tensor has its states one after another
         group = self._group(self.masters)
@@ -317,11 +318,11 @@ class _RankedBuffer(Struct, dict=True):
     def _steps(
         self, group: int, kept: Sequence[Any], policy: str | None
     ) -> tuple[list[Sighting], StepPlace | None, list[Notice]]:
-        """Compares the steps of all ranks, in the buffer's optimizer state and in its param group.
+        """Compares the ranks' steps in the optimizer state (`kept`) and in the param group.
 
-        `kept` has each rank's step in the optimizer state. Returns a `Sighting` for each place that
-        states a step, the place that the optimizer reads (None if no step is stated), and warnings.
-        Raises if ranks disagree, unless `policy` chooses a step.
+        Returns a `Sighting` for each place that states a step, the place that the optimizer reads
+        (None without any step), and warnings. Raises if a step is lost or only some ranks state
+        one, or if steps differ and `policy` chooses none.
         """
         if any(map(_is_empty, kept)):
             what = f"the step of flat group {self.place} is lost: DeepSpeed's elastic save took it "
@@ -371,11 +372,11 @@ def _is_empty(value: Any) -> bool:
 
 
 def _restored(value: Any) -> Any:
-    """Restores a number (a step) that DeepSpeed's elastic save emptied, as a tensor of shape [1].
+    """Restores a number (a step) that DeepSpeed's elastic save removed from its tensor.
 
-    The save takes the tensor's one element for padding and removes it. The tensor is then empty,
-    but its storage still has the element. Any other value is returned unchanged.
+    Returns a tensor of shape [1], or `value` itself if there is nothing to restore.
     """
+    # the save takes the one element for padding; the tensor's storage may still have it
     if not _is_empty(value) or value.storage.length != SIZES[value.dtype]:
         return value
     return Tensor(value.storage, value.dtype, 0, (1,), (1,))

@@ -92,11 +92,10 @@ def _unfit(older: Manifest, why: str) -> ZckptError:
 
 
 def _need_same_model(model: TorchFile, optimizers: Sequence[TorchFile], older: Manifest) -> bool:
-    """Compares the parameters in a model file with those that the optimizer's files list.
+    """Raises InconsistentCheckpoint if model file and optimizer files list different parameters.
 
-    Raises InconsistentCheckpoint if they differ, or if the run has experts. Returns whether their
-    order was compared too: not under `round_robin_gradients`. If the optimizer's files have no such
-    list, nothing is compared.
+    Also raises if their order differs, or if the run has experts. Returns whether the order was
+    compared.
     """
     if model.value.get("num_experts"):
         raise _unfit(older, "is of a run with experts, and zckpt does not write such a file again")
@@ -175,14 +174,14 @@ def _counters(
 def _steps_since(manifest: Manifest, older: Manifest) -> tuple[int | None, str]:
     """The number of engine steps since the older save, and a phrase that says what shows it.
 
-    Skipped steps count too. The number comes from the two tags, else from the loss scalers' counts.
-    It is None if nothing shows it, or if the tags and the loss scalers disagree.
+    Skipped steps count too. The number is None if nothing shows it, or if the files disagree.
     """
     before = older.state["counters"].get(STEPS)
     named, named_before = (TAG.fullmatch(own.run.origin.tag or "") for own in (manifest, older))
     counts = _iterations(manifest), _iterations(older)
     if type(before) is not int:
         return None, ""
+    # if both tags and loss scalers state the number, they must agree
     by_scaler = None if None in counts else counts[0] - counts[1]  # type: ignore[operator]
     if named and named_before and int(named_before[1]) == before:
         by_tag = int(named[1]) - before
@@ -208,9 +207,8 @@ def _scheduler(
 ) -> tuple[Any, list[MadeValue]]:
     """The scheduler's state to write, and the report's lines about its values.
 
-    `updates` and `before` are the completed updates of this save and of the older one. If the older
-    state has only constants, learning rates and a counter that agrees with `before`, it is advanced
-    to `updates`. Any other state stays unchanged.
+    `updates` and `before` are the completed updates of this save and of the older one. A state that
+    zckpt cannot advance from `before` to `updates` is returned unchanged.
     """
     state = manifest.state.get("lr_scheduler")
     if state is None:
@@ -220,6 +218,7 @@ def _scheduler(
     keys = COUNTER, OF_TORCH
     counts = {COUNTER: before - 1, OF_TORCH: before}
     counted = [key for key in keys if key in state]
+    # only constants, learning rates and a counter that agrees with `before` can be advanced
     is_known = {*state} <= {*counted, *COUNTS, *CONSTANT} and len(counted) == 1
     if not is_known or state[counted[0]] != counts[counted[0]]:
         return state, [MadeValue("lr_scheduler", None, AS_OLDER)]
@@ -238,10 +237,9 @@ def _scheduler(
 
 
 def _unchanged(manifest: Manifest) -> Iterator[MadeValue]:
-    """Yields the values that are taken unchanged from the older save, for the report.
+    """Yields the report's lines about values taken unchanged from the older save's model file.
 
-    These are client state, modules' extra states, and the states of the data sampler and of random
-    LTD. Tensors are left out, because the report lists them separately.
+    Tensors are left out, because the report lists them separately.
     """
     state = manifest.state
     for key in ("data_sampler", "random_ltd"):

@@ -251,13 +251,12 @@ def shapes_of_stage(
 def _shape(
     name: str, numel: int, layers: Mapping[int, Mapping[str, Any]], untied: Collection[int]
 ) -> tuple[int, ...]:
-    """The shape of a parameter with `numel` elements, found in the files of layers.
+    """The shape of a parameter with `numel` elements; `layers` has each layer file's tensors.
 
-    No file states the key of a tied layer. So a tied layer's parameter is searched in all layer
-    files, except the files of `untied` layers. Raises UnsupportedCheckpoint if several shapes are
-    found.
+    Raises UnsupportedCheckpoint if several shapes fit, InconsistentCheckpoint if none fits.
     """
     layer_name = LayerName.of(name)
+    # no file states the key of a tied layer: it may be any layer except the `untied` ones
     shapes = {
         tensor.shape
         for number, tensors in layers.items()
@@ -358,11 +357,10 @@ LISTS = (
 def _in_order_of_first_rank(
     state: dict[str, Any], base: dict[str, Any], first: Sequence[tuple[str, bool]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sorts one rank's param groups into the order of rank 0's.
+    """Sorts one rank's param groups in `state` and `base` into the order of rank 0's.
 
-    Returns `state` (the rank's optimizer state) and `base` (the base optimizer's state in it),
-    sorted; unchanged if the groups have other names than rank 0's. `first` has a pair for each of
-    rank 0's groups: its name, and whether it is a group of experts.
+    `base` is the base optimizer's state; `first` is rank 0's `_names_of_groups`. Both are returned
+    unchanged if the rank's groups have other names.
     """
     # DeepSpeed iterates over a set of names, so every process may list its groups of experts in
     # another order, if these have several expert-parallel sizes (0.19.8, moe/utils.py)

@@ -157,10 +157,9 @@ def of_model_ranks(
 def _opened(
     directory: TagDirectory, files: GridFiles, reading: Reading, tied: Keys
 ) -> Iterator[tuple[EngineStates, Callable[[str | None], Manifest], Keys]]:
-    """Opens the files of each model rank.
+    """Opens each model rank's files; yields the files, a function, and the keys of tied layers.
 
-    Yields three values per model rank: its opened files; a function that makes its manifest from a
-    step policy; its tied layers, as {layer file's number: key}.
+    The function takes a value of `--step-policy`, or None, and makes the model rank's manifest.
     """
     ranks, tp, is_staged = files.ranks, files.grid.tp, files.grid.staged
     if ranks[0].optimizers:
@@ -230,11 +229,9 @@ def stacked(manifests: Sequence[Manifest]) -> Manifest:
 def _with_weights_of_layers(
     ranks: Sequence[Manifest], models: Sequence[Manifest]
 ) -> Iterator[Manifest]:
-    """Adds to each model rank's manifest the weights in layer files that belong to its masters.
+    """Adds to each model rank's manifest the weights that only files of layers contain.
 
-    `ranks` are the manifests of the model ranks, `models` those of the tensor ranks. Each stage
-    gets all copies of a tied weight. If there are fewer copies than stages that use it, only the
-    first of these stages gets them.
+    `ranks` has one manifest per model rank, `models` one per tensor rank.
     """
     tp = len(models)
     tensors = (chain(model.entries.values(), model.replicas) for model in models)
@@ -245,8 +242,9 @@ def _with_weights_of_layers(
         n, weights_of_rank = number % tp, list[Entry]()
         names = [name for name in rank.parameters if (name, "param") not in rank.entries]
         for name in names:
-            # no file states a copy's stage; a stage may use the tied layer through a function: then
-            # it saves no weight
+            # no file states a copy's stage, so each stage gets all copies of a tied weight. A stage
+            # that uses the tied layer through a function saves no weight: if there are fewer copies
+            # than stages, only the first of these stages gets them
             copies = weights[n].get(name, [])
             if name not in seen[n] or len(copies) >= uses[n][name]:
                 weights_of_rank += copies

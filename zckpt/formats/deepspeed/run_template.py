@@ -238,14 +238,13 @@ class _Run(Template):
 
 
 def _hyper_parameter(key: str, theirs: Any, group: Mapping[str, Any]) -> Any:
-    """The value of the hyper-parameter `key` in a group of the target.
+    """The value of `key` in a target's param group: from the source's `group`, else the run's.
 
-    It is the source's value, from `group`; a list becomes a tuple if the run's value (`theirs`) is
-    one. The run's value is used if the source has none, or if the key depends on the optimizer's
-    implementation (`foreach`, for example).
+    The run's value (`theirs`) is also used for keys of an implementation, such as `foreach`.
     """
     if key in OF_IMPLEMENTATIONS or key not in group:
         return theirs
     value = group[key]
+    # a list becomes a tuple if the run has a tuple
     are_several = isinstance(value, Sequence) and isinstance(theirs, (list, tuple))
     return type(theirs)(value) if are_several else value

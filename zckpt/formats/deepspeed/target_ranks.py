@@ -163,11 +163,9 @@ def target_ranks(source: Manifest, options: Options) -> TargetRanks:
 
 
 def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
-    """Raises WrongOption for options that cannot be used if the model ranks are not joined.
+    """Raises WrongOption for options that need joined model ranks.
 
-    If only the data-parallel size changes, pipeline stages and tensor ranks are written one by one,
-    and files of layers are copied unchanged. Such options would change these files, or the joined
-    model.
+    Here, pipeline stages and tensor ranks are written one by one.
     """
     for option, _ in options.given:
         is_known = option.name in OF_LAYERS

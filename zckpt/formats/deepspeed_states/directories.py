@@ -306,7 +306,7 @@ def siblings(directory: TagDirectory) -> SiblingList:
     own_names = {*(tag.partition("/")[0] for tag in tags), *OWN}
 
     def is_other(name: str, entry: os.DirEntry[str]) -> bool:
-        """Whether an entry is not the trainer's: a tag, or a directory that zckpt wrote."""
+        """Whether to skip an entry of `run`: a tag, DeepSpeed's file, or a directory of zckpt."""
         if name in own_names or files.is_closed(entry) or not files.is_folder(entry):
             return name in own_names
         manifest_path = os.path.join(entry.path, "manifest.json")

@@ -256,7 +256,11 @@ class TargetEngine:
         return asked
 
     def _has_older_names(self, source: Manifest) -> bool:
-        """Whether the target's file names contain the rank within the sequence, as up to 0.19.5."""
+        """Whether the target's files are named as DeepSpeed up to 0.19.5 names them.
+
+        Those names contain a rank's index among the ranks that share a sequence. Raises WrongOption
+        if `--dialect` asks for them without such ranks.
+        """
         asked = self.options[NAMES]
         is_asked, has_them = asked == OLDER_NAMES, self.sp > 1 and not self.whole
         if is_asked and not has_them:

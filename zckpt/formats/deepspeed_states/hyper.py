@@ -196,8 +196,7 @@ def _refuse_given(source: Manifest, options: Options) -> None:
 def _needed(engine: TargetEngine, source: Manifest, name: str, adam: str | None) -> dict[str, Any]:
     """The hyper-parameters that each group of the target needs, with default values.
 
-    `name` is the optimizer's name, `adam` its class if it is an Adam (see `adam_class`). If the
-    program makes an Adam itself, its class is unknown: the keys of all classes are included.
+    `name` is the result of `optimizer_name`, `adam` that of `adam_class`.
     """
     needed = dict(known_optimizer(name).defaults)
     if adam is not None:
@@ -206,6 +205,7 @@ def _needed(engine: TargetEngine, source: Manifest, name: str, adam: str | None)
         if adam == "torch" and engine.adam_class == "torch":
             needed["decoupled_weight_decay"] = engine.decouples_decay
     elif name in ("adam", "adamw") and not engine.optimizer:
+        # the program makes the Adam, so its class is unknown: other classes than torch's need this
         needed["bias_correction"] = True
         # torch's Adam and AdamW differ only in this value: the universal loader would turn one into
         # the other

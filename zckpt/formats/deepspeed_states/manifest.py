@@ -288,17 +288,16 @@ def has_zenflow(config: object) -> bool:
 
 
 def _is_quantized(config: object) -> bool:
-    """Whether the ds_config uses MoQ in a way that changes the stored 16-bit weights.
+    """Whether the ds_config makes MoQ quantize stored 16-bit weights, but not their masters.
 
-    MoQ quantizes these weights after each update, but not their masters. If it is set to quantize
-    weights in the forward pass, stored weights do not change. DeepSpeed 0.4.0 to 0.19.6,
-    runtime/quantize.py.
+    DeepSpeed 0.4.0 to 0.19.6, runtime/quantize.py.
     """
     if nested(config, "quantize_training", "enabled"):  # before 0.7.0
         return True
     quantization = nested(
         config, "compression_training", "weight_quantization", "shared_parameters"
     )
+    # quantizing in the forward pass does not change stored weights
     return bool(nested(quantization, "enabled")) and not nested(
         quantization, "quantize_weight_in_forward"
     )
@@ -409,14 +408,15 @@ def _times(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> int:
 
 
 def _named_optimizer(ranks: EngineStates, place: StepPlace) -> str | None:
-    """The optimizer that `--optimizer` or the ds_config named, if it keeps its step at `place`.
+    """The optimizer that `--optimizer` or else the ds_config named; None if neither did.
 
-    From 0.6.5 on, no optimizer that the ds_config names keeps its step in groups. If the step is in
-    groups, the program made its own optimizer, and the engine ignored the ds_config's.
+    Also None if the ds_config's optimizer does not keep its step at `place`.
     """
     if named := ranks.optimizers[0].value.get(STEPS_OF) or ranks.first.get(STEPS_OF):
         return str(named)
     optimizer_type = nested(ranks.config, "optimizer", "type")
+    # from 0.6.5 on, no optimizer that the ds_config names keeps its step in groups: if the step is
+    # there, the program made its own optimizer, and the engine ignored the ds_config's
     is_old = ranks.version is not None and version_numbers(ranks.version) < (0, 6, 5)
     return (
         optimizer_type

@@ -110,11 +110,8 @@ def updates(source: Manifest) -> int | None:
 
 
 def _may_lack(source: Manifest) -> bool:
-    """Whether the next program may make a scheduler, though the source has no scheduler's state.
-
-    False for a source that a trainer saved, because trainers keep the scheduler's state in another
-    file. False for a source of DeepSpeed too: without this state, the run had no scheduler.
-    """
+    """Whether a source without a scheduler's state may lack the state of its run's scheduler."""
+    # trainers keep this state in another file; a DeepSpeed run without it had no scheduler
     is_of_trainer = program_of(source.files.siblings) is not None or lightning.is_in(source)
     return not (isinstance(source.run.engine, FlatBufferEngine) or is_of_trainer)
 

@@ -208,11 +208,10 @@ class DeepSpeedTarget:
         members_on_all_ranks: Sequence[str],
         ep: int,
     ) -> TargetBuffer:
-        """Makes one flat buffer of the parameters `names`, with `numels` elements each.
+        """Makes one flat buffer of the parameters `names`; `numels` are their element counts.
 
-        With experts, the buffer exists on each of `ep` ranks with other experts, and
-        `members_on_all_ranks` are its parameters on all of these. All of them must have the same
-        states: raises MissingData if some lack a state.
+        If `ep` ranks hold different experts, `members_on_all_ranks` names the parameters of all
+        `ep` ranks; else it is empty. Raises MissingData if only some of them have a state.
         """
         paddings = [0] * len(names)
         if self.engine.aligned:
@@ -249,9 +248,8 @@ class DeepSpeedTarget:
     def _states(self, name: str) -> tuple[tuple[str, str], ...]:
         """The optimizer states of a parameter that the target stores: (("exp_avg", "F32"), ...).
 
-        16-bit states become fp32 if the source has only a 16-bit weight without a master. A state
-        that the target cannot store is left out without an error: `writing/state_loss.py` refuses
-        this later.
+        A state that does not fit into flat buffers is left out without an error;
+        `writing/state_loss.py` refuses this later.
         """
         if self.options.weights_only:
             return ()
@@ -259,6 +257,7 @@ class DeepSpeedTarget:
         weight = weight_of(entries, name)
         # the weight of a tied layer may be in the file of another pipeline stage
         is_wide = weight.param is not None and weight.param.dtype in WIDE
+        # without a master or a wide weight, 16-bit states become fp32
         widened = weight.master is None and not is_wide
         return tuple(
             (slot, "F32" if widened and dtype in ("BF16", "F16") else dtype)

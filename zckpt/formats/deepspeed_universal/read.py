@@ -161,10 +161,10 @@ class ParameterFolders:
         refuse_others(saved_names((ANY,), folders), "states")
 
     def _copies(self, names: set[str]) -> list[str]:
-        """The paths of the fp32.pt files that the converter makes of frozen weights and buffers.
+        """The fp32.pt files in folders of other tensors than `names`: frozen weights and buffers.
 
-        `names` are the parameters that the model files list; their folders are skipped. Raises
-        InconsistentCheckpoint for optimizer states of a parameter that no model file lists.
+        `names` are the parameters that the model files list. Raises InconsistentCheckpoint if such
+        a folder has optimizer states.
         """
         paths = []
         for name in sorted(set(os.listdir(self.root)) - names):
@@ -215,11 +215,10 @@ class ParameterFolders:
     def _slots(
         self, name: str, shape: tuple[int, ...]
     ) -> tuple[list[BufferSlot], dict[str, Scalar], tuple[int, ...]]:
-        """Reads a parameter's files: its tensors, its states of one number, and its full shape.
+        """Reads a parameter's files: its master and states, states of one number, its full shape.
 
-        The tensors are the master and optimizer states. `shape` is what the model files state,
-        which may be the shape of a slice. Raises InconsistentCheckpoint if a tensor does not have
-        the full shape.
+        `shape` is the shape in the model files, maybe a slice's. Raises InconsistentCheckpoint if a
+        tensor does not fit the full shape.
         """
         slots: list[BufferSlot] = []
         scalars: dict[str, Scalar] = {}
@@ -254,7 +253,7 @@ class ParameterFolders:
         return slots, scalars, shape
 
     def _unpadded(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Removes the padding that converters before 0.19 leave at the end of small tensors."""
+        """Removes the padding that DeepSpeed's converter before 0.19 leaves after small tensors."""
         numel, dp = prod(shape), self.merged.states.dp
         longer = tensor.contiguous and numel < tensor.numel <= dp * -(-numel // dp)
         return tensor.part(0, numel) if longer else tensor
@@ -315,11 +314,10 @@ class ParameterFolders:
     def _steps(
         self, place: int, group: int, names: Sequence[str], policy: str | None
     ) -> tuple[dict[str, agreement.Step], list[Sighting], StepPlace | None]:
-        """The steps of a group's parameters, as the files state them.
+        """The step of each parameter, all statements of a step, and the place of the valid step.
 
-        In stage 3, `place` is a sub-group's number. Returns three values: each parameter's step by
-        name; all statements of a step; where the step that counts is kept (the states or the param
-        group; None without a step).
+        The place is None without a step. `place` is the number of the group, or in stage 3 of a
+        sub-group of `group`.
         """
         states = self.merged.states
         common = states.flat_states(place)[0].get("step")

@@ -126,10 +126,10 @@ def _sub_param_shape(
 ) -> Foreign:
     """DeepSpeed's `SubparamShape` of a fused tensor: one axis lists the sizes of sub-parameters.
 
-    `parts` is the pattern that states them, and `shape` the full shape. Patterns before version 0.4
-    state only the number of sub-parameters, which are equally large; then the sizes are computed.
+    `parts` is the item of `patterns` that states them, `shape` the full shape.
     """
     sizes, axis = list(parts["shape"]), parts["partition_dim"]
+    # before version 0.4, patterns state only the number of sub-parameters, which have equal sizes
     if isinstance(sizes[axis], int) and (patterns.get("universal_checkpoint_version") or 0.0) < 0.4:
         sizes[axis] = (shape[axis] // sizes[axis],) * sizes[axis]
     return _view(parts["patterns"], sizes, axis)
@@ -150,11 +150,10 @@ def _view(patterns: Iterable[str], sizes: Iterable[Any], axis: int) -> Foreign:
 def _info_of_rule(
     target: DeepSpeedTarget, facts: TensorParallel, name: str, stated_info: SliceInfo
 ) -> SliceInfo:
-    """The keys that make DeepSpeed cut a parameter as the source's tensor ranks cut it.
+    """The keys that make DeepSpeed cut a parameter as the rule in `facts` says.
 
-    They are `stated_info` (from the source's `universal_checkpoint_info`) if it describes the same
-    cut, otherwise made from the rule in `facts`. Raises MissingData (no rule states the cut) and
-    UnsupportedCheckpoint (no keys describe the cut).
+    They are `stated_info`, the source's own keys, if these describe the same cut. Raises
+    MissingData (no rule) and UnsupportedCheckpoint (no keys describe the cut).
     """
     placement = facts.placements.get(name)
     shape = target.trainable[name].shape
@@ -221,10 +220,10 @@ def placement_of(info: SliceInfo, shape: Shape) -> Placement:
 
 
 def _cuts_alike(patterns: Mapping[str, Any], name: str, info: SliceInfo) -> bool:
-    """Whether the keys in `info` cut the parameter along the same axis as its `affine_map`.
+    """Whether `info` cuts a parameter along the axis of its shards in `patterns["affine_map"]`.
 
-    True for keys with a `sub_param_shape`, which are not compared. Otherwise False if `patterns`
-    have no map of the parameter.
+    Always True if `info` has a `sub_param_shape`. Otherwise, False if `affine_map` lacks the
+    parameter.
     """
     maps = (patterns.get("affine_map") or {}).get("params") or {}
     mapped = next((maps[pattern] for pattern in maps if re.match(pattern, name)), None)

@@ -184,9 +184,9 @@ def _sizes(tensor: DistributedTensor) -> tuple[int, ...] | None:
 
 
 def _are_whole(tensors: Tensors, cut: Mapping[int, DistributedTensor]) -> bool:
-    """Whether each rank has the full tensor, and not a shard of it.
+    """Whether each rank's plain tensor has the full shape of the model's weight.
 
-    `tensors` are the ranks' plain tensors, `cut` the ranks' shards of the model's DTensor.
+    `cut` has the ranks' shards of this weight.
     """
     wholes = {each.shape for each in cut.values()}
     return all({tensor.shape} == wholes for tensor in tensors.values())

@@ -114,10 +114,10 @@ def _is_distributed(paths: Mapping[int, str]) -> bool:
 
 
 def _are_rows(paths: Mapping[int, str]) -> bool:
-    """Whether an item's files seem to be slices of one model, by the first and the last file.
+    """Whether the ranks' files of one saved object seem to have its tensors cut into rows.
 
-    They do if both files have the same tensor names, and if tensors differ only in the number of
-    rows: some have fewer rows in the last file.
+    Then the last file has the first file's tensor names, some tensors with fewer rows. No other
+    sizes differ.
     """
     if len(paths) < 2 or sorted(paths) != list(range(len(paths))):
         return False
@@ -140,15 +140,14 @@ def _shapes_in(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, tuple
 
 
 def _slices_of(paths: Mapping[int, str]) -> list[str]:
-    """An item's files in the order of ranks, if they may be slices of one model; else [].
+    """The files in the order of ranks, if they may be slices of one model; else [].
 
-    They may be slices if they have the same tensor names, but not all the same bytes. A damaged
-    file, whose tensor names cannot be read, counts as a slice; otherwise the other files would pass
-    for full models.
+    Slices have the same tensor names, but not all the same bytes.
     """
     files = [paths[rank] for rank in sorted(paths)]
     if len(files) < 2 or sorted(paths) != list(range(len(files))):
         return []
+    # a damaged file without readable names counts as a slice: else the others pass for full models
     names = {frozenset(tensors) for path in files if (tensors := _tensors_in(path)) is not None}
     if len(names) == 1 and not all(map(sources.same_bytes, repeat(files[0]), files[1:])):
         return files

@@ -208,10 +208,10 @@ class MergedRanks(Struct, eq=False):
         )
 
     def _first_rank_value(self, by_rank: dict[int, Any], path: TreePath) -> Any:
-        """Returns the first rank's value at a path, and compares it with the other ranks'.
+        """Returns the first rank's value at a path; adds a difference between ranks to `different`.
 
-        A difference is added to `different`. If a scheduler's state differs, InconsistentCheckpoint
-        is raised unless the user has given a step policy.
+        Raises InconsistentCheckpoint if a scheduler's state differs and `--step-policy` is not
+        given.
         """
         first, *other_ranks = by_rank
         value = leaves(self.files[first], by_rank[first])
@@ -304,10 +304,10 @@ class MergedRanks(Struct, eq=False):
         return replace(whole, number=lambda: number)
 
     def _assemble(self, by_rank: dict[int, Any], path: TreePath) -> Leaf:
-        """Joins all ranks' shards of a tensor into one `Leaf`: type, shape, byte ranges in files.
+        """Joins all ranks' shards of a tensor into one `Leaf`.
 
-        Raises InconsistentCheckpoint if ranks state different facts about the tensor or have
-        different values of the same elements, and IncompleteCheckpoint if elements are missing.
+        Raises InconsistentCheckpoint (ranks contradict each other) and IncompleteCheckpoint
+        (elements are missing).
         """
         name = dotted(path)
         for rank, value in by_rank.items():

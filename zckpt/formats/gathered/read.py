@@ -99,8 +99,7 @@ def _read_located(
 ) -> tuple[Manifest, Sequence[rank_trees.Copies]]:
     """Reads the files `located`: the manifest, and the tensors of which ranks have replicas.
 
-    `files` are the ranks' safetensors slices if the checkpoint consists of such slices; else empty.
-    Only the first slice is shown, with a warning.
+    If `files` lists ranks' safetensors slices, the manifest warns that it shows only the first.
     """
     reader = _TreeReader(path, located, reading)
     if files:

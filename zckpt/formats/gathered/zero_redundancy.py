@@ -74,11 +74,10 @@ def merge(
 def _owners_by_names(
     saved: SavedTree, files: Mapping[int, TorchFile], param_names: Sequence[str] | None
 ) -> list[list[OwnedParameter]] | None:
-    """Finds the owner of every parameter, group by group, in the order of `param_names`.
+    """The owners of each group's parameters, found by the shapes of the model's weights.
 
-    An owner is a pair: the rank, and the parameter's position in the rank's part of the group. The
-    model gives the parameters' sizes, so no optimizer state is needed. None if `param_names` does
-    not list all parameters.
+    None if `param_names` does not list all parameters, or the model lacks some. Raises
+    InconsistentCheckpoint if a rank's file contradicts these shapes.
     """
     names = list(param_names or ())
     parts = [[group["params"] for group in file.value["param_groups"]] for file in files.values()]

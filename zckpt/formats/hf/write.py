@@ -238,7 +238,10 @@ class PretrainedWriter(Struct, eq=False, dict=True):
             )
 
     def _model(self) -> Manifest:
-        """The weights to write as a manifest with the names of the files; a tied weight once."""
+        """The part of the source that is written: parameters and buffers, a tied weight only once.
+
+        Names and shapes are those in the files; only an adapter's tensors keep the module's names.
+        """
         source = self.source
         parameters: dict[str, Parameter] = {}
         entries: dict[Key, Entry] = {}
@@ -271,10 +274,10 @@ class PretrainedWriter(Struct, eq=False, dict=True):
             yield saved_name, (self._dtype(name, entry.dtype, entry is weight.param), entry.shape)
 
     def _dtype(self, name: str, dtype: str, is_weight: bool) -> str:
-        """Chooses the type in which a tensor is written; `dtype` is its type in the source.
+        """The type in which a tensor is written; `dtype` is its type in the source.
 
-        Float parameters get the type of `--dtype`. Without `--dtype`, a weight keeps its type, and
-        a master (`is_weight` is false) is rounded to the module's type. Buffers keep their types.
+        Only float parameters change: to the type of `--dtype`. Without `--dtype`, a master
+        (`is_weight` is false) gets the module's type, and a weight keeps its type.
         """
         if name not in self.model.parameters or dtype not in FLOATS:
             return dtype

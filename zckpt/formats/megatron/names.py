@@ -109,10 +109,11 @@ def keys_of(
 
 
 def _with_numbers_replaced(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Replaces the numbers of layer and expert in a name by PLACE, in all combinations.
+    """Yields a name, then the name with PLACE for the number of the expert, the layer, and both.
 
-    Yields (name, replaced numbers): the name itself, then with PLACE for the expert's number, for
-    the layer's number, and for both. Replaced numbers are in the order (layer, expert).
+    Each result is (name, replaced numbers), such as ("decoder.layers.*.mlp.router.weight", (3,)).
+    The layer's number comes before the expert's. Results for numbers that the name lacks
+    are left out.
     """
     yield name, ()
     for patterns in ((EXPERT,), (LAYER,), (LAYER, EXPERT)):
@@ -220,11 +221,10 @@ class KeysOfGpt:
         return self.sizes[:axes] if self.stacked else self.sizes[1 : 1 + axes]
 
     def _key(self, name: str, norms: bool = True) -> tuple[str, int]:
-        """The torch_dist key of a parameter or extra state, and how many leading axes it has.
+        """The torch_dist key of a parameter or extra state, and the number of its leading axes.
 
-        The leading axes of a key's tensor come before the parameter's own axes: one axis counts
-        layers, and the next one counts experts. If `norms` is false, the key names norms as the
-        local spec does.
+        Leading axes count layers, then experts; they come before the parameter's own axes. With
+        `norms=False`, norms keep their names of the local layer spec.
         """
         match = LAYER.fullmatch(name)
         if match is None:

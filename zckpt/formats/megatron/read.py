@@ -192,13 +192,13 @@ class _Reader:
                 self.key_of[name] = weight
 
     def _masters(self) -> dict[str, tuple[str, TensorItem]]:
-        """Finds the fp32 masters, by the keys of their weights, in a directory without weights.
+        """Finds fp32 masters to use as weights: {key of the weight: (the master's key, its item)}.
 
-        They are used as weights. Raises UnsupportedCheckpoint for flat buffers: without weights,
-        zckpt cannot find the parameters in them (buffers/placing.py). Raises MissingData if there
-        are no masters.
+        For directories without weights. Raises UnsupportedCheckpoint for flat buffers, and
+        MissingData if there are no masters.
         """
         sharding = sharding_of(self.table, self.content.common)
+        # without weights, zckpt cannot find parameters in flat buffers (buffers/placing.py)
         if sharding in (*FLAT, MODEL_SPACE):
             raise UnsupportedCheckpoint(
                 "writer-unsupported",

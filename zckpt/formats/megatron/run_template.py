@@ -168,10 +168,10 @@ class RunTemplate(Template):
     # -- the optimizer
 
     def _check_states(self, entries: Mapping[Key, Entry]) -> None:
-        """Raises unless source and run have the same optimizer states for the same weights.
+        """Raises unless source and run have the same optimizer states, as `check_states` does.
 
-        UnsupportedCheckpoint is raised for a run without groups, and for states that are not F32;
-        other errors are those of `check_states`. Weights without fp32 masters cause a warning.
+        Also raises UnsupportedCheckpoint if the run has no groups, or if a state is not F32. Adds a
+        warning if trained weights that are not F32 lack masters.
         """
         like = self.run
         if like.groups is None:

@@ -227,11 +227,11 @@ class MegatronWriter:
     def _tensor(
         self, key: str, slot: str, names: Mapping[tuple[int, ...], str]
     ) -> TargetTensor | None:
-        """Makes the tensor of a key for one slot; it stacks the tensors of all layers and experts.
+        """Makes the tensor of one key and slot, which stacks the tensors of all layers and experts.
 
         `names` maps each index (layer, expert) to a parameter. None for masters and optimizer
-        states of frozen parameters. Raises UnsupportedCheckpoint if the layers differ, and
-        MissingData if one is missing.
+        states of frozen parameters. Raises UnsupportedCheckpoint if layers differ, and MissingData
+        if a tensor is missing.
         """
         every = () if slot == "param" else names.values()
         frozen = [name for name in every if name not in self.trained]
@@ -320,11 +320,10 @@ class MegatronWriter:
         return re.escape(".".join(map(str, sizes)))
 
     def _common(self, common: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Makes the target's common state: arguments, groups and counters, which all ranks share.
+        """Makes the target's common state (arguments, groups, counters) from the source's.
 
-        `common` is the source's. The result says that the optimizer's state is
-        `fully_reshardable`, so that runs with the distributed optimizer load it. Values that the
-        target cannot have are left out, with a note.
+        All ranks share the common state. Values that the target cannot have are left out, with a
+        note.
         """
         result = dict(common)
         if result.pop(RERUN, None) is not None:
@@ -343,6 +342,7 @@ class MegatronWriter:
             "distrib_optim_fully_reshardable_mem_efficient": False,
             "singleton_local_shards": False,
             **(content if isinstance(content, dict) else {}),
+            # so that runs with the distributed optimizer load the states
             SHARDING: READABLE,
             "chained_optim_avoid_prefix": True,
         }

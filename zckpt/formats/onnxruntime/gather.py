@@ -99,11 +99,11 @@ def _is_apart(save: Save, name: str) -> bool:
 
 
 def _current_slices(name: str, owners: Sequence[RankStates]) -> list[RankTensor]:
-    """Selects from each owner's full weight the slice that is current, for files before 1.7.
+    """Selects from each owner's copy of a weight the slice that this owner updates.
 
-    Each owner stores the full weight, but updates only its slice. The slice has as many elements as
-    the owner's slice of the first moment, and begins where the previous owner's slice ends.
+    Only for files of ONNX Runtime before 1.7, in which each owner stores the full weight.
     """
+    # a slice is as long as the owner's slice of the first moment, and begins after the previous one
     parts, start = [], 0
     for rank in owners:
         weight, numel = rank.weights[name], rank.moments[name]["exp_avg"].numel

@@ -206,7 +206,10 @@ def _is_known(name: str) -> bool:
 
 
 def _refuse_unsupported(file: RankFile) -> None:
-    """Raises UnsupportedCheckpoint for horizontal parallelism and for unknown optimizers."""
+    """Raises UnsupportedCheckpoint for tensor parallelism and for unknown optimizers.
+
+    ONNX Runtime calls tensor parallelism horizontal, or Megatron, parallelism.
+    """
     horizontal = file.options.horizontal_parallel_size
     cut = any(
         name.rpartition("/")[2] == "megatron_row_partition" and value not in ([-1], -1)

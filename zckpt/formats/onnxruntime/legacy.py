@@ -145,9 +145,8 @@ def _is_half(key: str, tensor: Tensor, suffix: str) -> bool:
 def _weight_names(models: Sequence[Mapping[str, Tensor]], suffix: str) -> set[str]:
     """The names of all weights in the files.
 
-    These are the names of 16-bit copies without `suffix`, and all keys that are neither a
-    16-bit copy, nor a slice of a weight, nor an optimizer state. `suffix` ends the keys of 16-bit
-    copies.
+    A 16-bit copy such as `w_fp16` counts as `w`; its ending is `suffix`. Slices of weights and
+    optimizer states do not count.
     """
     every = [(model, key, tensor) for model in models for key, tensor in model.items()]
     copied = {key.removesuffix(suffix) for _, key, each in every if _is_half(key, each, suffix)}

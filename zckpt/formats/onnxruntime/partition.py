@@ -217,9 +217,10 @@ def _check_moments(save: Save, owned: Owned) -> None:
 def _refuse_torch_names(save: Save) -> None:
     """Raises MissingData for a mixed-precision run that was saved with only the torch model's keys.
 
-    Such files lack the slices of weights that several ranks share, because slices have other keys
-    (`NAME_view_K`). Does nothing for HDF5 files and for files with 16-bit copies.
+    Called if the ranks' slices do not fit the partition rule. Does nothing for HDF5 files and for
+    files with 16-bit copies.
     """
+    # slices of weights have other keys than the torch model (`NAME_view_K`)
     if save.dialect == "hdf5" or any(rank.halves for rank in save.ranks):
         return
     raise MissingData(

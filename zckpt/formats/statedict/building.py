@@ -166,11 +166,10 @@ class ManifestBuilder:
     # -- weights
 
     def _all_aliases(self, trained: Sequence[str]) -> dict[str, str]:
-        """Maps each second name of a tied weight to the weight's first name.
+        """Maps second names of tied weights to first names: `{"lm_head.weight": "embed.weight"}`.
 
-        For example `{"lm_head.weight": "embed.weight"}`. If zckpt itself wrote the files, it also
-        wrote this dictionary into them. Otherwise tensors with equal contents are tied weights.
-        Ties that a config.json states are added.
+        zckpt writes the ties into its own files; in other files, equal tensors are tied. Ties
+        from config.json are added for names that the files lack.
         """
         facts = self.facts
         aliases = self._aliases_by_content(trained) if facts is None else dict(facts["aliases"])
@@ -464,11 +463,11 @@ class ManifestBuilder:
     def _without_tensors(
         self, value: Any, path: str, entries: dict[Key, Entry] | None = None
     ) -> Any:
-        """Converts any value of a state dict for the manifest, which contains no tensors.
+        """Replaces each tensor in a value by its name, and adds the tensor to `entries`.
 
-        A 0-d tensor becomes a number. Any other tensor is replaced by its name, and its byte ranges
-        are added to `entries`. `path` is the value's dotted path, which becomes the name
-        unless zckpt has stated one.
+        A 0-d tensor becomes a number instead. `path` is the value's dotted path, which becomes the
+        name unless zckpt has stated one. Without `entries`, tensors go to the manifest's own, and
+        UnsupportedCheckpoint is raised for sharded tensors of an unknown class.
         """
         entries = self.entries if entries is None else entries
         if isinstance(value, Leaf):

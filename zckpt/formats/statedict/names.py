@@ -148,16 +148,16 @@ def _refuse_mixed(
     names: Sequence[str],
     model: Mapping[str, Any],
 ) -> None:
-    """Raises InconsistentCheckpoint if optimizer states seem to belong to other weights.
+    """Raises InconsistentCheckpoint if weights and states have the same shapes in different orders.
 
-    Shapes show it: weights and states have the same shapes equally often, but in another order. If
-    they have other shapes, there is no error, because some optimizers keep states of other shapes.
+    `shapes` are those of the optimizer states for `names`; None for a weight without states.
     """
     pairs = [
         (name, model[name].shape, shape)
         for name, shape in zip(names, shapes, strict=True)
         if shape is not None
     ]
+    # states of other shapes are no error: some optimizers keep such states
     if Counter(weight for _, weight, _ in pairs) == Counter(state for _, _, state in pairs):
         for name, weight, state in pairs:
             if state != weight:

@@ -123,11 +123,10 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
 
 
 def _settle_averages(saved: SavedTree, model: TreePath) -> None:
-    """Handles averaged weights that Lightning saved in place of the trained weights.
+    """Adds a warning if the weights at the path `model` are averages that Lightning saved.
 
-    `model` is the path of the weights that are read. If these are the averages, a warning tells how
-    to read the trained weights. If these are the trained weights, the averages are left out, with a
-    note.
+    If `model` is the path of the trained weights, removes the averages from the tree, with a note.
+    Does nothing for checkpoints without such averages.
     """
     whole_model, trained = lightning.WHOLE.model, lightning.TRAINED
     if not {lightning.LIGHTNING, trained} <= saved.tree.keys():
@@ -335,10 +334,10 @@ def _names_with_adapter(
     optimizers: Iterable[OptimizerState],
     param_names: Sequence[str] | None,
 ) -> Mapping[str, str]:
-    """Maps PEFT's names in files to the module's names, which also contain the adapter's name.
+    """Maps names in PEFT's files to the module's: `lora_A.weight` to `lora_A.default.weight`.
 
-    For example, `lora_A.weight` stands for `lora_A.default.weight`. The adapter's name is found in
-    the optimizers' names, PEFT's configuration, `param_names`, or `facts` that zckpt wrote.
+    The adapter's name comes from names in the optimizers, in `param_names`, or in `facts` that
+    zckpt wrote; without such names it is `default`.
     """
     known_names = [*(param_names or ()), *(facts or {}).get("numbers", ())]
     for optimizer in optimizers:

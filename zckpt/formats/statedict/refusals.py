@@ -129,12 +129,12 @@ def refuse_unnamed_parts(
 def _part_among(
     tensors: Mapping[str, Leaf], other_tensors: Mapping[str, Leaf]
 ) -> tuple[str, Leaf, Leaf] | None:
-    """Finds the first of `tensors` that has the shape of one rank's shard of another tensor.
+    """Finds the first of `tensors` with the shape of one rank's shard of one of `other_tensors`.
 
-    The other tensor is one of `other_tensors`. Returns the first one's name, the first and the
-    other. None if there is no such tensor, or if any of `tensors` is sharded: then they cannot be
-    slices.
+    Returns (its name, the tensor, the other tensor). None if there is none, or if any of `tensors`
+    is sharded.
     """
+    # sharded tensors state their offsets: they are no slices
     if any(leaf.sharded for leaf in tensors.values()):
         return None
     parts = {shape: leaf for leaf in other_tensors.values() for shape in leaf.parts}

@@ -165,14 +165,14 @@ def _state_of(
 def _is_kept_apart(
     member: Any, key: str, differing: Collection[tuple[Any, str]], optimizer: OptimizerState
 ) -> bool:
-    """Whether an optimizer keeps another value of this state on each rank on purpose.
+    """Whether ranks have different values of the optimizer state `key` on purpose.
 
-    True for names of compression errors, such as `worker_error`. Also true for a state that is no
-    usual moment, if its parameter (`member`) has moments that are equal on all ranks. `differing`
-    has (parameter, key) of each state that differs.
+    `member` is the parameter, and `differing` has (parameter, key) of every state whose values
+    differ between ranks.
     """
     if key in ELEMENTWISE:
         return False
+    # a state beside moments that are equal on all ranks, or a compression error (`worker_error`)
     moments = ELEMENTWISE & optimizer.state.get(member, {}).keys()
     is_beside = bool(moments) and all((member, moment) not in differing for moment in moments)
     return is_beside or bool(OF_RANKS.fullmatch(key.lower()))
@@ -292,8 +292,7 @@ def _is_slice(model: Mapping[Any, Any], wholes: Mapping[str, Sequence[Leaf]]) ->
 def _are_slices(items: Sequence[Any], wholes: Sequence[Leaf]) -> bool:
     """Whether the tensors in a list seem to be one rank's slices of the sharded weights `wholes`.
 
-    Every tensor must have the shape of such a weight or of a shard, and one the shape of a shard
-    only.
+    At least one tensor must have the shape of a shard; others may have the shape of a full weight.
     """
     shapes = {leaf.shape for leaf in items if isinstance(leaf, Leaf) and leaf.shape}
     whole = {leaf.shape for leaf in wholes}

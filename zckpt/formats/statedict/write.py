@@ -85,14 +85,13 @@ class StateDicts:
         self.numbers = {name: number for number, name in enumerate(members)}
 
     def _put_steps_in_groups(self) -> None:
-        """Writes the step into each parameter group, if the source's optimizer keeps it there.
+        """Writes the step into each parameter group, if the target's optimizer keeps it there.
 
-        If the parameters of any group have different steps, no group gets one; Apex's FusedAdam
-        then counts from 1 again. Some other optimizers keep an unused `step` in their groups, which
-        is copied.
+        No group gets a step if parameters of one group have different steps.
         """
         steps = steps_of_groups(self.source, len(self.groups))
         in_group = self.step_place.where == "group"
+        # without a step in its group, Apex's FusedAdam counts from 1 again
         self.step_in_group = in_group and all(len(values) < 2 for values in steps)
         if self.step_in_group:
             number = self.step_place.number
@@ -100,6 +99,7 @@ class StateDicts:
                 group | ({"step": number(values.pop()).unwrapped()} if values else {})
                 for group, values in zip(self.groups, steps, strict=True)
             ]
+        # some optimizers keep an unused `step` in their groups
         elif not in_group and self.step_place.stale is not None:
             self.groups = [group | {"step": self.step_place.stale} for group in self.groups]
 
@@ -143,11 +143,11 @@ class StateDicts:
         return large
 
     def _is_taken(self, path: TreePath) -> bool:
-        """Whether a value of the program would have the same path as a state dict of the target.
+        """Whether a value of `client_state`, the program's own state, must be left out.
 
-        `path` is the value's path. In a source of DeepSpeed, state dicts are stored apart from such
-        values, so the values' keys may be any names.
+        True if a state dict of the target lies at the value's `path`, above it or below it.
         """
+        # DeepSpeed has other keys of its own: its client_state may have keys such as `model`
         if not self.model and path[0] in self.names:
             return True
         taken = [self.model] if self.model else []

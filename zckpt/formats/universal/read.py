@@ -90,10 +90,10 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def _read(path: str, name: str, kept: Container[str] | None = None) -> Manifest:
-    """Reads the manifest in the file `name`; `kept` restricts it to some kinds of tensors.
+    """Reads the manifest in the file `name`, with all tensors or only those of the kinds `kept`.
 
-    The kinds are `param`, `master` and `state`. Raises CorruptCheckpoint if a weight has no tensor
-    of the kinds in `kept`, and UnsupportedCheckpoint for another version of the format.
+    Kinds are `param`, `master` and `state`. Raises UnsupportedCheckpoint for another version of the
+    format, and CorruptCheckpoint if a weight has no tensor of these kinds.
     """
     document = json.loads(_text_of(name))
     version = document["zckpt"]
@@ -158,7 +158,7 @@ def shells_of(path: str, chosen: Manifest) -> Manifest:
 
 
 def _changed_siblings(path: str, chosen: Manifest) -> tuple[Sibling, ...]:
-    """The trainer's files that zckpt has laid out because their content is not the source's."""
+    """The trainer's files that zckpt has not copied, but written with new content."""
     changed = [item.name for item in chosen.files.siblings if item.content is not None]
     paths = {name: os.path.join(path, SIBLINGS, name) for name in changed}
     return tuple(Sibling(name, file, sources.size(file)) for name, file in paths.items())
@@ -435,14 +435,14 @@ def _origin(
 def _stored(
     path: str, listed: Collection[str]
 ) -> tuple[dict[Key, safefile.SavedTensor], list[str]]:
-    """Reads the headers of the listed safetensors files: their tensors, and the files' paths.
+    """Reads the headers of safetensors files: tensors by (parameter, kind), and the files' paths.
 
-    The tensors are mapped by parameter name and kind (`param`, `master`, `exp_avg`, ...). If
-    `listed` is empty, as it is while files are being written, all safetensors files in the folder
-    are read.
+    A kind is `param`, `master`, `exp_avg` or another state. If `listed` is empty, all safetensors
+    files in the folder are read.
     """
     tensors: dict[Key, safefile.SavedTensor] = {}
     files = []
+    # while files are being written, none are listed
     for name in sorted(os.listdir(path)):
         if not name.endswith(ENDING) or (listed and name not in listed):
             continue

@@ -138,10 +138,10 @@ def groups_of(
 
 
 def _numbers(rule: FamilyRule, side: str, expert: int | None, count: int) -> Sequence[int | None]:
-    """The numbers of the experts whose tensors form one group in the program `side`.
+    """The numbers of the experts in the names of a group, in the program `side`.
 
-    If Hugging Face stacks a layer's experts in one tensor, these are all `count` experts in
-    Megatron. Otherwise it is only `expert`; None stands for a tensor of no single expert.
+    In Megatron, a group has all `count` experts of a layer if Hugging Face stacks them in one
+    tensor. Otherwise it has only `expert` (None if the names have no expert's number).
     """
     return range(count) if rule.packing == "experts" and side == MEGATRON else [expert]
 

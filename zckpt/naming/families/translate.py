@@ -206,10 +206,11 @@ class _Translation(Struct, eq=False, dict=True):
         return result
 
     def _fact(self, group: TensorGroup) -> Parameter:
-        """The optimizer group and step that the tensors of a group must share to become one tensor.
+        """The `Parameter` of a group's target tensors: step, optimizer group and second names.
 
-        Raises InconsistentCheckpoint if their steps or hyper-parameters differ, or optimizer
-        states that are one number per parameter.
+        Raises InconsistentCheckpoint if the group's tensors differ in step, hyper-parameters or
+        optimizer states of one number each, or if only some are trained.
+        Raises UnsupportedCheckpoint if a tied weight would be fused or split.
         """
         source, names = self.source, group.sources
         parameters = [source.parameters[name] for name in names]

@@ -173,10 +173,10 @@ Inner = tuple[str, str, str]
 def _inside(
     about: Mapping[str, Any], config: Mapping[str, Any], above: str = ""
 ) -> Iterator[Inner]:
-    """Yields the inner models of a model, at all depths, according to its configuration.
+    """Yields the inner models of a model, such as its language model, at all depths.
 
-    `about` is the table's entry on the outer model, which lists the paths at which models may be.
-    `above` is the path of the outer model.
+    `about` is the outer model's entry in table.json, and `config` its configuration. `above` is its
+    path in the full model.
     """
     outer_paths: list[str] = []
     for path, name, kind, where, chooser in about["modules"]:
@@ -256,5 +256,5 @@ def _table() -> dict[str, Any]:
 
 @cache
 def _models() -> dict[str, dict[str, Any]]:
-    """The table's entries on model classes, by the name of the class."""
+    """The entries of `models` in table.json, by each class name that they list."""
     return {name: item for item in _table()["models"] for name in item["classes"]}

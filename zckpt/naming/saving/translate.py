@@ -187,7 +187,11 @@ class _Translation(Struct, eq=False, dict=True):
     def _views(
         self, group: NameGroup, rule: SavingRule, parts: Mapping[int, Entry]
     ) -> dict[str, View]:
-        """Converts a group's tensors of one slot (`parts`); returns them by their new names."""
+        """Applies `rule` to tensors of one slot, such as `exp_avg`; returns them by new names.
+
+        `parts` maps the index of a source pattern of the rule to the tensor. Raises WrongOption for
+        means of replicas, and UnsupportedCheckpoint if config.json does not fit.
+        """
         if any(entry.mean for entry in parts.values()):
             raise WrongOption(
                 "options-conflict",

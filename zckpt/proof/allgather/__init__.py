@@ -201,9 +201,10 @@ def _unsupported(unsupported: Sequence[Nameless]) -> list[Report]:
 class _Findings(Struct, frozen=True):
     """What one process has found, sent to all other processes.
 
-    A match is a pair of tensors, one of each checkpoint. Differences are keyed by the index of the
-    match. A CRC-32 is kept with this index, the checkpoint (0 is the gathered one, 1 the other) and
-    the range of elements.
+    differences    by the index of the pair of tensors (one of each checkpoint)
+    crcs           index of the pair, side, and ranges of elements as (start, stop, CRC-32)
+
+    Side 0 is the checkpoint whose shards are all-gathered, side 1 is the other checkpoint.
     """
 
     differences: dict[int, Difference]

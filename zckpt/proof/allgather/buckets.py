@@ -266,9 +266,9 @@ def lines_of(tensor: Joined, rank: int, start: int, stop: int, column: int = 0) 
 
 
 def _joined(segment: Segment, part: Joined) -> Iterator[Block]:
-    """Yields the pieces of a tensor in one range of elements of every rank's box (shard) of it.
+    """Yields the blocks of a segment, which is one range of elements in each rank's shard.
 
-    Ranks with shorter boxes have fewer pieces or none.
+    A shard that ends before the range does has fewer blocks or none.
     """
     for rank in range(len(part.parts)):
         stop = min(segment.stop, part.length(rank))

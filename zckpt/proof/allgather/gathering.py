@@ -93,9 +93,9 @@ class Gathering:
             self._finish(flight)
 
     def _room(self, memory: int, least: int) -> tuple[int, int]:
-        """The bytes of a bucket: of the gathered rows, and of the other checkpoint's elements.
+        """The sizes of a bucket's two buffers: gathered rows, and the other checkpoint's elements.
 
-        `memory` is the limit for both buckets of this process. The rows get at least `least` bytes.
+        All sizes are in bytes. `memory` is for two buckets, but the rows get at least `least`.
         """
         most = 1.0
         for places in self.places.values():

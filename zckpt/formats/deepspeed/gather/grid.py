@@ -170,11 +170,10 @@ def slices(part: Partition) -> Iterator[Slice]:
 def _of_layers(
     files: Sequence[tuple[int, TorchFile]], trained: set[str], tensors: Sequence[Slice]
 ) -> Iterator[Slice]:
-    """Yields the tensors in one tensor rank's layer files, named "{layer's number}.{inner name}".
+    """Yields the tensors in one tensor rank's layer files, with their names in the full model.
 
-    A tied layer's tensors are named "tied_modules.{key}.{inner name}". The key is found by values:
-    all masters of the layer in `tensors` round to the file's weights. `trained` has the names of
-    trained parameters.
+    Names are such as "3.fc.weight" and, in tied layers, "tied_modules.embed.weight". The masters in
+    `tensors` show which layers are tied. `trained` has the names of trained parameters.
     """
     tied = by_key(
         (m[1], (m[2], tensor))
@@ -191,7 +190,7 @@ def _of_layers(
             for extent, strides in [file.reach(value)]
         }
         prefix = str(number)
-        # no file states the key of a tied layer
+        # no file states the key of a tied layer: all its masters must round to the file's weights
         if trained.isdisjoint(f"{number}.{key}" for key in weights):
             for name, masters in tied.items():
                 rounded = {key for key, each in masters if _rounds(each, weights.get(key))}
@@ -243,13 +242,13 @@ def _joined(
 
 
 def _is_whole(slices_of_ranks: Sequence[Slice | None], weights: set[str]) -> bool:
-    """Whether every tensor rank has the full tensor, which is not trained and has no rule.
+    """Whether every tensor rank has a full copy of an untrained tensor, and not a slice.
 
-    `weights` has the types of trained weights. A tensor of another type is a buffer, and complete.
-    Any other tensor counts as complete if its first bytes are equal on all ranks.
+    `weights` has the dtypes of trained weights.
     """
     if None in slices_of_ranks or len({each.shape for each in slices_of_ranks if each}) > 1:
         return False
+    # a tensor of another dtype is a buffer, and complete; else the first elements decide
     return {each.dtype for each in slices_of_ranks if each}.isdisjoint(weights) or (
         len({each.head(HEAD) for each in slices_of_ranks if each}) == 1
     )

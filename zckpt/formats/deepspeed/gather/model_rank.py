@@ -123,15 +123,13 @@ class ModelRank:
         return groups
 
     def _stated(self) -> list[Shapes] | None:
-        """Names and shapes of the parameters in each flat buffer; None if no file lists them.
-
-        In stage 0, only files that zckpt wrote have such a list. Before 0.6.0 the optimizer files
-        have it, not the model file. Before 0.5.4 one dictionary lists the parameters of all groups.
-        """
+        """Names and shapes of the parameters in each flat buffer; None if no file lists them."""
+        # before 0.6.0, the optimizer files have the list; in stage 0, only zckpt writes one
         places = (self.model, *self.states[:1], *(file.value for file in self.optimizers[:1]))
         lists = (place["param_shapes"] for place in places if place.get("param_shapes"))
         if (shapes := next(lists, None)) is None:
             return None
+        # before 0.5.4, one dictionary lists the parameters of all groups
         groups = [shapes] if isinstance(shapes, dict) else shapes
         return [_sliced(_tuples(group), self.model) for group in groups]
 
@@ -304,15 +302,15 @@ def _whole_momenta(
     masters: Sequence[Tensor],
     members: Sequence[FlatMember],
 ) -> Iterator[Whole]:
-    """Yields the momenta that Muon keeps complete, one per parameter, in stages 1 and 2.
+    """Yields the full momenta that Muon keeps, one per parameter, in stages 1 and 2.
 
-    A rank's tensor has the full momentum of every parameter that lies, at least partly, in the
-    rank's partition. Yields nothing if some tensor is not as long as these momenta together.
+    Yields nothing if a tensor's length does not fit the parameters in the rank's partition.
     """
     parts = []
     stop = 0
     for file, master, tensor in zip(files, masters, tensors, strict=True):
         start, stop, at = stop, stop + master.numel, 0
+        # the rank has the momentum of every parameter that lies at least partly in its partition
         for member in members:
             if member.numel and member.first < stop and member.first + member.numel > start:
                 parts.append((member, file, tensor, at))
@@ -439,9 +437,10 @@ def _ranks_that_share(model: Mapping[str, Any], dp: int, group: Mapping[str, Any
 def _in_whole_model(names: Iterable[str]) -> Callable[[str, int], str]:
     """Returns a function that maps (name, ep rank) to the parameter's name in the full model.
 
-    `names` are rank 0's parameters; all ranks have the same number of experts, and number them from
-    0. With 2 experts per rank, rank 1's expert 0 is expert 2 of the full model.
+    `names` are rank 0's parameters. With 2 experts per rank, rank 1's expert 0 is expert 2 of the
+    full model.
     """
+    # all ranks have the same number of a layer's experts, and number them from 0
     local = by_key((n[: match.start()], match[0]) for n in names if (match := LOCAL.search(n)))
 
     def named(name: str, rank: int) -> str:

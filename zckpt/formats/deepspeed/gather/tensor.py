@@ -197,10 +197,8 @@ def _by_map(about: Mapping[str, Any], name: str, shapes: Shapes) -> Cut:
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    """The strides of a row-major tensor, in elements.
-
-    Written again here, because the proof shares no arithmetic with the reader.
-    """
+    """The strides of a row-major tensor, in elements."""
+    # written again here: `--gather` checks the reader, and must not share its arithmetic
     return [prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 

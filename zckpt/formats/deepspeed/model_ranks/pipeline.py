@@ -99,7 +99,7 @@ def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | No
 
 
 class _Layers:
-    """The layer files of one tensor rank, with the tied layer that each file belongs to, if any.
+    """The layer files of one tensor rank, and the tied layers to which some files belong.
 
     files      opened layer files, by the layer's number
     tensors    each file's tensors, by their names in the file
@@ -140,10 +140,10 @@ class _Layers:
     # -- tied layers
 
     def _keys_by_shape(self) -> dict[int, list[str]]:
-        """Maps each layer file that may belong to a tied layer to the keys of fitting tied layers.
+        """Finds the tied layers to which each layer file may belong, by the shapes of parameters.
 
-        A tied layer fits if its parameters have the shapes in the file. A file does not belong to a
-        tied layer if a parameter or buffer is named "{file's number}.{name in the file}".
+        Returns {file number: keys of tied layers}. Files of layers that have names of their own,
+        such as "3.weight", are left out.
         """
         wanted, all_names = of_tied(self.shapes), {*self.shapes, *self.buffers}
         alike: dict[int, list[str]] = {}
@@ -191,15 +191,14 @@ class _Layers:
     def check_places(self) -> None:
         """Raises InconsistentCheckpoint if files of layers seem to be swapped.
 
-        The number of each file of a tied layer must lie in a stage that has this layer. The files
-        of a stage's tied layers must be in the same order as these layers' parameters in the
-        optimizer.
+        The files of tied layers are compared with the parameters of the stages that contain them.
         """
 
         def swapped(says: str) -> InconsistentCheckpoint:
             hint = "files of two layers may be swapped: copy all files again"
             return InconsistentCheckpoint("mixed-saves", says, hint=hint)
 
+        # a stage that may contain layer `number` must have the tied layer of this file
         for number, key in self.tied.items():
             if not any(number in span for span in spans_with(self.pipeline, key, self.count)):
                 raise swapped(
@@ -209,6 +208,7 @@ class _Layers:
         for stage, span in zip(self.stages, spans(self.pipeline, self.count), strict=True):
             tied_numbers = [number for number in self.tied if number in span]
             uses = {self.tied[number]: number for number in reversed(tied_numbers)}
+            # a stage's tied layers must have the same order in the files and in the optimizer
             for names in _groups_in_layer_order(stage):
                 first = [uses[key] for key in of_tied(dict.fromkeys(names)) if key in uses]
                 if first != sorted(first):
@@ -219,15 +219,14 @@ class _Layers:
                     )
 
     def perhaps_tied(self) -> Iterator[Notice]:
-        """Warnings about layer files with the shapes of a tied layer, but with other weights.
+        """Warns of layer files that have a tied layer's shapes, but other weights.
 
-        Such a file may be of another save. Only tied layers with fewer files than stages are
-        searched for.
+        Such a file may be of another save.
         """
         copies = Counter(self.tied.values())
         for key in of_tied(self.shapes):
             near = spans_with(self.pipeline, key, self.count)
-            if copies[key] >= len(near):
+            if copies[key] >= len(near):  # a file for each stage that has the tied layer
                 continue
             for number, alike in self.alike.items():
                 is_near = any(number in span for span in near)
@@ -243,21 +242,21 @@ class _Layers:
     # -- the tensors in files of layers
 
     def beside(self) -> Manifest:
-        """A manifest of all tensors in the layer files; a tied layer's further copies are replicas.
+        """A manifest of all tensors in the layer files; facts about the run are the first stage's.
 
-        All its other fields are the first stage's, so `merge` treats it like one more stage. Raises
-        unless every trained parameter is in the file of its layer, with the same shape.
+        Raises unless every trained parameter is in the file of its layer, with the same shape.
         """
         entries, copies = dict[Key, Entry](), list[Entry]()
         for number, tensors in self.tensors.items():
             for inner in tensors:
                 entry = self._weight(number, inner, prefix_of(number, self.tied) + inner)
-                if entries.setdefault(entry.key, entry) is not entry:
+                if entries.setdefault(entry.key, entry) is not entry:  # a tied layer's next file
                     copies.append(entry)
         for name, shape in self.shapes.items():
             self._check_weight(name, shape, entries.get((name, "param")))
         weights = {e.parameter: e for e in entries.values() if e.parameter not in self.shapes}
         buffers = {name: None for name, entry in weights.items() if self._is_buffer(name, entry)}
+        # like the manifest of one more stage, so `merge` can join the result
         return self.stages[0].replace(
             entries=entries,
             parameters={

@@ -191,10 +191,10 @@ def layers_alike(model: Manifest) -> list[int]:
 
 
 def _by_class(model: Manifest, pipeline: Pipeline, stages: int, method: str) -> tuple[int, ...]:
-    """Bounds that give every stage the same number of layers of one class (`type:REGEX`).
+    """Bounds that share out the layers of one class evenly over the stages (`type:REGEX`).
 
-    No file states classes, so the layers of `layers_alike` are assumed to be of this class. Raises
-    WrongOption if the source's own bounds contradict this assumption.
+    No file states classes, so zckpt assumes that layers with equal parameters are this class.
+    Raises WrongOption if the source's stages contradict this, or if such layers are too few.
     """
     alike = layers_alike(model)
     says = f"--pp-partition {method} depends on the classes of layers, which no file states"

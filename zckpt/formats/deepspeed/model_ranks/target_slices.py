@@ -132,17 +132,14 @@ def _candidates(
     universal_info: UniversalInfo | None,
     auto: AutoTP | None,
 ) -> Iterator[Shapes]:
-    """The shapes that the ranks' slices may have, in the order in which they are tried.
-
-    1. The shapes that the source states, if it states them for `tp` ranks.
-    2. The full shape on every rank.
-    3. For each axis, the full shape cut along this axis: in AutoTP's shares, or in equal ones.
-    """
+    """The shapes to try, in this order, for the slices of the `tp` ranks."""
+    # 1. the shapes that the source states, if it states them for `tp` ranks
     stated_shapes = None if universal_info is None else universal_info.stated_shapes(name)
     if stated_shapes is not None and len(stated_shapes) == tp:
         yield stated_shapes
     whole = parameter.shape
-    yield [whole] * tp
+    yield [whole] * tp  # 2. the full shape on every rank
+    # 3. the full shape cut along one axis: in AutoTP's shares, or in equal ones
     for axis, size in enumerate(whole):
         names = name, *parameter.aliases
         shares = slicing.even(size, tp) if auto is None else auto.shares(names, size, tp)

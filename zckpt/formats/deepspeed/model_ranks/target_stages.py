@@ -103,8 +103,8 @@ def _uses(
 ) -> tuple[dict[str, set[int]], list[Notice]]:
     """Maps each tied layer's key to the numbers of the layers that use it: {"embed": {0, 8}}.
 
-    `bounds` are the first layers of the new stages, and the number of all layers. Also returns
-    warnings about uses that no layer file shows, so that zckpt assumes their place.
+    Also returns warnings about assumed uses, which no file shows. `bounds` are the first layers of
+    the new stages, then the number of all layers.
     """
     uses, inferred = uses_of_files(pipeline), list[Notice]()
     if len(bounds) == 2:  # a single stage has all layers

@@ -64,10 +64,9 @@ def with_slices(ranks: EngineStates) -> EngineStates:
 
 
 def _second_gates(ranks: EngineStates, layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Finds second names of routers' weights; maps them to the names that AutoEP lists.
+    """Maps second names of routers' weights to the names that AutoEP lists as parameters.
 
-    A router's weight may also be held by another module of the model. It is then saved under both
-    names with the same bytes, but the engine lists only AutoEP's name as a parameter.
+    A router's weight has a second name if another module of the layer holds the weight too.
     """
     file = ranks.models[0]
     listed_names = {*chain.from_iterable(ranks.param_shapes())}
@@ -79,6 +78,7 @@ def _second_gates(ranks: EngineStates, layers: Sequence[Mapping[str, Any]]) -> d
             for name, tensor in ranks.module.items()
             if name.startswith(f"{path}.") and isinstance(tensor, Tensor)
         }
+        # the weight is saved under both names, with equal bytes
         form = forms.pop(owner := f"{path}{ROUTER}", None)
         if form is not None and form[2][1] is not None:  # saved with checksums
             owners |= {

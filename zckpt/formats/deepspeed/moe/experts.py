@@ -424,12 +424,12 @@ def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | 
 def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> ExpertRanks:
     """Finds which rank has which experts: from the ds_config, or by comparing bytes.
 
-    Bytes are compared if the run saved only its ds_config's file name. Raises UnsupportedCheckpoint
-    if nothing shows the ranks, InconsistentCheckpoint if masters do not round to the experts'
-    weights.
+    Raises UnsupportedCheckpoint if nothing shows the ranks, InconsistentCheckpoint if masters do
+    not round to the experts' weights.
     """
     if ranks.config_path is None or all(ep in (1, ranks.dp) for ep in layers.sizes):
         return ExpertRanks.of_config(ranks.dp, ranks.config)
+    # the run saved only the file name of its ds_config
     every = ([*names] for names in ranks.param_shapes())
     are_regular = all(layers.is_regular(layers.everywhere(names)) for names in every)
     if not are_regular and not ranks.round_robin:  # perhaps round robin: nothing shows it
@@ -450,15 +450,13 @@ def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> E
 
 
 def _are_spread_over_tensor_ranks(ranks: EngineStates) -> bool:
-    """Whether tensor ranks have different experts: without `enable_expert_tensor_parallelism`.
-
-    If so, a group of experts is cut over more ranks than there are data ranks.
-    """
+    """Whether tensor ranks have different experts, not slices of the same experts."""
     counts = ranks.first.get("partition_count")
     sizes = (
         (count, size_in(ranks.groups(number)[0]))
         for number, count in enumerate(counts if isinstance(counts, list) else ())
     )
+    # without `enable_expert_tensor_parallelism`, more than the data ranks share a group's experts
     is_over = any(ep and isinstance(count, int) and count * ep > ranks.dp for count, ep in sizes)
     return is_over and int(ranks.model.get("mp_world_size") or 1) > 1
 

@@ -436,11 +436,10 @@ def _by_module_order(asked: Nameless) -> Named | None:
 def _matched(
     asked: Nameless, orders: Sequence[Sequence[Any]], labelled: Mapping[str, Any], what: str
 ) -> Named:
-    """Finds each parameter's name: the name of the weight with the same label.
+    """Finds each parameter's name: that of the weight with the same label.
 
-    A label is a shape, or what samples.py computes from bytes; `what` describes it in errors.
-    `orders` are the labels of each group's parameters, `labelled` those of the weights. Raises
-    MissingData if weights with equal labels cannot be told apart.
+    `orders` has the labels of each group's parameters. A label is a shape, or a label of
+    samples.py; `what` describes it in errors. Raises MissingData if a name stays unclear.
     """
     numbers = Counter(chain.from_iterable(orders))
     owners = by_key((label, name) for name, label in labelled.items())

@@ -86,11 +86,10 @@ class _Sampler(Struct, frozen=True):
     descriptors: dict[str, int] = field(default_factory=dict)
 
     def split(self, weights: Sequence[int], theirs: Sequence[int], dtype: str) -> Iterator[_Set]:
-        """Yields sets of equal weights, each with the masters that round to its compared elements.
+        """Divides weights into sets; yields each set with the masters that may round to it.
 
-        `weights` and `theirs` (the masters) are indices of tensors of one shape in `self.weights`
-        and `self.masters`; the weights are of type `dtype`. In a set without masters, weights may
-        differ.
+        Arguments and results are indices of weights (of type `dtype`) and masters (`theirs`), all
+        of one shape. Weights of a set are equal if the set has masters.
         """
         # only 16-bit weights have masters of another type
         kinds = (dtype, "F32") if dtype in ("BF16", "F16") else (dtype,)
@@ -101,7 +100,7 @@ class _Sampler(Struct, frozen=True):
             return
         middle = max(0, (numel - SAMPLE) // 2)
         undecided = [([*weights], theirs, middle, min(numel, middle + SAMPLE))]
-        while undecided:
+        while undecided:  # masters are compared only in elements `start` to `stop`
             alike, rounded, start, stop = undecided.pop()
             parts: dict[tuple[int, ...], _Set] = {}
             for place in alike:

@@ -194,17 +194,17 @@ class _Items:
         return int(self.args.get(key) or 1)
 
     def _buffers(self) -> dict[tuple[bool, int, str, int], dict[str, dict[int, Runs]]]:
-        """All flat buffers: for each buffer, the file ranges of its buckets by optimizer state.
+        """All flat buffers: {(of_experts, group, dtype, buffer): {state: {bucket: file ranges}}}.
 
-        A key of the result has: whether the buffer belongs to the experts' own optimizer (the
-        second of the chained ones), `dp_group_idx` (the model-parallel rank), the weights' type,
-        and `gbuf_idx`.
+        `of_experts` is true for the experts' own optimizer. `group` is `dp_group_idx`, the
+        model-parallel rank. `dtype` is the weights' type, and `buffer` is `gbuf_idx`.
         """
         buffers: dict[tuple[bool, int, str, int], dict[str, dict[int, Runs]]] = {}
         for key, saved in self.table.items.items():
             match = BUFFER.fullmatch(key)
             if match is None:
                 continue
+            # the experts' own optimizer is the second of the chained ones
             spread, group = int(match[1] or 0) > 0, int(match[2])
             if match[3] is None:
                 file = self.files.torch_file(self.table.location(key))

@@ -276,11 +276,11 @@ class LegacyReader:
     def _distributed(
         self, rank: RankDirectory, number: int, own_names: set[str]
     ) -> Iterator[tuple[str, Iterable[Entry]]]:
-        """Yields the states of the parameters `own_names` from a rank's flat buffers.
+        """Yields (name, states) of the parameters `own_names` from a rank's flat buffers.
 
-        `number` is the optimizer's index in the lists of the files. Raises IncompleteCheckpoint if
-        distrib_optim.pt is missing, and InconsistentCheckpoint or CorruptCheckpoint if it does not
-        fit the file of the model.
+        `number` is the optimizer's index in the files. Raises IncompleteCheckpoint without
+        distrib_optim.pt, InconsistentCheckpoint or CorruptCheckpoint if this file does not fit the
+        model's file, and UnsupportedCheckpoint if parameters cannot be located in a buffer.
         """
         path = os.path.join(rank.folder, STATES_FILE)
         if not sources.is_file(path):
