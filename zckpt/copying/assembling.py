@@ -178,7 +178,7 @@ class Assembler(Struct, frozen=True, eq=False):
     ) -> list[Passed]:
         """Computes the CRC-32s of a chunk's bytes `view`: of tensors, of records, and of all bytes.
 
-        `crcs` has CRC-32s that are known already: they are mapped from (begin, end) in `view`.
+        `crcs` maps byte ranges (begin, end) of `view` to CRC-32s that are known already.
         """
         passed: list[Passed] = []
         begin = chunk.offset

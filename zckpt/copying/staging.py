@@ -323,7 +323,7 @@ class Staging:
         Failures are only warnings, because the target is complete.
         """
         try:
-            # without locks, another run might have renamed its target first
+            # without locks, only after the rename: another run's rename might have come first
             if not is_marked:
                 set_mark_file(self.above, self.target, self.identity)
             self.above.sync(self.above.path)

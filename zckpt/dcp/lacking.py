@@ -44,7 +44,7 @@ class Lookup(Struct, eq=False, dict=True):
         return {key: each for key, each in self.meanings.items() if isinstance(each, KeyMeaning)}
 
     def _match_rules(self) -> None:
-        """Requires the same change of prefix for all weights' names, and one for all states' names.
+        """Requires one change of prefix for all weights' names, and one for all states' names.
 
         Otherwise raises MissingData. But if the program also loads keys exactly as stored, all keys
         with another prefix than the source's are added to `missing` instead.

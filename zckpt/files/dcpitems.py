@@ -420,7 +420,7 @@ class _Outline(Struct, frozen=True):
         return sources.pread(file, self.data, offset), tail
 
     def blank(self, data: bytes, start: int) -> bytes:
-        """Writes zeros over the `gaps` in `data`, a part of the item from offset `start` on."""
+        """Returns `data`, the item's bytes from offset `start` on, with zeros in the `gaps`."""
         blank = bytearray(data)
         for begin, stop in self.gaps:
             if start <= begin and stop <= start + len(data):
@@ -428,7 +428,7 @@ class _Outline(Struct, frozen=True):
         return bytes(blank)
 
     def crc(self, file: int, location: ItemLocation) -> int | None:
-        """The CRC-32 that an item states for its data; None if it does not match the outline."""
+        """The CRC-32 that an item states for its data; None unless the item fits the outline."""
         head, tail = self.bytes_of(file, location.offset, location.length)
         if self.blank(head, 0) != self.head or self.blank(tail, self.behind) != self.tail:
             return None
@@ -444,7 +444,7 @@ def _number(data: bytes, place: int) -> int:
 
 
 class _Planned(Struct, eq=False):
-    """A function that opens a planned item (see ItemFiles) for the stated CRC-32 of its data."""
+    """A function that returns the stated CRC-32 of a planned item's data (see ItemFiles)."""
 
     files: ItemFiles
     location: ItemLocation
@@ -456,7 +456,7 @@ class _Planned(Struct, eq=False):
     crc: int | None = None
 
     def __call__(self) -> int | None:
-        """Opens the item once; raises UnsupportedCheckpoint if its data do not lie as computed."""
+        """Opens the item once; raises as `torch_file`, or UnsupportedCheckpoint (see `opened`)."""
         if not self.is_open:
             with self.files.lock:
                 self.crc = self.opened()
@@ -557,7 +557,7 @@ class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
 
 
 class _OfBox(Struct, frozen=True):
-    """A function like `_Planned`, for the item of one of the boxes in `planned`: number `place`."""
+    """A function like `_Planned`, for the item of the box with the number `place` in `planned`."""
 
     planned: PlannedBoxes
     place: int

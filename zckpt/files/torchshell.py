@@ -146,7 +146,7 @@ def _storage(tensor: Tensor) -> Persistent:
 
 
 class _Zip(Struct, frozen=True):
-    """A template for zips that differ only in the name of their folder, not in the name's length.
+    """A template for zips of `size` bytes: only the name of their folder differs, not its length.
 
     Each of the `parts` is an offset and the pieces of bytes that begin there; joined by the name of
     the folder, the pieces are the file's bytes. Between parts are gaps for tensor data.

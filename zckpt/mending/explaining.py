@@ -263,8 +263,8 @@ def _outside(
 ) -> list[tuple[int, int]]:
     """Drops the `bits` inside tensors, if these tensors have checksums of their own.
 
-    So it is in the files of a universal checkpoint. Damaged tensors were corrected before, so only
-    bytes outside tensors can still be wrong. For other records, all `bits` are returned.
+    This applies to the files of a universal checkpoint. Damaged tensors were corrected before, so
+    only bytes outside tensors can still be wrong. For other records, all `bits` are returned.
     """
     extent = damage.record.extent
     if not any(entry.digest is not None for entry, own in contents if own.extent != extent):

@@ -285,12 +285,13 @@ def losses_of(found: Found, older: Manifest | None, copyable: Mapping[str, Alike
 
 
 def _copies(found: Found, older: Manifest | None) -> Iterator[tuple[Key, tuple[Entry, str]]]:
-    """Yields tensors with a lost replica that cannot drift: the key, (an equal tensor, why)."""
+    """Yields tensors whose lost replicas cannot have differed: the key, (an equal tensor, why)."""
     for manifest in found.known.rank_manifests:
         source_of = _sources(manifest, found.lost, older)
         lost = [copy for copy in manifest.replicas if not is_whole(copy, found.lost)]
         made_up = {copy.key for copy in lost if may_drift(copy)}
         for key in dict.fromkeys(copy.key for copy in lost):
+            # a buffer's replicas may differ, as running means do
             is_known = key[0] not in manifest.buffers and key not in made_up
             if is_known and (source := source_of(key)) is not None:
                 of_own = source[0] is manifest.entries[key]
@@ -458,7 +459,7 @@ def _losses(found: Found, older: Manifest | None) -> Iterator[Loss]:
 def _of_buffers(manifest: Manifest, found: Found) -> Iterator[Loss]:
     """Yields a `Loss` for each lost replica of a buffer of which only one complete copy is left.
 
-    The replica was in a tensor-parallel rank's model file, and its values may have been others.
+    The replica was in a tensor-parallel rank's model file, and may have had other values.
     """
     whole = Counter(
         entry.key
@@ -561,7 +562,7 @@ def _left(
 def _left_alone(
     manifest: Manifest, entry: Entry, source_of: SourceOf, rounds: bool
 ) -> tuple[State, str, Entry | None]:
-    """Like `_left` for a tensor without a copy: only its weight and master can replace it."""
+    """Like `_left`, for a tensor without a copy: the weight and the master decide the result."""
     weight, master = ((entry.parameter, slot) for slot in ("param", "master"))
     param, wide = manifest.entries.get(weight), manifest.entries.get(master)
     if entry.slot == "param":

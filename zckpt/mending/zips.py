@@ -138,7 +138,7 @@ def _contradiction(path: str, end: int) -> Sequence[tuple[int, int]]:
 def _explains(correction: Correction, end: int, place: int) -> bool:
     """Whether a zip that ends at `end` agrees with itself once `correction` is applied.
 
-    Members next to the correction must also match their CRC-32s. Members near the offset `place`
+    Members near the correction must also match their CRC-32s. Members near the offset `place`
     are checked first.
     """
     with corrected([correction]), sources.opened(correction.file) as file:

@@ -77,7 +77,7 @@ def random_state() -> str:
 
 
 def _has_cuda() -> bool:
-    """Whether the program has initialized CUDA; without this check, zckpt would initialize it."""
+    """Whether the program has initialized CUDA; reading its seed or state would initialize it."""
     return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 

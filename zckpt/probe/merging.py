@@ -129,7 +129,7 @@ def _grouped(run: Run, labels: set[tuple[int, str]]) -> dict[Group, list[RankRec
     otherwise they are in one group.
     """
     groups: dict[Group, list[RankRecord]] = {}
-    for rank in sorted(run.ranks):
+    for rank in sorted(run.ranks):  # groups are in the order of the first rank's records
         for record in run.ranks[rank]:
             phase, number = _split(record.batch)
             label = record.batch if (record.step, phase) in labels else f"{phase} {ALL}".strip()

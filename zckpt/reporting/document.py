@@ -104,8 +104,9 @@ def _nothing(candidate: Candidate, error: ZckptError) -> Report:
 def _checkpoints(path: str, source: Mapping[str, Any]) -> tuple[list[Candidate], list[Candidate]]:
     """The checkpoints to show, the oldest first, and missing ones.
 
-    A missing checkpoint does not exist, but is named by a file of the run, such as `latest`. Only
-    `path` itself is shown if `source` has a `tag` or `format`, or if `path` is not a run.
+    A missing checkpoint does not exist, but a file of the run, such as `latest`, names it; the name
+    may be cut short. One checkpoint is shown if `source` has a `tag` or `format`, or if `path` is
+    not a run.
     """
     itself = [alone(path, source.get("tag"))]
     if source.get("tag") or source.get("format") or not os.path.isdir(path):

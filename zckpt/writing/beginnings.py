@@ -50,7 +50,7 @@ def begun(source: Manifest, run: Manifest, format: Format, options: Options) -> 
     of_groups: dict[str, int] = {}
     fresh: list[str] = []
     for number, name in trained:
-        # None if the target keeps one step per group, and all parameters of the group are new
+        # None if all parameters are new, or those of the group if the target keeps its step there
         like = next(iter(trained_before.get(number, anywhere)), None)
         if name not in new or how == "bare" or like is None:
             fresh += [name] if name in new else []

@@ -145,7 +145,7 @@ def _missing(keys: frozenset[str], like: _Kinds, every: _Kinds) -> set[str]:
     """Finds the states that a parameter with the optimizer states `keys` has lost.
 
     A state counts as lost if at least half of the group's parameters with as many axes (`like`)
-    have it. If there are no others of these, all others of the group (`every`) must have it.
+    have it. If the parameter is the only one of these, all others of the group (`every`) must.
     """
     alone = len(like.counts) == 1 and like.counts[keys] == 1
     # the only parameter with this number of axes: all others must have the key

@@ -110,7 +110,7 @@ class _Compared(Struct, frozen=True):
     rank             the manifest that holds the master: of the checkpoint, or of one model rank
     match            the master with the first weight
     other_matches    the master with each further weight
-    whole            whether all elements are compared, not only the first of each fragment
+    whole            whether all elements are compared, not only the first ones of each fragment
     """
 
     rank: Manifest

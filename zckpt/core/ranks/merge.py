@@ -352,8 +352,8 @@ def _of_optimizer(manifest: Manifest) -> object:
 
     One such value is the loss scale.
     """
-    # no states of single parameters: pipeline stages have different parameters. Numbers of no
-    # parameter are compared in `_first_ranks_states`
+    # no states of single parameters: pipeline stages have different parameters. Numbers that
+    # belong to no parameter are left out too: `_first_ranks_states` compares them
     kept = manifest.states.of_form("partition", "estimate")
     state = with_states(manifest.state, States(tuple(kept)), len(manifest.groups or ()))
     optimizer = state.get("optimizer") or {}

@@ -167,6 +167,7 @@ def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
 
     Here, pipeline stages and tensor ranks are written one by one.
     """
+    # files of layers are copied unchanged; with one tensor rank, `OF_LAYERS` may write new ones
     for option, _ in options.given:
         is_known = option.name in OF_LAYERS
         fits = grid.tp == 1 if grid.staged else grid.tp > 1 or option.name == RENAME.name

@@ -211,7 +211,7 @@ class DeepSpeedTarget:
         """Makes one flat buffer of the parameters `names`; `numels` are their element counts.
 
         If `ep` ranks hold different experts, `members_on_all_ranks` names the parameters of all
-        `ep` ranks; else it is empty. Raises MissingData if only some of them have a state.
+        `ep` ranks; else it is empty. Raises MissingData if only some parameters have a state.
         """
         paddings = [0] * len(names)
         if self.engine.aligned:

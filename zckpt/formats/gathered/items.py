@@ -116,8 +116,8 @@ def _is_distributed(paths: Mapping[int, str]) -> bool:
 def _are_rows(paths: Mapping[int, str]) -> bool:
     """Whether the ranks' files of one saved object seem to have its tensors cut into rows.
 
-    Then the last file has the first file's tensor names, some tensors with fewer rows. No other
-    sizes differ.
+    Then the first and the last file have the same tensor names. Some tensors have fewer rows in the
+    last file, and no other sizes differ.
     """
     if len(paths) < 2 or sorted(paths) != list(range(len(paths))):
         return False

@@ -240,7 +240,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
     def _model(self) -> Manifest:
         """The part of the source that is written: parameters and buffers, a tied weight only once.
 
-        Names and shapes are those in the files; only an adapter's tensors keep the module's names.
+        Names and shapes are those in the files; for an adapter, they are the module's.
         """
         source = self.source
         parameters: dict[str, Parameter] = {}
@@ -277,7 +277,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         """The type in which a tensor is written; `dtype` is its type in the source.
 
         Only float parameters change: to the type of `--dtype`. Without `--dtype`, a master
-        (`is_weight` is false) gets the module's type, and a weight keeps its type.
+        (`is_weight` is false) gets the module's type, if known, and a weight keeps its type.
         """
         if name not in self.model.parameters or dtype not in FLOATS:
             return dtype

@@ -170,8 +170,8 @@ class RunTemplate(Template):
     def _check_states(self, entries: Mapping[Key, Entry]) -> None:
         """Raises unless source and run have the same optimizer states, as `check_states` does.
 
-        Also raises UnsupportedCheckpoint if the run has no groups, or if a state is not F32. Adds a
-        warning if trained weights that are not F32 lack masters.
+        Also raises UnsupportedCheckpoint if the run's groups are unknown, or if a state is not F32.
+        Adds a warning if trained weights that are not F32 lack masters.
         """
         like = self.run
         if like.groups is None:

@@ -229,9 +229,9 @@ class MegatronWriter:
     ) -> TargetTensor | None:
         """Makes the tensor of one key and slot, which stacks the tensors of all layers and experts.
 
-        `names` maps each index (layer, expert) to a parameter. None for masters and optimizer
-        states of frozen parameters. Raises UnsupportedCheckpoint if layers differ, and MissingData
-        if a tensor is missing.
+        `names` maps each index (layer, expert) to a parameter or buffer. None for masters and
+        optimizer states of frozen parameters. Raises UnsupportedCheckpoint if layers differ, and
+        MissingData if a tensor is missing.
         """
         every = () if slot == "param" else names.values()
         frozen = [name for name in every if name not in self.trained]

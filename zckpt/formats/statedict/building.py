@@ -465,9 +465,9 @@ class ManifestBuilder:
     ) -> Any:
         """Replaces each tensor in a value by its name, and adds the tensor to `entries`.
 
-        A 0-d tensor becomes a number instead. `path` is the value's dotted path, which becomes the
-        name unless zckpt has stated one. Without `entries`, tensors go to the manifest's own, and
-        UnsupportedCheckpoint is raised for sharded tensors of an unknown class.
+        A 0-d tensor becomes a number, unless it is complex. `path` is the value's dotted path,
+        which becomes the name unless zckpt has stated one. Without `entries`, tensors go to the
+        manifest's own, and UnsupportedCheckpoint is raised for sharded tensors of an unknown class.
         """
         entries = self.entries if entries is None else entries
         if isinstance(value, Leaf):

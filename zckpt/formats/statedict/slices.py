@@ -292,7 +292,8 @@ def _is_slice(model: Mapping[Any, Any], wholes: Mapping[str, Sequence[Leaf]]) ->
 def _are_slices(items: Sequence[Any], wholes: Sequence[Leaf]) -> bool:
     """Whether the tensors in a list seem to be one rank's slices of the sharded weights `wholes`.
 
-    At least one tensor must have the shape of a shard; others may have the shape of a full weight.
+    Each tensor must have the shape of such a weight or of a shard of it, and at least one the shape
+    of a shard only.
     """
     shapes = {leaf.shape for leaf in items if isinstance(leaf, Leaf) and leaf.shape}
     whole = {leaf.shape for leaf in wholes}

@@ -87,7 +87,7 @@ class StateDicts:
     def _put_steps_in_groups(self) -> None:
         """Writes the step into each parameter group, if the target's optimizer keeps it there.
 
-        No group gets a step if parameters of one group have different steps.
+        No group gets a step if the parameters of any group have different steps.
         """
         steps = steps_of_groups(self.source, len(self.groups))
         in_group = self.step_place.where == "group"

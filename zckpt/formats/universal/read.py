@@ -92,8 +92,8 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 def _read(path: str, name: str, kept: Container[str] | None = None) -> Manifest:
     """Reads the manifest in the file `name`, with all tensors or only those of the kinds `kept`.
 
-    Kinds are `param`, `master` and `state`. Raises UnsupportedCheckpoint for another version of the
-    format, and CorruptCheckpoint if a weight has no tensor of these kinds.
+    `kept` may contain `param`, `master` and `state`. Raises UnsupportedCheckpoint for another
+    version of the format, and CorruptCheckpoint if tensors are missing or facts contradict others.
     """
     document = json.loads(_text_of(name))
     version = document["zckpt"]

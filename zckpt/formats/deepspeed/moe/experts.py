@@ -456,7 +456,8 @@ def _are_spread_over_tensor_ranks(ranks: EngineStates) -> bool:
         (count, size_in(ranks.groups(number)[0]))
         for number, count in enumerate(counts if isinstance(counts, list) else ())
     )
-    # without `enable_expert_tensor_parallelism`, more than the data ranks share a group's experts
+    # without `enable_expert_tensor_parallelism`, a group's experts are cut over more ranks than
+    # there are data ranks
     is_over = any(ep and isinstance(count, int) and count * ep > ranks.dp for count, ep in sizes)
     return is_over and int(ranks.model.get("mp_world_size") or 1) > 1
 

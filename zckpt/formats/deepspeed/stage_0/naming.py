@@ -438,8 +438,9 @@ def _matched(
 ) -> Named:
     """Finds each parameter's name: that of the weight with the same label.
 
-    `orders` has the labels of each group's parameters. A label is a shape, or a label of
-    samples.py; `what` describes it in errors. Raises MissingData if a name stays unclear.
+    `orders` has the labels of each group's parameters, `labelled` those of the weights, in the
+    module's order. A label is a shape, or a label of samples.py; `what` describes it in errors.
+    Raises MissingData if a name stays unclear.
     """
     numbers = Counter(chain.from_iterable(orders))
     owners = by_key((label, name) for name, label in labelled.items())
