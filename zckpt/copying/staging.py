@@ -49,7 +49,7 @@ class Staging:
         resume           continue `<target>.partial` of an earlier run with this identity
         before_rename    called just before the target gets its name
         sharing          which other processes write this target
-        above            the folder for the target, if this folder is unfinished too
+        above            the folder that gets the target, if another unfinished target contains it
         begins_anew      on a filesystem without locks, `resume` starts from the beginning
         warnings         failures after the rename, and unfinished targets of other runs
 

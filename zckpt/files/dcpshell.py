@@ -1,4 +1,4 @@
-"""Writes a directory of torch.distributed.checkpoint: item files and `.metadata`.
+"""Writes a directory of torch.distributed.checkpoint: `.distcp` files and `.metadata`.
 
 An item file is a sequence of aligned items. `.metadata` is a pickle of the object that torch would
 write. The data of tensors are filled in later.

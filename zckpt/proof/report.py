@@ -159,8 +159,8 @@ def _file_of(entry: Entry) -> str | None:
 def digests(results: Iterable[Result], alone: bool) -> dict[str, Report]:
     """Maps the name of every tensor that was read to a report line with its CRC-32s.
 
-    A CRC-32 is of the bytes in row-major order, under "a" or "b"; only under "a" if a checkpoint
-    was checked `alone`. `b_tensor` is the tensor's name in checkpoint b, if it differs.
+    A CRC-32 is of the bytes in row-major order. Its key is "a" or "b", the checkpoint; a checkpoint
+    that was checked `alone` is "a". `b_tensor` is the tensor's name in b, if it differs.
     """
     lines: dict[str, Report] = {}
     for result in results:

@@ -32,7 +32,7 @@ WITHOUT = 0
 """DeepSpeed's default for the ZeRO stage, if the ds_config states none."""
 MUST_SET = "program-must-set"
 REGROUPED = "groups-differ"
-"""The code of groups that differ. A conversion with --groups-from cures them."""
+"""The notice code for different param groups. A conversion with --groups-from cures them."""
 CURED = ("size-differs", "format-differs", "scheduler-differs", REGROUPED)
 """The codes of reasons that a conversion can remove. It never changes the parameters."""
 FLAGS = {"config": "ds-config", "format": "from"}

@@ -375,7 +375,7 @@ def _without_buffers(options: Options, format: Format) -> Options:
 
 
 def _called(command: str, to: str) -> str:
-    """Names the target's format for errors: `--to FORMAT`, or words if users need not type that."""
+    """Names the target's format for errors: `--to FORMAT`, or words if --to was not needed."""
     if command == "reshard":
         return f"{to} (reshard does not change the format)"
     if to == "universal":

@@ -293,7 +293,7 @@ class Notices(Struct, frozen=True):
     is_numbered: bool = False
     """Whether an optimizer in the files identifies its parameters by number instead of by name."""
     buffers_named: bool = False
-    """Whether --buffers named tensors of this checkpoint when it was read."""
+    """Whether `--buffers` matched tensors when the checkpoint was read."""
     mended: tuple[Mended, ...] = ()
     """The values that `zckpt mend` has restored, in this checkpoint or in its source."""
     uncompared: int = 0
@@ -310,7 +310,7 @@ class Manifest(Struct, frozen=True):
     root: str
     """The path of its directory, or of its one file."""
     format: str
-    """The format of its files."""
+    """The format of the checkpoint's files."""
     run: Run
     entries: dict[Key, Entry]
     """The tensors by parameter and slot (what a tensor is for its parameter: param, exp_avg)."""

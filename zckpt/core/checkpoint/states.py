@@ -407,7 +407,10 @@ class Selection(Struct, frozen=True):
             )
 
     def of(self, a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
-        """Removes from both manifests what is not compared; an unknown state raises WrongOption."""
+        """Removes from both manifests what is not compared.
+
+        Raises WrongOption if `drop_state` names a state that neither has.
+        """
         if self.weights_only:
             return weights_alone(a), weights_alone(b)
         require_known(self.drop_state, (a, b))

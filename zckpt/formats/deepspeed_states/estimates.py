@@ -89,7 +89,7 @@ def _is_of_ranks(values: Any, dp: int) -> bool:
 
 
 def need_same_ranks(source: Manifest, dp: int = 0, stage: int | None = None) -> None:
-    """Raises UnsupportedCheckpoint if the target cannot keep what ranks have estimated (Prodigy).
+    """Raises UnsupportedCheckpoint if the target cannot keep each rank's estimates (Prodigy's `d`).
 
     `dp` and `stage`, the target's number of ranks and ZeRO stage, must be the source's; stages 1
     and 2 count as equal. The defaults are for a target of a format that keeps no estimates.

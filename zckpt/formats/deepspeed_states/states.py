@@ -102,7 +102,7 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def second_names(self) -> Mapping[str, str]:
-        """Maps second names of tied weights to first names, as files state them since 0.9.0."""
+        """Maps second names of tied weights to first names (stated since DeepSpeed 0.9.0)."""
         owners = self.overrides.second_names
         return self.model.get("shared_params") or {} if owners is None else owners
 

@@ -193,9 +193,9 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         return owners
 
     def _are_one(self, one: str, other: str) -> bool:
-        """Whether two names belong to one weight, or to two weights with equal bytes.
+        """Whether two names belong to one weight: the names or the tensors' bytes are equal.
 
-        DCP files store a tied weight twice, so its two names may look like two weights.
+        DCP files store a tied weight twice, so equal bytes count too.
         """
         if one == other:
             return True
