@@ -142,7 +142,7 @@ def test_corrupt_masters_are_rebuilt(runs: Path, tmp_path: Path, zckpt: Callable
     moments = load_file(target / "exp_avg.safetensors")
     assert len(moments) == 2
     lost = {name.rpartition("/")[0] for name in expected} - moments.keys()
-    named = next(line for line in texts(ended.document["warnings"]) if "widens" in line)
+    named = next(line for line in texts(ended.document["warnings"]) if "makes new masters" in line)
     assert all(name in named for name in lost)
     assert not any(name in named for name in moments)
     for slot in ("exp_avg", "exp_avg_sq", "master"):
