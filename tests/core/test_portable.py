@@ -84,9 +84,8 @@ def test_the_target_is_known_without_extended_attributes(universal: Path) -> Non
 
 def test_reshard(tmp_path: Path) -> None:
     ended = as_on_macos("reshard", EXAMPLE, tmp_path / "three", "--dp", 3, "--stage", 3)
-    assert ended.returncode == 0
-    assert ended.stderr.startswith("Warning: set train_micro_batch_size_per_gpu=8 to keep")
-    assert len(ended.stderr.splitlines()) == 1
+    said = "set train_micro_batch_size_per_gpu=8 to keep a global batch of 24 [batch-size-changes]"
+    assert (ended.returncode, ended.stderr) == (0, f"Warning: {said}\n")
     assert as_on_macos("verify", EXAMPLE, "--against", tmp_path / "three").returncode == 0
 
 

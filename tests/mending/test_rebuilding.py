@@ -151,8 +151,8 @@ def test_before_it_is_typed(example: Path, tmp_path: Path, zckpt: Callable[..., 
     assert (ended.code, ended.err) == (0, "")
     assert shown.out in ended.out
     last = ended.out.splitlines()[-1]
-    assert last.startswith("made up (--rebuild), in place of lost values: values in ")
-    assert "tensors: embedding" in last
+    assert last.startswith("made up (--rebuild): values in ")
+    assert " tensors, in place of lost ones: embedding" in last
 
 
 def test_verify_and_report_name_it(example: Path, zckpt: Callable[..., Result]) -> None:

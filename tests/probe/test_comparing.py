@@ -88,13 +88,37 @@ def test_no_difference(run_a: Path, tmp_path: Path, zckpt: Zckpt) -> None:
     [
         (7, "parameter", "layers.0.weight", "0", "this weight differs before the first update"),
         (7, "forward", "layers.0#0/out", "0", "the first forward: weights, buffers or"),
-        (7, "backward", "layers.0#0/out", "0", "the first forward pass is equal, its"),
+        (
+            7,
+            "backward",
+            "layers.0#0/out",
+            "0",
+            "the first forward pass is equal, its backward pass is not: the loss scale",
+        ),
         (7, "forward", "layers.0#0/out", "1", "the first batch is equal, a later one"),
         (8, "forward", "layers.0#0/out", "0", "equal until the first update: moments, masters"),
         (8, "parameter", "layers.0.weight", "0", "equal until the first update: moments, masters"),
-        (8, "backward", "layers.0#0/out", "0", "the second forward pass is equal, its"),
-        (8, "forward", "layers.0#0/out", "1", "equal beyond the first update: the order of the"),
-        (9, "forward", "layers.0#0/out", "0", "equal beyond the first update: the order of the"),
+        (
+            8,
+            "backward",
+            "layers.0#0/out",
+            "0",
+            "the second forward pass is equal, its backward pass is not: the loss scale",
+        ),
+        (
+            8,
+            "forward",
+            "layers.0#0/out",
+            "1",
+            "equal beyond the first update: the order of the data, the random state",
+        ),
+        (
+            9,
+            "forward",
+            "layers.0#0/out",
+            "0",
+            "equal beyond the first update: the order of the data, the random state",
+        ),
     ],
 )
 def test_the_first_big_difference_and_what_its_place_means(

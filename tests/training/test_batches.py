@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import zckpt
 import zckpt as package
 from zckpt.judging.loads import batch_changes
 from zckpt.training import batches
@@ -73,8 +72,8 @@ def test_from_deepspeed_to_fsdp(
 )
 def test_the_next_run_of_deepspeed(words: dict[str, Any], said: list[str]) -> None:
     """The example states 6 samples for each of 4 ranks, and no global batch."""
-    assert [line.message for line in batch_changes(zckpt.read(EXAMPLE), words, ())] == said
-    assert batch_changes(zckpt.read(EXAMPLE), words, [{"code": "batch-size-changes"}]) == []
+    assert [line.message for line in batch_changes(package.read(EXAMPLE), words, ())] == said
+    assert batch_changes(package.read(EXAMPLE), words, [{"code": "batch-size-changes"}]) == []
 
 
 @pytest.mark.engines
@@ -100,9 +99,9 @@ def test_deepspeed_computes_the_rest(
         return ranks * loaded.train_micro_batch_size_per_gpu * loaded.gradient_accumulation_steps
 
     config = {name: size for name, size in zip(batches.SETTINGS, sizes, strict=True) if size}
-    report = zckpt.reshard(EXAMPLE, tmp_path / "target", dp=ranks, config=config, dry_run=True)
+    report = package.reshard(EXAMPLE, tmp_path / "target", dp=ranks, config=config, dry_run=True)
     told = changes(report)
-    resumed = batch_changes(zckpt.read(EXAMPLE), {"dp": ranks, "config": config}, ())
+    resumed = batch_changes(package.read(EXAMPLE), {"dp": ranks, "config": config}, ())
     assert [line.message for line in resumed] == told
     try:
         is_kept = samples(config) == 24
@@ -116,7 +115,7 @@ def test_deepspeed_computes_the_rest(
 @pytest.mark.parametrize(("ranks", "times"), [(4, None), (8, "1/2 of"), (2, "2 times")])
 def test_a_global_batch_that_is_unknown(ranks: int, times: str | None) -> None:
     unknown = batches.Batch(None, batches.OF_ANY)
-    messages = [line.message for line in batches.changes(unknown, zckpt.read(EXAMPLE), ranks)]
+    messages = [line.message for line in batches.changes(unknown, package.read(EXAMPLE), ranks)]
     word = "the product of the batch size of each rank and accumulated steps"
     said = f"set {word} to {times} its old value "
     assert messages == ([] if times is None else [f"{said}to keep the global batch"])
@@ -125,9 +124,9 @@ def test_a_global_batch_that_is_unknown(ranks: int, times: str | None) -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_neither_the_batch_nor_the_ranks_are_known(ranks: int, tmp_path: Path) -> None:
     """A file of complete state dicts does not state how many ranks trained: it may be any."""
-    zckpt.convert(EXAMPLE, tmp_path / "complete.pt", to="gathered")
-    assert zckpt.read(tmp_path / "complete.pt").run.origin.dp is None
-    report = zckpt.convert(tmp_path / "complete.pt", tmp_path / "target", to="dcp", dp=ranks)
+    package.convert(EXAMPLE, tmp_path / "complete.pt", to="gathered")
+    assert package.read(tmp_path / "complete.pt").run.origin.dp is None
+    report = package.convert(tmp_path / "complete.pt", tmp_path / "target", to="dcp", dp=ranks)
     assert changes(report) == []
 
 
@@ -135,7 +134,7 @@ def test_neither_the_batch_nor_the_ranks_are_known(ranks: int, tmp_path: Path) -
 def test_ranks_with_fsdp_share_no_sequence(ranks: int, batch: int | None, tmp_path: Path) -> None:
     """In the source, 4 ranks had 2 sequences' batches of 12 samples."""
     source = ROOT / "tests" / "data" / "deepspeed-0.18.2-z1_dp4_sp2" / "run"
-    report = zckpt.convert(source, tmp_path / "target", to="dcp", dp=ranks)
+    report = package.convert(source, tmp_path / "target", to="dcp", dp=ranks)
     word = "the product of the batch size of each rank and accumulated steps"
     said = f"set {word} to {batch} to keep a global batch of 24"
     assert changes(report) == ([] if batch is None else [said])
@@ -150,7 +149,7 @@ def test_the_trainers_next_config(ranks: int, micro: int, accumulation: int, fit
     The source has 2 ranks with 4 samples each.
     """
     config = {TRAIN_MICRO: micro, "gradient_accumulation_steps": accumulation}
-    lines = batch_changes(zckpt.read(TRAINER), {"dp": ranks, "config": config}, ())
+    lines = batch_changes(package.read(TRAINER), {"dp": ranks, "config": config}, ())
     also = batches.OF_TRAINER.also
     said = f"set per_device_train_batch_size={fitting}{also} to keep a global batch of 8"
     assert [line.message for line in lines] == ([] if fitting == micro else [said])

@@ -82,6 +82,6 @@ def mended(report: dict[str, Any], quiet: bool) -> None:
         parts = f"values in {counted(len(tensors), 'tensor')}" if tensors else ""
         others = counted(len(values), "other value") if values else ""
         print(
-            "made up (--rebuild), in place of lost values: "
-            f"{joined([*filter(None, (parts, others))])}: {listed([*tensors, *values], MOST_NAMES)}"
+            f"made up (--rebuild): {joined([*filter(None, (parts, others))])}, in place of lost "
+            f"ones: {listed([*tensors, *values], MOST_NAMES)}"
         )

@@ -203,8 +203,8 @@ def refuse_widened(manifest: Manifest, dtype: str | None) -> None:
         if dtype == "F32" and lost.subject == "master":
             raise IncompleteCheckpoint(
                 "optimizer-missing",
-                f"--dtype fp32 writes the masters, but {lost.file} has 16-bit weights; the "
-                "masters are lost",
+                f"--dtype fp32 writes the masters, but of {lost.file} only the 16-bit weights are "
+                "read; the masters are lost",
                 hint="leave out --dtype: the weights are written in the type that they have",
                 file=lost.file,
             )

@@ -143,21 +143,20 @@ def in_config(source: Manifest, config: Mapping[str, Any]) -> Batch:
     """
     names = OF_TRAINER if is_of_trainer(source) else OF_DEEPSPEED
     total, micro, accumulation = (config.get(name) for name in SETTINGS)
-    are_valid = all(each is None or is_count(each) for each in (micro, accumulation))
-    is_computed = names == OF_DEEPSPEED and is_count(total) and None in (micro, accumulation)
-    is_computed = is_computed and are_valid
+    stated = [size for size in (micro, accumulation) if size is not None]
+    is_computed = names == OF_DEEPSPEED and is_count(total) and len(stated) < 2
+    is_computed = is_computed and all(map(is_count, stated))
     total = total if is_count(total) else global_batch(source)
     accumulation = 1 if accumulation is None else accumulation
     micro = micro if is_count(micro) else None
     if total is None or not is_count(accumulation) or not (micro or is_computed):
         return Batch(total, names, micro)
+    # a copy for other ranks has the configuration of the first ones
+    product = (micro or 0) * accumulation * source.run.origin.sequences
     engine = source.run.engine
     is_sources = isinstance(engine, FlatBufferEngine) and config == engine.config
-    if is_sources and not is_computed:
-        # a copy for other ranks has the configuration of the first ones
-        assert micro is not None
-        if micro * accumulation * source.run.origin.sequences != total:
-            return Batch(total, names)
+    if is_sources and not is_computed and product != total:
+        return Batch(total, names)
     return Batch(total, names, micro, accumulation, is_computed)
 
 

@@ -19,7 +19,7 @@ from ...engines.cases import CASES, Case
 
 Trained = Callable[[Case], Path]
 TRAINER = ROOT / "examples" / "trainer" / "checkpoint-4"
-LOST = "the masters are lost"
+LOST = "only the 16-bit weights are read; the masters are lost"
 
 
 def without(run: Path, target: Path, pattern: str = "*optim_states.pt") -> Path:
